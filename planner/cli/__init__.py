@@ -1,0 +1,1 @@
+"""The `plan` command: one file per verb; parse, call, render."""

@@ -1,0 +1,69 @@
+"""Every error that a user can cause or meet.
+
+    PlannerError                 1  something failed
+    ├── InputError               2  a command line, file or model that cannot be used
+    │   ├── UnitError               a quantity such as "10Gb" that has no meaning
+    │   ├── ModelFileError          the user's model.py
+    │   ├── CaptureError            a model that no graph can be made of
+    │   ├── ProfileError            profile.json
+    │   ├── PlanError               plan.json
+    │   └── ClusterError            the cluster description
+    ├── InfeasibleError          3  no plan fits the cluster
+    └── WorkerError              1  a worker died or hung
+
+The numbers are exit codes. A message is one sentence that names the offending value and its place;
+`hint` says what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """Base of all errors: one sentence, a hint, and the command's exit code."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class InputError(PlannerError):
+    """A command line, file or model that cannot be used as it is."""
+
+    exit_code = 2
+
+
+class UnitError(InputError):
+    """A quantity whose unit is missing, ambiguous or unknown."""
+
+
+class ModelFileError(InputError):
+    """A model file that lacks a required function, or whose function returns the wrong thing."""
+
+
+class CaptureError(InputError):
+    """A model that cannot be captured as a graph, or cut where asked."""
+
+
+class ProfileError(InputError):
+    """A profile file that is malformed or contradicts itself."""
+
+
+class PlanError(InputError):
+    """A plan file that is malformed, or does not belong to the model or cluster at hand."""
+
+
+class ClusterError(InputError):
+    """A cluster description that makes no sense."""
+
+
+class InfeasibleError(PlannerError):
+    """No plan exists for this model on this cluster."""
+
+    exit_code = 3
+
+
+class WorkerError(PlannerError):
+    """A worker process died, hung or lost its connection."""

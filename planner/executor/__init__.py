@@ -1,0 +1,1 @@
+"""Runs a plan: instruction streams + stage modules -> training."""

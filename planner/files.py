@@ -1,0 +1,104 @@
+"""Reading and writing the JSON files: validated on load, moved into place when complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from planner.errors import InputError, PlannerError
+
+RecordT = TypeVar("RecordT", bound="Record")
+
+
+class Record(BaseModel):
+    """Base of everything in a file: immutable, and a misspelt or unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def load_record(record: type[RecordT], path: Path, error: type[InputError], remedy: str) -> RecordT:
+    """Read and validate `path`.
+
+    Args:
+        record: the type to read.
+        path: a JSON file.
+        error: raised with the file, the field and the offending value when anything is wrong.
+        remedy: the command that makes a good file, for the hint.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(f"there is no file '{path}'", hint=remedy) from None
+    except (OSError, UnicodeDecodeError) as cause:
+        raise error(f"'{path}' cannot be read: {cause}", hint=remedy) from None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as cause:
+        raise error(f"'{path}' is not JSON: {cause}", hint=remedy) from None
+    if not isinstance(content, dict):
+        raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
+    # Checked before the fields: another version's fields are not this version's mistakes.
+    expected = record.model_fields["schema_version"].default if "schema_version" in record.model_fields else None
+    if expected is not None and content.get("schema_version") != expected:
+        raise error(
+            f"'{path}' has schema_version {content.get('schema_version')!r}, this version reads {expected}", hint=remedy
+        )
+    try:
+        return record.model_validate(content)
+    except ValidationError as cause:
+        raise error(f"'{path}': {_first_problem(cause)}", hint=remedy) from None
+
+
+def save_record(record: Record, path: Path) -> None:
+    """Write `record` to `path` atomically: a reader sees the old file or the new one, never half."""
+    write_text(path, record.model_dump_json(indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary name beside `path`, then move into place.
+
+    Raises:
+        PlannerError: when the disk is full or the folder cannot be written; nothing is left behind.
+    """
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = Path(name)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes private files; results are ordinary ones.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as cause:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise PlannerError(
+            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place with -o"
+        ) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _first_problem(cause: ValidationError) -> str:
+    problem = cause.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = "unknown field"
+    if problem["type"] == "missing":
+        return f"field '{place}' is missing"
+    value = repr(problem["input"])
+    shown = value if len(value) <= 60 else value[:57] + "..."
+    return f"{place} = {shown}: {message}" if place else message

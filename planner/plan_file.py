@@ -1,0 +1,188 @@
+"""The Plan: which layers form which stage, on which ranks, under which schedule, and what that should give.
+
+Written by `plan solve`, run by `plan train`. The rules that make a plan valid stand here, where no solver owns them.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from planner.cluster import Cluster
+from planner.errors import PlanError
+from planner.files import Record, load_record, save_record
+from planner.profile_file import Bytes, Device, Seconds
+
+REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
+
+ScheduleName = Literal["1f1b", "gpipe", "naive"]
+CostModelName = Literal["resource", "pipedream", "paper"]
+
+
+class StageMemory(Record):
+    """Bytes one replica of a stage needs at its peak, by use."""
+
+    weights_bytes: Bytes  # all versions
+    gradients_bytes: Bytes
+    optimizer_bytes: Bytes
+    buffers_bytes: Bytes
+    activations_bytes: Bytes  # saved for backward, all minibatches in flight
+    communication_bytes: Bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.model_dump().values())
+
+
+class Stage(Record):
+    """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`."""
+
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    ranks: Annotated[tuple[int, ...], Field(min_length=1)]
+    in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) between forward and backward, per replica
+    recompute: bool = False
+    forward_s: Seconds  # one microbatch on one replica
+    backward_s: Seconds
+    update_s: Seconds
+    memory: StageMemory
+
+    @property
+    def replicas(self) -> int:
+        """Number of workers that run this stage."""
+        return len(self.ranks)
+
+
+class Transfer(Record):
+    """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
+
+    A value used by several later stages travels along them: each user hands it to the next, and gradients add up
+    on the way back. So what a stage sends depends on its own layers only, and no value crosses a link twice.
+    """
+
+    source: Annotated[int, Field(ge=0)]
+    target: Annotated[int, Field(ge=0)]
+    values: Annotated[tuple[str, ...], Field(min_length=1)]
+    output_bytes: Bytes
+    gradient_bytes: Bytes
+
+
+class Bottleneck(Record):
+    """The resource that limits the pipeline."""
+
+    stage: int
+    resource: Literal["compute", "link", "boundary"]  # boundary: the cut after `stage`, in the published cost models
+    busy_s: Seconds  # per minibatch
+
+
+class Prediction(Record):
+    """What the cost model says of the plan, in steady state."""
+
+    seconds_per_minibatch: Seconds
+    samples_per_s: Annotated[float, Field(gt=0)] | None  # None when the profile does not know its batch size
+    bottleneck: Bottleneck
+    speedup_over_one_gpu: float
+    speedup_over_data_parallel: float
+    communication_bytes_per_sample: float | None
+    data_parallel_communication_bytes_per_sample: float | None
+
+
+class SolverReport(Record):
+    """How the plan was found, and how far from optimal it can be."""
+
+    name: str
+    cost_model: CostModelName
+    status: Literal["optimal", "feasible"]
+    lower_bound_s: Seconds
+    gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
+    seconds: Seconds
+
+
+class Plan(Record):
+    """A complete answer: enough to run, and enough to know what to expect."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    profile_digest: str
+    graph_hash: str | None  # None: from an imported profile, cannot be trained
+    device: Device
+    config: str  # replicas per stage, "7-1"
+    schedule: ScheduleName
+    microbatch_size: Annotated[int, Field(ge=1)] | None
+    microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    transfers: tuple[Transfer, ...]
+    predicted: Prediction
+    solver: SolverReport
+    cluster: Cluster
+
+    @property
+    def workers(self) -> int:
+        """Number of worker processes."""
+        return sum(stage.replicas for stage in self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        _check_config(self)
+        _check_ranks(self)
+        _check_layers(self)
+        _check_transfers(self)
+        return self
+
+
+def config_of(replicas: tuple[int, ...]) -> str:
+    """The published notation: (7, 1) -> "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline."""
+    return "-".join(map(str, replicas))
+
+
+def _check_config(plan: Plan) -> None:
+    if plan.config != config_of(plan.replicas):
+        raise ValueError(f"config '{plan.config}' contradicts the stages, whose ranks make {config_of(plan.replicas)}")
+
+
+def _check_ranks(plan: Plan) -> None:
+    ranks = list(chain.from_iterable(stage.ranks for stage in plan.stages))
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ValueError(f"the stages' ranks {ranks} are not 0 to {len(ranks) - 1}, each once")
+    if len(ranks) > plan.cluster.gpus:
+        raise ValueError(f"{len(ranks)} workers do not fit a cluster of {plan.cluster.gpus} GPUs")
+
+
+def _check_layers(plan: Plan) -> None:
+    seen: set[str] = set()
+    for name in chain.from_iterable(stage.layers for stage in plan.stages):
+        if name in seen:
+            raise ValueError(f"layer '{name}' is in two stages")
+        seen.add(name)
+
+
+def _check_transfers(plan: Plan) -> None:
+    seen: set[tuple[int, int]] = set()
+    for transfer in plan.transfers:
+        if not transfer.source < transfer.target < len(plan.stages):
+            raise ValueError(f"transfer {transfer.source} -> {transfer.target} is not from a stage to a later one")
+        if (transfer.source, transfer.target) in seen:
+            raise ValueError(f"transfer {transfer.source} -> {transfer.target} occurs twice")
+        seen.add((transfer.source, transfer.target))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read `plan.json`.
+
+    Raises:
+        PlanError: naming the file, the field and the value that is wrong.
+    """
+    return load_record(Plan, path, PlanError, REMEDY)
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write `plan` to `path` atomically."""
+    save_record(plan, path)

@@ -1,0 +1,143 @@
+"""The Profile: what each layer of a model costs on a device. Written by `plan profile`, read by `plan solve`.
+
+Layers stand in execution order, which is a topological order of the graph: an edge goes from an earlier to a
+later layer. Model inputs are no layers and no edges: every stage that needs one reads it from the data itself.
+The loss, when the model file defines one, is the last layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from planner.errors import ProfileError
+from planner.files import Record, load_record, save_record
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+REMEDY = "make a profile with: plan profile model.py"
+
+
+class Value(Record):
+    """A tensor that a layer hands to later layers; bytes are for one microbatch."""
+
+    name: str
+    output_bytes: Bytes
+    gradient_bytes: Bytes  # 0 where no gradient flows back (integers, booleans, detached tensors)
+
+
+class Layer(Record):
+    """The unit that a plan assigns to stages: a group of operations, usually a leaf module."""
+
+    name: str  # unique; the module path where there is one
+    op: str  # what it is, for people: "Conv2d", "aten.add"
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds  # the optimizer's step on this layer's parameters
+    forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
+    backward_spread_s: Seconds = 0.0
+    outputs: tuple[Value, ...] = ()  # values that some later layer uses
+    weight_bytes: Bytes = 0  # parameters, trainable or not; tied parameters count in the first layer that uses them
+    gradient_bytes: Bytes = 0  # the trainable part of weight_bytes
+    optimizer_bytes: Bytes = 0  # state of the user's optimizer
+    buffer_bytes: Bytes = 0
+    saved_bytes: Bytes = 0  # kept from forward to backward for one microbatch, weights excluded
+    parameters: tuple[str, ...] = ()  # fully qualified names
+
+
+class Edge(Record):
+    """Layer `target` uses the output `value` of layer `source`."""
+
+    source: str
+    value: str
+    target: str
+
+
+class Device(Record):
+    """What the times were measured on, or estimated for."""
+
+    kind: str  # "cpu", "cuda"
+    name: str
+    threads: Annotated[int, Field(ge=1)] | None = None  # intra-op threads, on a CPU
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None
+
+
+class WholeStep(Record):
+    """One training step measured unsplit: how far the sum of the layers is from the truth."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds
+
+
+class Provenance(Record):
+    """Where the numbers come from."""
+
+    tool: str
+    torch: str | None = None
+    date: str | None = None
+    repeats: int | None = None
+    source: Literal["measured", "estimated", "imported"]
+
+
+class Profile(Record):
+    """A model's costs per layer on one device, for one microbatch."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    graph_hash: str | None = None  # of the captured graph; None for imported profiles, which are plan-only
+    device: Device
+    dtype: str | None = None
+    microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
+    layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
+    edges: tuple[Edge, ...]
+    no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
+    tied_parameters: tuple[tuple[str, ...], ...] = ()  # groups of names of one and the same parameter
+    whole_step: WholeStep | None = None
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _check_graph(self) -> Profile:
+        position = {layer.name: index for index, layer in enumerate(self.layers)}
+        if len(position) < len(self.layers):
+            names = [layer.name for layer in self.layers]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"layer name '{twice}' occurs twice")
+        produced = {(layer.name, value.name) for layer in self.layers for value in layer.outputs}
+        for edge in self.edges:
+            for name in (edge.source, edge.target):
+                if name not in position:
+                    raise ValueError(f"edge '{edge.source}' -> '{edge.target}' names the unknown layer '{name}'")
+            if (edge.source, edge.value) not in produced:
+                raise ValueError(f"edge '{edge.source}' -> '{edge.target}' carries the unknown value '{edge.value}'")
+            if position[edge.source] >= position[edge.target]:
+                raise ValueError(
+                    f"edge '{edge.source}' -> '{edge.target}' goes backwards; layers stand in execution order"
+                )
+        for name in self.no_cut_after:
+            if name not in position:
+                raise ValueError(f"no_cut_after names the unknown layer '{name}'")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content: two profiles with the same digest are the same profile."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+def load_profile(path: Path) -> Profile:
+    """Read `profile.json`.
+
+    Raises:
+        ProfileError: naming the file, the field and the value that is wrong.
+    """
+    return load_record(Profile, path, ProfileError, REMEDY)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write `profile` to `path` atomically."""
+    save_record(profile, path)

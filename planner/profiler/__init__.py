@@ -1,0 +1,1 @@
+"""LayerGraph on a device -> Profile."""

@@ -1,0 +1,1 @@
+"""Profile + Cluster -> Plan."""

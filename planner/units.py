@@ -1,0 +1,87 @@
+"""Quantities with units, converted once at the edge: everything inside is bytes, seconds and bytes per second.
+
+GB = 10^9 bytes, GiB = 2^30 bytes; `bps` counts bits, `B/s` counts bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from planner.errors import UnitError
+
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_PREFIX = _DECIMAL | {"K": 10**3} | _BINARY
+_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second of "10Gbps", "10Gbit/s" (bits) or "1.25GB/s" (bytes).
+
+    Raises:
+        UnitError: when bits and bytes cannot be told apart, or the value is not positive.
+    """
+    match = re.fullmatch(_NUMBER + r"\s*([KMGTk]i?)?(bps|bit/s|b/s|B/s|Bps)", text.strip())
+    if match is None:
+        raise UnitError(
+            f"bandwidth '{text}' is not a rate", hint="write bits per second as 10Gbps or bytes per second as 1.25GB/s"
+        )
+    number, prefix, unit = match.groups()
+    return _positive(float(number) * _PREFIX[prefix or ""] / (1 if unit in ("B/s", "Bps") else 8), "bandwidth", text)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "16GB" (16·10^9) or "16GiB" (16·2^30).
+
+    Raises:
+        UnitError: when the unit is missing or the value is not positive.
+    """
+    match = re.fullmatch(_NUMBER + r"\s*([KMGTk]i?)?B", text.strip())
+    if match is None:
+        raise UnitError(f"size '{text}' is not a number of bytes", hint="write 16GB (10^9) or 16GiB (2^30)")
+    number, prefix = match.groups()
+    return int(_positive(float(number) * _PREFIX[prefix or ""], "size", text))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "50us", "0.1ms" or "2s"; zero is allowed.
+
+    Raises:
+        UnitError: when the unit is missing.
+    """
+    match = re.fullmatch(_NUMBER + r"\s*(s|ms|us|µs|ns)", text.strip())
+    if match is None:
+        raise UnitError(f"time '{text}' has no unit", hint="write 50us, 0.1ms or 2s")
+    return float(match[1]) * _TIME[match[2]]
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Bits per second for people: 1.25e9 -> "10 Gbps"."""
+    return _scaled(bytes_per_s * 8, "bps")
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people, decimal prefixes: 1_500_000 -> "1.5 MB"."""
+    return _scaled(count, "B")
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people: 0.0123 -> "12.3 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def _scaled(value: float, unit: str) -> str:
+    prefix = max((p for p, size in _DECIMAL.items() if abs(value) >= size), key=lambda p: _DECIMAL[p], default="")
+    scaled = value / _DECIMAL[prefix]
+    return f"{scaled:.0f} {prefix}{unit}" if scaled >= 1000 else f"{scaled:.3g} {prefix}{unit}"
+
+
+def _positive(value: float, what: str, text: str) -> float:
+    if not (value > 0 and math.isfinite(value)):
+        raise UnitError(f"{what} '{text}' is not a positive, finite quantity")
+    return value
