@@ -1,0 +1,1 @@
+"""Measurements: one folder per question, with the script, the command and the table of results."""

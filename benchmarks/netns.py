@@ -1,0 +1,194 @@
+"""Hosts on one machine: each a network namespace of its own, joined by a switch over links of a chosen rate.
+
+    host 0: eth0 ── port0 ┐
+    host 1: eth0 ── port1 ┼── br0 (in a namespace of its own, so that nothing appears in the machine's own network)
+    host 2: eth0 ── port2 ┘
+
+Both ends of every link pass through a token bucket (`tc ... tbf`), so each host sends and receives at most `rate` at
+the same time: full duplex, like a switched Ethernet. The bytes are real, and cross the kernel's own TCP.
+Needs Linux, iproute2 and the right to make network namespaces (root).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from planner.errors import PlannerError
+
+INTERFACE = "eth0"
+_PREFIX = "plan-bench"
+_NAME = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-[0-9a-f]+-\w+")
+_NAMESPACES = Path("/run/netns")  # where iproute2 keeps the names
+
+
+class NetworkUnavailableError(PlannerError):
+    """Network namespaces cannot be made here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One network namespace, with an address that the other hosts reach."""
+
+    name: str
+    address: str
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """`arguments`, as a command line that runs inside the host."""
+        return ["ip", "netns", "exec", self.name, *arguments]
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """This process' environment, with gloo told which interface to use."""
+        return {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **(extra or {})}
+
+    def popen(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a command inside the host; `options` are those of `subprocess.Popen`, `env` is added to ours."""
+        environment = self.environment(options.pop("env", None))
+        return subprocess.Popen(self.command(arguments), env=environment, text=True, **options)
+
+
+@contextmanager
+def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
+    """`hosts` hosts on a switch; everything is removed, and what still runs inside is killed, on the way out.
+
+    Args:
+        hosts: how many.
+        rate: of each host's link, each way, as `tc` writes it ("1gbit"); None leaves the links as fast as the machine.
+
+    SIGTERM leaves the block like an exception does (as SystemExit). A run that was killed with SIGKILL leaves its
+    namespaces behind: the next call removes them.
+
+    Raises:
+        NetworkUnavailableError: when this machine or this user cannot make namespaces.
+    """
+    remove_stale()
+    run_name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
+    switch = f"{run_name}-switch"
+    made = tuple(Host(f"{run_name}-host{k}", f"10.77.{k // 250}.{k % 250 + 1}") for k in range(hosts))
+    with _sigterm_as_exit():
+        try:
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for index, host in enumerate(made):
+                _connect(host, switch, f"port{index}", rate)
+            yield made
+        finally:
+            with _uninterrupted():
+                for name in (*(host.name for host in made), switch):
+                    _remove(name)
+
+
+def remove_stale() -> list[str]:
+    """Remove the namespaces of runs that were killed before they could; returns their names."""
+    stale = []
+    for path in _NAMESPACES.glob(f"{_PREFIX}-*") if _NAMESPACES.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match is not None and not _is_alive(int(match["pid"])):
+            _remove(path.name)
+            stale.append(path.name)
+    return stale
+
+
+def _connect(host: Host, switch: str, port: str, rate: str | None) -> None:
+    _ip("netns", "add", host.name)
+    # Made inside the switch with the peer inside the host: the machine's own namespace never sees either end.
+    _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.name)
+    _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+    _ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
+    _ip("-n", host.name, "link", "set", "lo", "up")
+    _ip("-n", host.name, "link", "set", INTERFACE, "up")
+    if rate is not None:
+        shape = ("root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
+        _call("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, *shape)
+        _call("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
+
+
+def _ip(*arguments: str) -> None:
+    _call("ip", *arguments)
+
+
+def _call(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        raise NetworkUnavailableError(
+            f"'{command[0]}' is not installed, so no network namespace can be made", hint="install iproute2"
+        ) from None
+    if done.returncode != 0:
+        # A shaper that is refused names its own line: RTNETLINK answers "No such file" for a missing kernel module.
+        raise NetworkUnavailableError(
+            f"'{' '.join(command)}' failed: {done.stderr.strip() or f'exit code {done.returncode}'}",
+            hint="run as root, on a kernel with network namespaces, veth, bridge and the tbf shaper"
+            if os.geteuid() == 0
+            else "network namespaces need root",
+        )
+
+
+def _remove(name: str) -> None:
+    """Kill what runs in namespace `name` and remove it; no error when it is gone already."""
+    if shutil.which("ip") is None or not (_NAMESPACES / name).exists():
+        return
+    for _ in range(50):
+        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        pids = [int(pid) for pid in listed.stdout.split()]
+        if not pids:
+            break
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM raises SystemExit(143) inside the block, unless the program handles it in a way of its own."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C does not stop the cleaning up halfway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,158 @@
+"""Real bytes between real network namespaces: shaped, removed on every way out, and found again after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.netns import Host, NetworkUnavailableError, network, remove_stale
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACES = Path("/run/netns")
+
+RECEIVE = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 29555)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    begin = time.perf_counter()
+    count = 0
+    while block := connection.recv(1 << 16):
+        count += len(block)
+    print(count, time.perf_counter() - begin)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 29555), timeout=20) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+HOLD = """
+import sys, time
+from benchmarks.netns import network
+with network(2) as hosts:
+    print(hosts[0].name, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces_work() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    try:
+        with network(1, "1gbit"):
+            pass
+    except NetworkUnavailableError as cause:
+        pytest.skip(f"no network namespaces here: {cause}")
+
+
+def transfer_s(source: Host, target: Host, count: int) -> float:
+    """Seconds in which `count` bytes from `source` arrive at `target` over TCP."""
+    receiver = target.popen([sys.executable, "-c", RECEIVE, target.address], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == "ready\n"
+    sender = source.popen([sys.executable, "-c", SEND, target.address, str(count)])
+    output, _ = receiver.communicate(timeout=60)
+    assert sender.wait(timeout=60) == 0
+    received, seconds = output.split()
+    assert int(received) == count
+    return float(seconds)
+
+
+def names() -> set[str]:
+    """Namespaces of this kind that exist now."""
+    return {path.name for path in NAMESPACES.glob("plan-bench-*")} if NAMESPACES.is_dir() else set()
+
+
+@contextmanager
+def holder() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that keeps a network open, and the run part of its namespaces' names."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert name in names()
+        yield process, name.removesuffix("-host0")
+
+
+def test_shaper_limits_what_arrives() -> None:
+    count = 10_000_000
+    with network(2) as (first, second):
+        free_s = transfer_s(first, second, count)
+    with network(2, "100mbit") as (first, second):
+        shaped_s = transfer_s(first, second, count)
+        # A loaded machine can only make it slower; 1 MB may pass at once at each of the two shapers.
+        assert (count - 2_000_000) * 8 / shaped_s < 100e6
+    assert shaped_s > 5 * free_s
+
+
+def test_the_way_back_is_shaped_too() -> None:
+    with network(2, "100mbit") as (first, second):
+        assert (10_000_000 - 2_000_000) * 8 / transfer_s(second, first, 10_000_000) < 100e6
+
+
+def test_hosts_are_apart_from_the_machine_and_its_network_stays_clean() -> None:
+    def links(prefix: list[str]) -> set[str]:
+        shown = subprocess.run([*prefix, "ip", "-o", "link"], capture_output=True, text=True, check=True)
+        return {line.split(": ")[1].split("@")[0] for line in shown.stdout.splitlines()}
+
+    before = links([])
+    with network(3) as hosts:
+        assert links([]) == before
+        assert {"lo", "eth0"} <= links(hosts[2].command([]))
+        assert hosts[0].environment()["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_an_exception_removes_everything_with_what_runs_inside() -> None:
+    before = names()
+    sleepers = []
+
+    def fail_inside() -> None:
+        with network(2) as hosts:
+            sleepers.append(hosts[1].popen(["sleep", "60"]))
+            assert names() > before
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_inside()
+    assert sleepers[0].wait(timeout=10) == -signal.SIGKILL
+    assert names() == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_signals_remove_everything(number: signal.Signals, code: int) -> None:
+    with holder() as (process, run):
+        process.send_signal(number)
+        assert process.wait(timeout=20) == code
+    assert not [name for name in names() if name.startswith(run)]
+
+
+def test_what_a_killed_run_left_is_found_and_removed() -> None:
+    with holder() as (process, run):
+        process.kill()
+        process.wait(timeout=20)
+    left = {name for name in names() if name.startswith(run)}
+    assert len(left) == 3
+    remove_stale()
+    assert not left & names()
+
+
+def test_a_refused_shaper_says_what_was_refused_and_leaves_nothing() -> None:
+    before = names()
+    with pytest.raises(NetworkUnavailableError, match="rate 1furlong"), network(1, "1furlong"):
+        pass
+    assert names() == before
+
+
+def test_without_the_tools_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NetworkUnavailableError, match="'ip' is not installed"), network(1):
+        pass
