@@ -1,0 +1,1 @@
+"""How fast are two processes on two cores, against one?"""

@@ -1,0 +1,69 @@
+"""Eight identical Transformer blocks: compute spread evenly, few weights, small activations between the blocks.
+
+The input is already embedded and the head is tiny, so that half of the blocks is half of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCKS, WIDTH, HEADS, LENGTH, CLASSES = 8, 128, 4, 64, 10
+
+
+class Block(nn.Module):
+    """Pre-norm self-attention and a feed-forward network of four times the width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, width] -> the same."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(2, (3, HEADS, WIDTH // HEADS)).transpose(1, 3)
+        attended = F.scaled_dot_product_attention(*qkv.unbind(2))  # [batch, heads, length, width / heads]
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.feed_forward(x)
+        return y
+
+
+class Head(nn.Module):
+    """Mean over the positions, then a linear classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, width] -> [batch, classes]."""
+        y: Tensor = self.classifier(x.mean(1))
+        return y
+
+
+def build_model() -> nn.Module:
+    """The blocks and the head, in one sequence."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)), Head())
+
+
+def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Random embedded sequences and classes."""
+    return (torch.randn(batch_size, LENGTH, WIDTH),), torch.randint(0, CLASSES, (batch_size,))
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy."""
+    return F.cross_entropy(output, target)
+
+
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
