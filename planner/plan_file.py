@@ -18,7 +18,7 @@ from planner.profile_file import Bytes, Device, Seconds
 
 REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
 
-ScheduleName = Literal["1f1b", "gpipe", "naive"]
+ScheduleName = Literal["1f1b", "1f1b-flush", "gpipe", "naive"]
 CostModelName = Literal["resource", "pipedream", "paper"]
 
 

@@ -1,0 +1,77 @@
+"""Bringing what the workers have to rank 0, and weights to disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.errors import PlannerError
+from planner.executor.job import Loss
+
+
+def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's `content`, by rank, on rank 0; an empty list elsewhere. Nothing is unpickled."""
+    mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(content)], device=device)
+    if dist.get_rank() != 0:
+        dist.send(size, 0)
+        dist.send(mine, 0)
+        return []
+    parts = [content]
+    for rank in range(1, dist.get_world_size()):
+        dist.recv(size, rank)
+        part = torch.empty(max(1, int(size)), dtype=torch.uint8, device=device)
+        dist.recv(part, rank)
+        parts.append(part.cpu().numpy().tobytes()[: int(size)])
+    return parts
+
+
+def encode_losses(losses: Iterable[tuple[int, float]]) -> bytes:
+    """(minibatch, part of its loss) pairs as JSON."""
+    return json.dumps(list(losses)).encode()
+
+
+def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
+    """Add up the parts of each minibatch's loss, in order of the minibatches."""
+    total: defaultdict[int, float] = defaultdict(float)
+    for part in parts:
+        for minibatch, loss in json.loads(part):
+            total[minibatch] += loss
+    return tuple(Loss(minibatch=minibatch, loss=total[minibatch]) for minibatch in sorted(total))
+
+
+def gather_state(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The union of all ranks' `state` on rank 0; an empty dict elsewhere. Give {} to contribute nothing."""
+    part = io.BytesIO()
+    torch.save({name: tensor.cpu() for name, tensor in state.items()}, part)
+    union: dict[str, Tensor] = {}
+    for content in gather_bytes(part.getvalue(), device):
+        union.update(torch.load(io.BytesIO(content), weights_only=True))
+    return union
+
+
+def save_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a state dict atomically; `torch.load(path, weights_only=True)` reads it.
+
+    Raises:
+        PlannerError: when the disk is full or the folder cannot be written; an older file is left as it was.
+    """
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            torch.save(dict(state), file)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as cause:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise PlannerError(f"the weights cannot be written to '{path}': {cause}", hint="is the disk full?") from None

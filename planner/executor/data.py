@@ -1,0 +1,117 @@
+"""Training data as a function of the minibatch number: every worker computes the same, so no data travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset
+
+from planner.errors import ModelFileError
+from planner.model.batch import Batch, collate
+from planner.model.file import ModelFile
+from planner.schedule.instructions import Unit
+
+DEFAULT_STEPS = 100  # without a dataset there is no epoch to go by
+RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making a new one each time would be timed too
+
+
+class BatchSource(Protocol):
+    """The training data, the same for all workers."""
+
+    random: bool
+
+    def batch(self, unit: Unit) -> Batch:
+        """The samples of one microbatch."""
+        ...
+
+    def minibatches(self, steps: int | None, epochs: int | None) -> int:
+        """Minibatches in a run of `steps`, or of `epochs`, or of the default length."""
+        ...
+
+
+def make_batches(model_file: ModelFile, microbatch_size: int, microbatches: int, seed: int) -> BatchSource:
+    """The model file's dataset in minibatches, or random ones where it has none."""
+    dataset = model_file.dataset()
+    if dataset is None:
+        return RandomBatches(model_file.example_batch, microbatch_size, microbatches, seed)
+    return DatasetBatches(dataset, microbatch_size, microbatches, seed)
+
+
+class DatasetBatches:
+    """Minibatches of a map-style dataset, shuffled anew each epoch by a generator seeded with (seed, epoch).
+
+    A last, smaller minibatch of an epoch is left out, as with `DataLoader(drop_last=True)`.
+
+    Args:
+        dataset: items are (args, target) or (args, kwargs, target), without batch dimension.
+        microbatch_size: samples.
+        microbatches: per minibatch.
+        seed: of the order.
+    """
+
+    random = False
+
+    def __init__(self, dataset: Dataset[Any], microbatch_size: int, microbatches: int, seed: int) -> None:
+        self._dataset = dataset
+        self._size = microbatch_size * microbatches
+        self._microbatch_size = microbatch_size
+        self._seed = seed
+        self._samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length, their base does not
+        self.minibatches_per_epoch = self._samples // self._size
+        if self.minibatches_per_epoch == 0:
+            raise ModelFileError(
+                f"dataset() has {self._samples} samples, fewer than one minibatch of {self._size}",
+                hint="profile with a smaller --batch-size",
+            )
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def minibatches(self, steps: int | None, epochs: int | None) -> int:
+        """`steps`, or the minibatches of `epochs`, one by default."""
+        return steps if steps is not None else (epochs or 1) * self.minibatches_per_epoch
+
+    def batch(self, unit: Unit) -> Batch:
+        """Microbatch `unit.microbatch` of minibatch `unit.minibatch`."""
+        epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._order = torch.randperm(self._samples, generator=generator).tolist()
+            self._epoch = epoch
+        start = position * self._size + unit.microbatch * self._microbatch_size
+        return collate([self._dataset[index] for index in self._order[start : start + self._microbatch_size]])
+
+
+class RandomBatches:
+    """Random batches from the model file's `example_batch`, a few distinct ones in turn."""
+
+    random = True
+
+    def __init__(
+        self, example_batch: Callable[[int], Batch], microbatch_size: int, microbatches: int, seed: int
+    ) -> None:
+        self._example_batch = example_batch
+        self._microbatch_size = microbatch_size
+        self._microbatches = microbatches
+        self._seed = seed
+        self._made: dict[int, Batch] = {}
+
+    def minibatches(self, steps: int | None, epochs: int | None) -> int:
+        """`steps`, or the default number.
+
+        Raises:
+            ModelFileError: when epochs of no dataset are asked for.
+        """
+        if epochs is not None:
+            raise ModelFileError("--epochs needs a dataset() in the model file", hint="use --steps, or add dataset()")
+        return steps if steps is not None else DEFAULT_STEPS
+
+    def batch(self, unit: Unit) -> Batch:
+        """Microbatch `unit.microbatch` of minibatch `unit.minibatch`."""
+        which = unit.minibatch % RANDOM_BATCHES * self._microbatches + unit.microbatch
+        if which not in self._made:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed * 1_000_003 + which)
+                self._made[which] = self._example_batch(self._microbatch_size)
+        return self._made[which]

@@ -1,0 +1,116 @@
+"""The baseline: plain DistributedDataParallel on the unsplit model, with the same data, seeds and measurements."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from planner.errors import PlanError
+from planner.executor.collect import encode_losses, gather_bytes, merge_losses
+from planner.executor.data import make_batches
+from planner.executor.job import Job, TrainResult, WorkerReport
+from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
+from planner.executor.memory import PeakMemory
+from planner.executor.train import check_world, join_group, local_device
+from planner.executor.worker import Completion, WorkerLog
+from planner.model.file import ModelFile, load_model_file
+from planner.schedule.instructions import Unit
+
+
+def train_data_parallel(job: Job, on_progress: ProgressCallback | None = None) -> TrainResult | None:
+    """Train the plan's model with DistributedDataParallel: worker k takes every minibatch k modulo the workers.
+
+    Returns:
+        The result on rank 0, None elsewhere.
+    """
+    check_world(job)
+    if job.plan.microbatch_size is None:
+        raise PlanError("the plan does not know its minibatch size", hint="profile a model file: plan profile model.py")
+    torch.set_num_threads(job.plan.device.threads or 1)
+    device = local_device()
+    join_group(device)
+    try:
+        return _train(job, load_model_file(job.model), device, job.plan.microbatch_size, on_progress)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(
+    job: Job, model_file: ModelFile, device: torch.device, batch_size: int, on_progress: ProgressCallback | None
+) -> TrainResult | None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(job.seed)
+    model = model_file.build_model().train().to(device)
+    data = make_batches(model_file, batch_size, 1, job.seed)
+    # Whole rounds only: DistributedDataParallel hangs when a worker has a minibatch less.
+    rounds = -(-data.minibatches(job.steps, job.epochs) // world)
+    weights_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    peak = PeakMemory(device, already_bytes=weights_bytes)
+    ddp = DistributedDataParallel(model)
+    optimizer = model_file.optimizer(list(ddp.parameters()))
+    log = WorkerLog()
+    report = progress_reporter(on_progress, rounds * world, world, batch_size) if on_progress and rank == 0 else None
+    dist.barrier()
+    start = time.perf_counter()
+    for round_ in range(rounds):
+        minibatch = round_ * world + rank
+        began = time.perf_counter()
+        torch.manual_seed(job.seed * 1_000_003 + minibatch)
+        batch = data.batch(Unit(minibatch)).to(device)
+        loss = model_file.loss(ddp(*batch.args, **batch.kwargs), batch.target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        log.losses.append((minibatch, float(loss.detach())))
+        log.busy_s += time.perf_counter() - began
+        log.completions.append(Completion(time.perf_counter(), log.busy_s))
+        if report is not None:
+            report(round_, log)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    steady = steady_state(log.completions, start_up=5, drain=0, per_round=1)
+    mine = WorkerReport(
+        rank=rank,
+        stage=0,
+        busy_share=steady.busy_share,
+        samples_per_s=steady.units_per_s * batch_size,
+        peak_memory_bytes=peak.bytes(),
+        predicted_memory_bytes=0,
+        weight_versions=1,
+    )
+    return _result(job, mine, log, seconds, rounds * world, batch_size, data.random, device)
+
+
+def _result(
+    job: Job,
+    mine: WorkerReport,
+    log: WorkerLog,
+    seconds: float,
+    minibatches: int,
+    batch_size: int,
+    random: bool,
+    device: torch.device,
+) -> TrainResult | None:
+    reports = gather_bytes(mine.model_dump_json().encode(), device)
+    losses = gather_bytes(encode_losses(log.losses), device)
+    if mine.rank != 0:
+        return None
+    workers = tuple(WorkerReport.model_validate_json(text) for text in reports)
+    return TrainResult(
+        config=str(len(workers)),
+        schedule="data-parallel",
+        workers=len(workers),
+        minibatches=minibatches,
+        minibatch_size=batch_size,
+        samples=minibatches * batch_size,
+        seconds=seconds,
+        samples_per_s=sum(worker.samples_per_s for worker in workers),
+        predicted_samples_per_s=None,
+        random_data=random,
+        losses=merge_losses(losses),
+        reports=workers,
+    )

@@ -1,0 +1,77 @@
+"""What a training run is asked to do, and what it reports. Both are plain records that travel as JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from planner.files import Record
+from planner.plan_file import Plan
+
+
+class Job(Record):
+    """One training run; every worker gets the same.
+
+    Exactly one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison:
+    "data-parallel" with DistributedDataParallel on as many workers as the plan has.
+    """
+
+    model: str  # "model.py" or "model.py:builder"
+    plan: Plan
+    steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    baseline: Literal["data-parallel"] | None = None
+    save_weights: str | None = None
+    show_progress: bool = False
+    result_path: str | None = None  # where rank 0 leaves the result for the launching process
+    failure_folder: str | None = None  # where a failing worker leaves its reason
+
+
+class WorkerReport(Record):
+    """What one worker measured."""
+
+    rank: int
+    stage: int
+    busy_share: float  # of the steady state, spent in forward, backward and update
+    samples_per_s: float  # in steady state, this replica's share
+    peak_memory_bytes: int
+    predicted_memory_bytes: int
+    weight_versions: int
+
+
+class Loss(Record):
+    """Loss of one minibatch, before the update it caused."""
+
+    minibatch: int
+    loss: float
+
+
+class TrainResult(Record):
+    """What a run measured, beside what the plan predicted."""
+
+    config: str
+    schedule: str  # the plan's schedule, or "data-parallel"
+    workers: int
+    minibatches: int
+    minibatch_size: int
+    samples: int
+    seconds: float  # the whole run, start-up and drain included
+    samples_per_s: float  # steady state
+    predicted_samples_per_s: float | None
+    random_data: bool  # no dataset(): batches are random, the loss means nothing
+    losses: tuple[Loss, ...]
+    reports: tuple[WorkerReport, ...]
+    saved_weights: str | None = None
+
+
+class Failure(Record):
+    """Why a worker ended: left in a file for the launching process."""
+
+    rank: int
+    stage: int | None
+    message: str
+    hint: str
+    exit_code: int
+    consequence: bool  # a lost connection or the like: another worker failed first

@@ -1,0 +1,109 @@
+"""What a worker does, as data.
+
+A *unit* of work is one microbatch of one minibatch (asynchronous schedules have one microbatch per minibatch).
+An instruction names its unit and stage; a message also names the stage and the rank at its other end. Nothing
+else is needed to run or to draw a pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Microbatch `microbatch` of minibatch `minibatch`, both counted from 0."""
+
+    minibatch: int
+    microbatch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run the stage's layers on `unit`, with the newest weights, and stash that version."""
+
+    stage: int
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run the backward of `unit`, with the weight version its forward used.
+
+    `last_of_round`: the worker's last backward before the round's update; gradients are complete as it proceeds,
+    so their all-reduce may begin.
+    """
+
+    stage: int
+    unit: Unit
+    last_of_round: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveActivation:
+    """Take the values of `unit` that stage `peer_stage` on `peer_rank` sends to `stage`."""
+
+    stage: int
+    unit: Unit
+    peer_stage: int
+    peer_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    """Hand the values of `unit` to stage `peer_stage` on `peer_rank`; never waits for it."""
+
+    stage: int
+    unit: Unit
+    peer_stage: int
+    peer_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveGradient:
+    """Take the gradients of the values that went to `peer_stage` for `unit`."""
+
+    stage: int
+    unit: Unit
+    peer_stage: int
+    peer_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """Return the gradients of the values that came from `peer_stage` for `unit`."""
+
+    stage: int
+    unit: Unit
+    peer_stage: int
+    peer_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Wait until the stage's replicas have summed the gradients of round `round`, then divide by `divisor`."""
+
+    stage: int
+    round: int
+    divisor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Step the optimizer with the gradients of round `round`: this makes weight version `round` + 1."""
+
+    stage: int
+    round: int
+
+
+Receive = ReceiveActivation | ReceiveGradient
+Send = SendActivation | SendGradient
+Message = Receive | Send
+Compute = Forward | Backward | Update
+Instruction = Message | Compute | AllReduce
+
+
+def matching_receive(send: Send, sender_rank: int) -> Receive:
+    """The instruction at the other end of `send`."""
+    kind = ReceiveActivation if isinstance(send, SendActivation) else ReceiveGradient
+    return kind(stage=send.peer_stage, unit=send.unit, peer_stage=send.stage, peer_rank=sender_rank)

@@ -1,0 +1,171 @@
+"""Pure generators: a pipeline's shape and a schedule's name -> one stream of instructions per worker.
+
+The schedules differ in two numbers only, the units between two updates and the units in flight:
+
+    schedule     units per round                 in flight on a replica of stage s
+    1f1b         one minibatch per replica       d_s = ceil(sum_{t>=s} r_t / r_s)      (PipeDream, SOSP'19, 3.2)
+    1f1b-flush   the minibatch's microbatches    d_s                                   (PipeDream-Flush, ICML'21)
+    gpipe        the minibatch's microbatches    all of them                           (GPipe, NeurIPS'19)
+    naive        one                             1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.schedule.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Unit,
+    Update,
+)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Stage `source` sends activations to the later stage `target`; `gradient`: and gets gradients back."""
+
+    source: int
+    target: int
+    gradient: bool = True
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """All that a schedule needs to know of a plan.
+
+    Args:
+        ranks: per stage, the ranks of its replicas.
+        channels: the pairs of stages that exchange values.
+        schedule: "1f1b", "1f1b-flush", "gpipe" or "naive".
+        microbatches: per minibatch; 1 for "1f1b" and "naive".
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    channels: tuple[Channel, ...]
+    schedule: str
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "1f1b-flush", "gpipe", "naive"):
+            raise ValueError(f"unknown schedule '{self.schedule}'")
+        if self.schedule in ("1f1b", "naive") and self.microbatches != 1:
+            raise ValueError(f"schedule '{self.schedule}' has one microbatch per minibatch, not {self.microbatches}")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a stage updates without draining the pipeline."""
+        return self.schedule == "1f1b"
+
+    def rank_of(self, stage: int, unit: Unit) -> int:
+        """The worker that runs `unit` at `stage`: round-robin, the same for forward and backward (1F1B-RR)."""
+        replicas = self.ranks[stage]
+        turn = unit.minibatch if self.microbatches == 1 else unit.microbatch
+        return replicas[turn % len(replicas)]
+
+    def in_flight(self, stage: int) -> int:
+        """Most units between forward and backward on one replica of `stage`."""
+        match self.schedule:
+            case "naive":
+                return 1
+            case "gpipe":
+                return -(-self.microbatches // len(self.ranks[stage]))
+            case _:
+                return warm_up_depth([len(ranks) for ranks in self.ranks], stage)
+
+
+def warm_up_depth(replicas: Sequence[int], stage: int) -> int:
+    """d_s = ceil(sum_{t>=s} r_t / r_s): the minibatches a replica admits before its first backward.
+
+    For stage 0 this is NOAM, the number of minibatches in flight per input replica (SOSP'19, section 3.2).
+    """
+    return -(-sum(replicas[stage:]) // replicas[stage])
+
+
+def one_forward_one_backward(units: Sequence[Unit], in_flight: int) -> Iterator[tuple[str, Unit]]:
+    """Order of the computations: `in_flight` forwards, then backward and forward in turn, then the rest.
+
+    units 0..3, in_flight 2:   F0 F1 B0 F2 B1 F3 B2 B3
+    """
+    for step in range(len(units) + in_flight):
+        if step >= in_flight and step - in_flight < len(units):
+            yield "backward", units[step - in_flight]
+        if step < len(units):
+            yield "forward", units[step]
+
+
+def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    """All instructions of the worker `rank` for `minibatches` minibatches, in the order it runs them.
+
+    Yields lazily: a week of training costs no memory.
+    """
+    assert rank in shape.ranks[stage]
+    if shape.asynchronous:
+        yield from _asynchronous(shape, stage, rank, minibatches)
+    else:
+        for minibatch in range(minibatches):
+            yield from _synchronous(shape, stage, rank, minibatch)
+
+
+def _asynchronous(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    replicas = shape.ranks[stage]
+    turn = replicas.index(rank)
+    mine = [Unit(minibatch) for minibatch in range(turn, minibatches, len(replicas))]
+    for kind, unit in one_forward_one_backward(mine, shape.in_flight(stage)):
+        if kind == "forward":
+            yield from _forward(shape, stage, unit)
+        else:
+            yield from _backward(shape, stage, unit, last_of_round=True)
+            yield from _finish_round(shape, stage, unit.minibatch // len(replicas), minibatches)
+    # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
+    last_round = (minibatches - 1) // len(replicas)
+    if minibatches and len(mine) <= last_round:
+        yield from _finish_round(shape, stage, last_round, minibatches)
+
+
+def _finish_round(shape: PipelineShape, stage: int, round_: int, minibatches: int) -> Iterator[Instruction]:
+    replicas = len(shape.ranks[stage])
+    if replicas > 1:
+        yield AllReduce(stage, round_, divisor=min(replicas, minibatches - round_ * replicas))
+    yield Update(stage, round_)
+
+
+def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+    """One minibatch with a flush at its end. Losses are scaled to sum to the minibatch's: no division here."""
+    units = [Unit(minibatch, microbatch) for microbatch in range(shape.microbatches)]
+    mine = [unit for unit in units if shape.rank_of(stage, unit) == rank]
+    for kind, unit in one_forward_one_backward(mine, shape.in_flight(stage)):
+        if kind == "forward":
+            yield from _forward(shape, stage, unit)
+        else:
+            yield from _backward(shape, stage, unit, last_of_round=unit == mine[-1])
+    if len(shape.ranks[stage]) > 1:
+        yield AllReduce(stage, minibatch, divisor=1)
+    yield Update(stage, minibatch)
+
+
+def _forward(shape: PipelineShape, stage: int, unit: Unit) -> Iterator[Instruction]:
+    for channel in shape.channels:
+        if channel.target == stage:
+            yield ReceiveActivation(stage, unit, channel.source, shape.rank_of(channel.source, unit))
+    yield Forward(stage, unit)
+    for channel in shape.channels:
+        if channel.source == stage:
+            yield SendActivation(stage, unit, channel.target, shape.rank_of(channel.target, unit))
+
+
+def _backward(shape: PipelineShape, stage: int, unit: Unit, *, last_of_round: bool) -> Iterator[Instruction]:
+    for channel in shape.channels:
+        if channel.source == stage and channel.gradient:
+            yield ReceiveGradient(stage, unit, channel.target, shape.rank_of(channel.target, unit))
+    yield Backward(stage, unit, last_of_round)
+    for channel in shape.channels:
+        if channel.target == stage and channel.gradient:
+            yield SendGradient(stage, unit, channel.source, shape.rank_of(channel.source, unit))

@@ -1,0 +1,172 @@
+"""The schedules, drawn by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from planner.schedule.check import ScheduleError, check_streams
+from planner.schedule.draw import draw_order
+from planner.schedule.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Unit,
+    Update,
+)
+from planner.schedule.streams import Channel, PipelineShape, stream, warm_up_depth
+
+
+def make_shape(
+    replicas: tuple[int, ...], schedule: str, microbatches: int = 1, extra: tuple[Channel, ...] = ()
+) -> PipelineShape:
+    """Stages on consecutive ranks, each joined to the next, plus `extra` channels."""
+    first = list(itertools.accumulate(replicas, initial=0))
+    ranks = tuple(tuple(range(first[s], first[s + 1])) for s in range(len(replicas)))
+    chain = tuple(Channel(s, s + 1) for s in range(len(replicas) - 1))
+    return PipelineShape(ranks, chain + extra, schedule, microbatches)
+
+
+def test_straight_1f1b_alternates_after_a_warm_up_that_shrinks_towards_the_last_stage() -> None:
+    assert draw_order(make_shape((1, 1, 1), "1f1b"), 5) == [
+        "F0 F1 F2 B0 U0 F3 B1 U1 F4 B2 U2 B3 U3 B4 U4",
+        "F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 F4 B3 U3 B4 U4",
+        "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4",
+    ]
+
+
+def test_replicated_1f1b_deals_minibatches_round_robin_and_updates_per_round() -> None:
+    # Five minibatches: the second replica has none in round 2, but joins its update.
+    assert draw_order(make_shape((2, 1), "1f1b"), 5) == [
+        "F0 F2 B0 U0 F4 B2 U1 B4 U2",
+        "F1 F3 B1 U0 B3 U1 U2",
+        "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4",
+    ]
+
+
+def test_unequal_replication_2_1_1() -> None:
+    assert draw_order(make_shape((2, 1, 1), "1f1b"), 4) == [
+        "F0 F2 B0 U0 B2 U1",
+        "F1 F3 B1 U0 B3 U1",
+        "F0 F1 B0 U0 F2 B1 U1 F3 B2 U2 B3 U3",
+        "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3",
+    ]
+
+
+def test_gpipe_runs_all_forwards_before_all_backwards_of_a_minibatch() -> None:
+    assert draw_order(make_shape((1, 1), "gpipe", 3), 2) == [
+        "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 U0 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 U1",
+        "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 U0 F1.0 F1.1 F1.2 B1.0 B1.1 B1.2 U1",
+    ]
+
+
+def test_1f1b_flush_holds_no_more_than_the_depth_and_drains_before_the_update() -> None:
+    assert draw_order(make_shape((1, 1), "1f1b-flush", 3), 2) == [
+        "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 U0 F1.0 F1.1 B1.0 F1.2 B1.1 B1.2 U1",
+        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 U0 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 U1",
+    ]
+
+
+def test_naive_runs_one_minibatch_at_a_time() -> None:
+    assert draw_order(make_shape((1, 1), "naive"), 2) == ["F0 B0 U0 F1 B1 U1", "F0 B0 U0 F1 B1 U1"]
+
+
+def test_full_stream_of_the_middle_stage() -> None:
+    a, b = Unit(0), Unit(1)
+    assert list(stream(make_shape((1, 1, 1), "1f1b"), stage=1, rank=1, minibatches=2)) == [
+        ReceiveActivation(1, a, 0, 0),
+        Forward(1, a),
+        SendActivation(1, a, 2, 2),
+        ReceiveActivation(1, b, 0, 0),
+        Forward(1, b),
+        SendActivation(1, b, 2, 2),
+        ReceiveGradient(1, a, 2, 2),
+        Backward(1, a),
+        SendGradient(1, a, 0, 0),
+        Update(1, 0),
+        ReceiveGradient(1, b, 2, 2),
+        Backward(1, b),
+        SendGradient(1, b, 0, 0),
+        Update(1, 1),
+    ]
+
+
+def test_partial_last_round_averages_over_the_minibatches_it_really_has() -> None:
+    shape = make_shape((2, 1), "1f1b")
+    reduces = [i for i in stream(shape, 0, 1, 5) if isinstance(i, AllReduce)]
+    assert reduces == [AllReduce(0, 0, divisor=2), AllReduce(0, 1, divisor=2), AllReduce(0, 2, divisor=1)]
+
+
+def test_synchronous_replicas_share_the_microbatches_and_sum() -> None:
+    shape = make_shape((2, 1), "gpipe", 3)
+    backwards = [i for i in stream(shape, 0, 0, 1) if isinstance(i, (Backward, AllReduce))]
+    assert backwards == [
+        Backward(0, Unit(0, 0), last_of_round=False),
+        Backward(0, Unit(0, 2), last_of_round=True),
+        AllReduce(0, 0, divisor=1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "depths"),
+    [((7, 1), [2, 1]), ((2, 1, 1), [2, 2, 1]), ((1, 2), [3, 1]), ((9, 5, 1, 1), [2, 2, 2, 1]), ((8,), [1])],
+)
+def test_warm_up_depth_is_noam(replicas: tuple[int, ...], depths: list[int]) -> None:
+    assert [warm_up_depth(replicas, stage) for stage in range(len(replicas))] == depths
+
+
+@pytest.mark.parametrize("minibatches", [0, 1, 6, 23])
+def test_no_configuration_of_up_to_ten_workers_deadlocks(minibatches: int) -> None:
+    checked = 0
+    for stages in range(1, 5):
+        for replicas in itertools.product(range(1, 8), repeat=stages):
+            if sum(replicas) <= 10:
+                check_streams(make_shape(replicas, "1f1b"), minibatches)
+                checked += 1
+    assert checked > 300
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush"])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
+def test_synchronous_schedules_with_skips_do_not_deadlock(schedule: str, microbatches: int) -> None:
+    skips = (Channel(0, 2), Channel(0, 3, gradient=False))
+    for replicas in itertools.product(range(1, 4), repeat=4):
+        check_streams(make_shape(replicas, schedule, microbatches, skips), 3)
+
+
+def test_published_configurations_complete() -> None:
+    for replicas in [(15, 1), (9, 5, 1, 1), (7, 1), (2, 1, 1), (1,) * 16, (8,)]:
+        check_streams(make_shape(replicas, "1f1b"), 100)
+
+
+def test_the_checker_finds_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward_first(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> list[Instruction]:
+        instructions = list(stream(shape, stage, rank, minibatches))
+        # Stage 0 wants the first gradient before it has sent the first activation.
+        return sorted(instructions, key=lambda i: not isinstance(i, ReceiveGradient)) if stage == 0 else instructions
+
+    monkeypatch.setattr("planner.schedule.check.stream", lambda *args: iter(backward_first(*args)))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_streams(make_shape((1, 1), "1f1b"), 2)
+
+
+def test_the_checker_finds_a_message_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_receives(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> list[Instruction]:
+        return [i for i in stream(shape, stage, rank, minibatches) if not isinstance(i, ReceiveActivation)]
+
+    monkeypatch.setattr("planner.schedule.check.stream", lambda *args: iter(without_receives(*args)))
+    with pytest.raises(ScheduleError, match="nobody takes"):
+        check_streams(make_shape((1, 1), "1f1b"), 2)
+
+
+def test_unknown_schedules_and_wrong_microbatches_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'zigzag'"):
+        make_shape((1,), "zigzag")
+    with pytest.raises(ValueError, match="one microbatch per minibatch, not 4"):
+        make_shape((1, 1), "1f1b", 4)
