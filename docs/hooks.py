@@ -1,0 +1,124 @@
+"""What the reference pages take from the code, so that they cannot contradict it.
+
+In a page, a line of its own
+
+    <!-- fields: planner.profile_file.Profile -->   becomes tables of the fields of that record and of those inside it,
+    <!-- help: plan solve -->                       becomes what `plan solve --help` prints.
+
+A comment behind a field, in the code, is the field's description here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import os
+import re
+from typing import Any
+
+from pydantic import BaseModel
+
+HELP_COLUMNS = "100"
+_MARKER = re.compile(r"^<!-- (fields|help): (.+?) -->$", re.MULTILINE)
+_COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for every page."""
+    shown: set[type[BaseModel]] = set()
+
+    def write(match: re.Match[str]) -> str:
+        return help_text(match[2]) if match[1] == "help" else field_tables(match[2], shown)
+
+    return _MARKER.sub(write, markdown)
+
+
+def field_tables(path: str, shown: set[type[BaseModel]] | None = None) -> str:
+    """Markdown: one table for the record at `path` ("module.Class"), then one for each record inside it.
+
+    Records in `shown` are left out; those written are added to it, so that a page has each once.
+    """
+    shown = set() if shown is None else shown
+    module, name = path.rsplit(".", 1)
+    root: type[BaseModel] = getattr(importlib.import_module(module), name)
+    fresh = [record for record in _records(root) if record not in shown]
+    shown.update(fresh)
+    return "\n\n".join(_field_table(record) for record in fresh)
+
+
+def help_text(command: str) -> str:
+    """Markdown: what `command --help` prints."""
+    # Imported here: the tables of fields need no command line.
+    from planner.cli.main import main
+
+    program, *verbs = command.split()
+    assert program == "plan"
+    printed = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = HELP_COLUMNS
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            main([*verbs, "--help"])
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    return f"```text\n{printed.getvalue().strip()}\n```"
+
+
+def _records(root: type[BaseModel]) -> list[type[BaseModel]]:
+    """`root` and all records that its fields hold, each once, outer before inner."""
+    found = [root]
+    for record in found:  # grows while it is walked
+        for field in record.model_fields.values():
+            found += [inner for inner in _records_in(field.annotation) if inner not in found]
+    return found
+
+
+def _records_in(annotation: Any) -> list[type[BaseModel]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [inner for part in getattr(annotation, "__args__", ()) for inner in _records_in(part)]
+
+
+def _field_table(record: type[BaseModel]) -> str:
+    schema = record.model_json_schema()
+    # The record that its own definitions contain stands behind a reference.
+    properties = schema.get("properties") or schema["$defs"][record.__name__]["properties"]
+    comments = dict(_COMMENTED_FIELD.findall(inspect.getsource(record)))
+    lines = [f"### {record.__name__} {{ #{record.__name__.lower()} }}", "", _summary(record), ""]
+    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in record.model_fields.items():
+        default = "" if field.is_required() else f"`{json.dumps(field.default)}`"
+        lines.append(f"| `{name}` | {_type(properties[name])} | {default} | {_for_json(comments.get(name, ''))} |")
+    return "\n".join(lines)
+
+
+def _summary(record: type[BaseModel]) -> str:
+    return _for_json(inspect.getdoc(record) or "")
+
+
+def _for_json(text: str) -> str:
+    """The code says None where the file says null."""
+    return re.sub(r"\bNone\b", "null", text)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[1]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_type(option) for option in schema["anyOf"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema["type"] == "array":
+        least = f", at least {schema['minItems']}" if "minItems" in schema else ""
+        return f"list of {_type(schema['items'])}{least}"
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in _BOUNDS.items() if key in schema]
+    return " ".join((schema["type"], *bounds))

@@ -1,0 +1,53 @@
+"""The reference pages say what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from planner.files import Record
+from planner.plan_file import Plan
+from planner.profile_file import Profile
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+VERBS = ("profile", "solve", "show", "train", "quickstart")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("record", [Profile, Plan])
+def test_every_field_has_a_row(hooks: ModuleType, record: type[Record]) -> None:
+    text = hooks.field_tables(f"{record.__module__}.{record.__name__}")
+    for name in record.model_fields:
+        assert f"| `{name}` |" in text
+
+
+def test_a_row_shows_bounds_default_and_the_comment_behind_the_field(hooks: ModuleType) -> None:
+    text = hooks.field_tables("planner.profile_file.Profile")
+    assert "| `microbatch_size` | integer ≥ 1 or null | `null` | samples; null where the source does not say |" in text
+    assert "| `layers` | list of [Layer](#layer), at least 1 |  |  |" in text
+
+
+def test_a_record_of_both_files_is_written_once_on_a_page(hooks: ModuleType) -> None:
+    page = (DOCS / "file-formats.md").read_text(encoding="utf-8")
+    text = hooks.on_page_markdown(page)
+    assert "<!-- fields" not in text
+    assert text.count("### Device {") == 1
+
+
+def test_the_command_line_page_has_the_help_of_every_verb(hooks: ModuleType) -> None:
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    assert all(f"<!-- help: plan {verb} -->" in page for verb in VERBS)
+    text = hooks.on_page_markdown(page)
+    assert all(f"usage: plan {verb}" in text for verb in VERBS)
