@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -55,6 +55,7 @@ def launch(job: Job, worker_module: str) -> TrainResult:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
             max_restarts=0,
             monitor_interval=0.1,
         )

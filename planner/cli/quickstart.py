@@ -1,0 +1,51 @@
+"""`plan quickstart`: the whole product on this machine in a few minutes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+DESCRIPTION = """\
+Profile VGG-16 on this machine, find the best plan for its cores, train it on scikit-learn's digits, train the same
+with DistributedDataParallel, and compare. Everything it makes stays in a folder to go on from.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "quickstart",
+        help="see profile, solve and train at work on this machine",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("quickstart"), help="folder to work in (default: %(default)s)"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="workers (default: this machine's cores, at most 8)")
+    parser.add_argument(
+        "--steps", type=int, default=240, metavar="N", help="minibatches to train (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the tour and print the comparison."""
+    from planner.errors import InputError
+    from planner.quickstart import default_workers, quickstart
+    from planner.report.training import quickstart_report
+
+    for option, value in (("--gpus", args.gpus), ("--steps", args.steps)):
+        if value is not None and value < 1:
+            raise InputError(f"{option} {value} is too few", hint=f"give {option} 1 or more")
+    result = quickstart(
+        folder=args.output,
+        workers=default_workers() if args.gpus is None else args.gpus,
+        steps=args.steps,
+        show_progress=sys.stderr.isatty(),
+        on_phase=lambda sentence: print(sentence, file=sys.stderr, flush=True),
+    )
+    print(result.model_dump_json(indent=1) if args.json else quickstart_report(result))
+    return 0

@@ -1,0 +1,102 @@
+"""`plan train`: run a plan on this host, or as one worker under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planner.executor.job import Job, TrainResult
+
+DESCRIPTION = """\
+Train the model as the plan says: one process per worker on this host, started through torchrun's own launcher.
+
+On several hosts, start the same command on each with torchrun, and it runs as one of the plan's workers:
+
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        -m planner train model.py --plan plan.json
+
+Data comes from the model file's dataset(); without one, random batches shaped like example_batch() are drawn.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train the model as the plan says",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
+    parser.add_argument("--plan", type=Path, default=Path("plan.json"), help="the plan to run (default: %(default)s)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="N", help="train N minibatches")
+    length.add_argument(
+        "--epochs", type=int, metavar="N", help="train N passes over dataset() (default: 1, or 100 steps without it)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default: %(default)s)")
+    parser.add_argument(
+        "--save-weights", metavar="FILE", help="write the trained weights, by original name, for torch.load"
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=["data-parallel"],
+        help="train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, then print predicted against measured."""
+    from planner.executor.job import Job
+    from planner.plan_file import load_plan
+
+    job = Job(
+        model=args.model,
+        plan=load_plan(args.plan),
+        steps=_positive(args.steps, "--steps"),
+        epochs=_positive(args.epochs, "--epochs"),
+        seed=args.seed,
+        baseline=args.baseline,
+        save_weights=args.save_weights,
+        show_progress=sys.stderr.isatty(),
+    )
+    # torchrun sets these for each process it starts.
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from planner.cli.worker import run_worker
+
+        code, result = run_worker(job)
+        if result is not None:
+            print_result(result, args.json)
+        return code
+    print_result(launch_job(job), args.json)
+    return 0
+
+
+def launch_job(job: Job) -> TrainResult:
+    """Run `job` in worker processes on this host."""
+    from planner.executor.launch import launch
+    from planner.model.file import load_model_file
+
+    load_model_file(job.model)  # a mistake in it shows here, before any process starts
+    return launch(job, worker_module="planner.cli.worker")
+
+
+def print_result(result: TrainResult, as_json: bool) -> None:
+    """The final table on stdout."""
+    from planner.report.training import training_report
+
+    print(result.model_dump_json(indent=1) if as_json else training_report(result))
+
+
+def _positive(value: int | None, option: str) -> int | None:
+    from planner.errors import InputError
+
+    if value is not None and value < 1:
+        raise InputError(f"{option} {value} trains nothing", hint=f"give {option} 1 or more")
+    return value

@@ -1,0 +1,96 @@
+"""One training process, `python -m planner.cli.worker JOB.json`, in the environment that torchrun sets."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.executor.job import Job, TrainResult
+
+if TYPE_CHECKING:
+    from planner.executor.measure import Progress
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the worker that the environment describes."""
+    _die_with_parent()
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    code, result = run_worker(job)
+    if result is not None and job.result_path is not None:
+        from planner.files import save_record
+
+        save_record(result, Path(job.result_path))
+    return code
+
+
+def run_worker(job: Job) -> tuple[int, TrainResult | None]:
+    """Train; a failure is left for the launcher, or told here when torchrun itself launched this process."""
+    from planner.errors import PlannerError
+    from planner.executor.launch import leave_failure
+
+    on_progress = _ProgressLine() if job.show_progress else None
+    try:
+        if job.baseline == "data-parallel":
+            from planner.executor.data_parallel import train_data_parallel
+
+            return 0, train_data_parallel(job, on_progress)
+        from planner.executor.train import train_worker
+
+        return 0, train_worker(job, on_progress)
+    except Exception as error:
+        code = leave_failure(job, error)
+        if job.failure_folder is None:
+            if isinstance(error, PlannerError):
+                raise
+            raise PlannerError(f"{type(error).__name__}: {error}") from error
+        return code, None
+    finally:
+        if on_progress is not None:
+            on_progress.end()
+
+
+class _ProgressLine:
+    """One line on stderr, rewritten a few times a second."""
+
+    def __init__(self) -> None:
+        self._shown_s = 0.0
+        self._width = 0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._shown_s < 0.2 and progress.minibatch < progress.minibatches:
+            return
+        self._shown_s = now
+        line = f"minibatch {progress.minibatch}/{progress.minibatches}  loss {progress.loss:.4f}"
+        if progress.samples_per_s is not None and progress.seconds_left is not None:
+            line += f"  {progress.samples_per_s:.1f} samples/s  {_clock(progress.seconds_left)} left"
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def end(self) -> None:
+        """Leave the line on the screen."""
+        if self._width:
+            sys.stderr.write("\n")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _die_with_parent() -> None:
+    """End this process when the launcher dies, even by SIGKILL: no worker is left running."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""`plan train` as a process: results, wrong input, killed workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.model.file import load_model_file
+from planner.plan_file import load_plan, save_plan
+from planner.profiler import profile_model
+from tests.executor.models import write_model
+from tests.executor.plans import make_plan
+
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model file and a plan "1-1" for it."""
+    folder = tmp_path_factory.mktemp("train")
+    path = write_model(folder, "convolutional", "sgd").rename(folder / "model.py")
+    profile = profile_model(load_model_file(str(path)), 4, seconds=0.1)
+    save_plan(make_plan(profile, (1, 1)), folder / "plan.json")
+    return folder
+
+
+def plan_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `plan train` in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-m", "planner", "train", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+
+def assert_one_sentence(process: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
+    """The documented exit code, one `error:` line with `parts`, a hint, no traceback, nothing on stdout."""
+    assert process.returncode == code, process.stderr
+    assert "Traceback" not in process.stderr
+    lines = process.stderr.strip().splitlines()
+    assert lines[0].startswith("error: "), process.stderr
+    assert lines[1].strip().startswith("hint: "), process.stderr
+    assert len(lines) == 2, process.stderr
+    for part in parts:
+        assert part in lines[0]
+    assert process.stdout == ""
+
+
+def test_a_run_reports_prediction_and_measurement(folder: Path) -> None:
+    process = plan_train(folder, "model.py", "--steps", "40", "--save-weights", "weights.pt", "--json")
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
+    assert result["config"] == "1-1"
+    assert result["samples_per_s"] > 0
+    assert result["predicted_samples_per_s"] > 0
+    assert [entry["minibatch"] for entry in result["losses"]] == list(range(40))
+    assert [report["rank"] for report in result["reports"]] == [0, 1]
+    assert all(0 < report["busy_share"] <= 1 for report in result["reports"])
+    assert result["random_data"] is True
+    model = load_model_file(str(folder / "model.py")).build_model()
+    model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+
+
+def test_the_table_for_people_says_that_random_data_means_nothing(folder: Path) -> None:
+    process = plan_train(folder, "model.py", "--steps", "20")
+    assert process.returncode == 0, process.stderr
+    assert "samples/s in steady state" in process.stdout
+    assert "predicted" in process.stdout
+    assert "the model file has no dataset()" in process.stdout
+    assert process.stderr == "", "no progress where stderr is no terminal"
+
+
+def test_the_data_parallel_baseline_runs_on_as_many_workers(folder: Path) -> None:
+    process = plan_train(folder, "model.py", "--steps", "21", "--baseline", "data-parallel", "--json")
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
+    assert result["schedule"] == "data-parallel"
+    assert result["workers"] == 2
+    assert result["minibatches"] == 22
+
+
+def test_missing_files(folder: Path) -> None:
+    assert_one_sentence(plan_train(folder, "model.py", "--plan", "none.json"), 2, "none.json")
+    assert_one_sentence(plan_train(folder, "none.py"), 2, "none.py")
+
+
+def test_a_plan_for_another_model_is_refused(folder: Path) -> None:
+    other = write_model(folder, "language", "sgd")
+    assert_one_sentence(plan_train(folder, other.name, "--steps", "3"), 2, "another model", other.name)
+
+
+def test_a_plan_without_a_model_is_refused(folder: Path) -> None:
+    plan = load_plan(folder / "plan.json").model_copy(update={"graph_hash": None})
+    save_plan(plan, folder / "imported.json")
+    assert_one_sentence(plan_train(folder, "model.py", "--plan", "imported.json"), 2, "imported profile")
+
+
+def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
+    assert_one_sentence(plan_train(folder, "model.py", "--steps", "0"), 2, "--steps 0")
+    assert_one_sentence(plan_train(folder, "model.py", "--epochs", "2"), 2, "--epochs needs a dataset()")
+
+
+def test_torchrun_with_another_number_of_workers_is_refused(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += ["-m", "planner", "train", "model.py", "--steps", "3"]
+    process = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=os.environ
+    )
+    assert process.returncode != 0
+    assert "error: plan '1-1' needs 2 workers, but 1 were started" in process.stderr
+
+
+def test_plain_torchrun_runs_the_same_plan(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "planner", "train", "model.py", "--steps", "12", "--json"]
+    process = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=os.environ
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["config"] == "1-1"
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start_long_run(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run that would take hours, and its workers once they train."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "planner", "train", "model.py", "--steps", "100000000"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        workers = children(process.pid)
+        # Training has begun when both have computed for some time beyond start-up.
+        if len(workers) == 2 and all(cpu_seconds(worker) > 8 for worker in workers):
+            return process, workers
+        time.sleep(0.2)
+    process.kill()
+    raise AssertionError("the workers did not start to train")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time the process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(folder: Path, victim: int) -> None:
+    process, workers = start_long_run(folder)
+    os.kill(workers[victim], signal.SIGKILL)
+    out, err = process.communicate(timeout=30)
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    assert_one_sentence(done, 1, "was killed by SIGKILL during training", "stage ")
+    assert not any(is_alive(worker) for worker in workers)
+
+
+def test_workers_end_with_a_killed_launcher(folder: Path) -> None:
+    process, workers = start_long_run(folder)
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(is_alive(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_alive(worker) for worker in workers)
+
+
+def test_interrupting_ends_everything_with_code_130(folder: Path) -> None:
+    process, workers = start_long_run(folder)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert not any(is_alive(worker) for worker in workers)

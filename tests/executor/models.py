@@ -1,0 +1,97 @@
+"""Small model files that the executor's tests write to a folder and train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+OPTIMIZERS = {
+    "sgd": "torch.optim.SGD(parameters, lr=0.05)",
+    "momentum": "torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01)",
+    "adamw": "torch.optim.AdamW(parameters, lr=0.01)",
+}
+
+CONVOLUTIONAL = '''
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    """Convolution, BatchNorm, in-place ReLU, dropout, and a skip around them."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(self.relu(self.norm(self.conv(x))))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 6, 3, padding=1)
+        self.blocks = nn.Sequential(Block(6), Block(6), Block(6))
+        self.head = nn.Linear(6 * 8 * 8, 10)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).flatten(1))
+
+def build_model():
+    return Net()
+
+def example_batch(batch_size):
+    return (torch.randn(batch_size, 1, 8, 8),), torch.randint(0, 10, (batch_size,))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def optimizer(parameters):
+    return OPTIMIZER
+'''
+
+# A value with consumers in several stages, an integer value that crosses cuts, tied weights inside the last layers.
+LANGUAGE = '''
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    """Every block sees the embedding (a skip over all cuts), and the mask is a boolean value without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(19, 16)
+        self.blocks = nn.ModuleList([nn.Linear(32, 16) for _ in range(4)])
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 19)
+
+    def forward(self, tokens, scale):
+        first = self.embed(tokens)
+        mask = (tokens % 3 == 0).unsqueeze(-1)
+        x = first
+        for block in self.blocks:
+            x = torch.tanh(block(torch.cat([x, first], -1))).masked_fill(mask, 0.5) * scale[:, None, None]
+        return self.head(self.norm(x))
+
+def build_model():
+    return Net()
+
+def example_batch(batch_size):
+    tokens = torch.randint(0, 19, (batch_size, 7))
+    return (tokens,), {"scale": torch.rand(batch_size) + 0.5}, tokens.roll(-1, 1)
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def optimizer(parameters):
+    return OPTIMIZER
+'''
+
+MODELS = {"convolutional": CONVOLUTIONAL, "language": LANGUAGE}
+
+
+def write_model(folder: Path, model: str, optimizer: str) -> Path:
+    """Write the model file and return its path."""
+    path = folder / f"{model}_{optimizer}.py"
+    path.write_text(MODELS[model].replace("OPTIMIZER", OPTIMIZERS[optimizer]), encoding="utf-8")
+    return path

@@ -1,0 +1,122 @@
+"""What asynchronous pipeline training computes, written from the formula and sharing nothing with the executor.
+
+PipeDream (SOSP'19, section 3.3): w(t+1) = w(t) - lr * grad f(w1(t-n+1), ..., wn(t)). With replicas, stage s of depth
+d_s = ceil(sum_{u>=s} r_u / r_s) sees minibatch t with the weights after max(0, floor(t / r_s) - d_s + 1) of its rounds,
+and a round averages the gradients of r_s minibatches, the last one those of the minibatches it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Weights = dict[str, Tensor]
+ForwardLoss = Callable[[nn.Module, int], Tensor]  # of a minibatch, through the unsplit model
+
+
+class _Loss(nn.Module):
+    """Makes `functional_call` run forward and loss with the weights it is given."""
+
+    def __init__(self, model: nn.Module, forward_loss: ForwardLoss) -> None:
+        super().__init__()
+        self.model = model
+        self._forward_loss = forward_loss
+
+    def forward(self, minibatch: int) -> Tensor:
+        return self._forward_loss(self.model, minibatch)
+
+
+@dataclass
+class _ReferenceStage:
+    names: list[str]
+    replicas: int
+    depth: int
+    newest: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    history: list[Weights] = field(default_factory=list)  # by number of rounds done
+    pending: list[Weights] = field(default_factory=list)  # gradients of the round so far
+
+    def weights_for(self, minibatch: int) -> Weights:
+        return self.history[max(0, minibatch // self.replicas - self.depth + 1)]
+
+    def finish_round(self) -> None:
+        for name, parameter in self.newest.items():
+            total = self.pending[0][name]
+            for gradients in self.pending[1:]:
+                total = total + gradients[name]
+            parameter.grad = total / len(self.pending)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.pending.clear()
+        self.remember()
+
+    def remember(self) -> None:
+        self.history.append({name: parameter.detach().clone() for name, parameter in self.newest.items()})
+
+
+def delayed_updates(
+    model: nn.Module,
+    stage_parameters: Sequence[Sequence[str]],
+    replicas: Sequence[int],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    forward_loss: ForwardLoss,
+    minibatches: int,
+) -> tuple[list[float], Weights]:
+    """Losses by minibatch, and the weights at the end, of asynchronous 1F1B with weight stashing."""
+    by_name = dict(model.named_parameters())
+    stages = []
+    for index, names in enumerate(stage_parameters):
+        newest = {name: nn.Parameter(by_name[name].detach().clone()) for name in names}
+        stage = _ReferenceStage(
+            names=list(names),
+            replicas=replicas[index],
+            depth=-(-sum(replicas[index:]) // replicas[index]),
+            newest=newest,
+            optimizer=make_optimizer(list(newest.values())) if newest else None,
+        )
+        stage.remember()
+        stages.append(stage)
+    losses = []
+    module = _Loss(model, forward_loss)
+    for minibatch in range(minibatches):
+        weights = {
+            name: tensor.clone().requires_grad_()
+            for stage in stages
+            for name, tensor in stage.weights_for(minibatch).items()
+        }
+        loss = functional_call(module, {f"model.{name}": tensor for name, tensor in weights.items()}, (minibatch,))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for stage in stages:
+            stage.pending.append({name: _gradient(weights[name]) for name in stage.names})
+            if len(stage.pending) == stage.replicas or minibatch == minibatches - 1:
+                stage.finish_round()
+    return losses, {name: tensor for stage in stages for name, tensor in stage.history[-1].items()}
+
+
+def plain_training(
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    microbatch_losses: Callable[[nn.Module, int], Sequence[Tensor]],
+    minibatches: int,
+) -> tuple[list[float], Weights]:
+    """Ordinary training of the unsplit model, gradients of a minibatch's parts averaged before each step."""
+    optimizer = make_optimizer(list(model.parameters()))
+    losses = []
+    for minibatch in range(minibatches):
+        parts = list(microbatch_losses(model, minibatch))
+        loss = torch.stack(parts).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad

@@ -1,0 +1,84 @@
+"""Messages: what goes in comes out, and the wrong message is an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from planner.errors import WorkerError
+from planner.executor.messages import layout_of, pack, unpack
+from planner.schedule.instructions import Unit
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A value of `rest` elements per sample."""
+
+    name: str
+    dtype: torch.dtype
+    rest: tuple[int, ...]
+    requires_grad: bool = True
+
+    def shape(self, batch_size: int) -> tuple[int, ...]:
+        return (batch_size, *self.rest)
+
+
+SPECS = [Spec("h", torch.float32, (3, 5)), Spec("mask", torch.bool, (7,), False), Spec("ids", torch.int64, (), False)]
+
+
+def make_values(batch_size: int) -> dict[str, torch.Tensor]:
+    return {
+        "h": torch.randn(batch_size, 3, 5),
+        "mask": torch.rand(batch_size, 7) > 0.5,
+        "ids": torch.randint(0, 99, (batch_size,)),
+    }
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 13])
+def test_values_of_mixed_types_survive_the_trip(batch_size: int) -> None:
+    layout = layout_of(SPECS, batch_size)
+    values = make_values(batch_size)
+    got = unpack(layout, Unit(7, 2), pack(layout, Unit(7, 2), values, CPU), "rank 0")
+    assert list(got) == ["h", "mask", "ids"]
+    for name, value in values.items():
+        assert torch.equal(got[name], value)
+        assert got[name].data_ptr() % 64 == pack(layout, Unit(7, 2), values, CPU).data_ptr() % 64
+
+
+def test_a_message_does_not_change_with_its_source() -> None:
+    layout = layout_of(SPECS, 2)
+    values = make_values(2)
+    message = pack(layout, Unit(0), values, CPU)
+    before = values["h"].clone()
+    values["h"].zero_()
+    assert torch.equal(unpack(layout, Unit(0), message, "rank 0")["h"], before)
+
+
+def test_non_contiguous_values_are_packed_in_order() -> None:
+    layout = layout_of([Spec("t", torch.float32, (4,))], 3)
+    value = torch.arange(12.0).view(4, 3).t()
+    assert torch.equal(unpack(layout, Unit(0), pack(layout, Unit(0), {"t": value}, CPU), "rank 0")["t"], value)
+
+
+def test_another_minibatch_is_an_error_that_names_both() -> None:
+    layout = layout_of(SPECS, 2)
+    message = pack(layout, Unit(3), make_values(2), CPU)
+    with pytest.raises(WorkerError, match=r"rank 5 sent minibatch 3, .* expected minibatch 4"):
+        unpack(layout, Unit(4), message, "rank 5")
+
+
+def test_another_layout_is_an_error() -> None:
+    message = pack(layout_of(SPECS, 2), Unit(3), make_values(2), CPU)
+    other = layout_of([SPECS[1], SPECS[0], SPECS[2]], 2)
+    with pytest.raises(WorkerError, match="layout"):
+        unpack(other, Unit(3), message, "rank 5")
+
+
+def test_a_value_of_unexpected_shape_is_refused_before_it_is_sent() -> None:
+    layout = layout_of(SPECS, 2)
+    with pytest.raises(WorkerError, match=r"value 'h' is torch.float32 of shape \(3, 3, 5\)"):
+        pack(layout, Unit(0), make_values(3), CPU)
