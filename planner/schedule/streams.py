@@ -89,16 +89,16 @@ def warm_up_depth(replicas: Sequence[int], stage: int) -> int:
     return -(-sum(replicas[stage:]) // replicas[stage])
 
 
-def one_forward_one_backward(units: Sequence[Unit], in_flight: int) -> Iterator[tuple[str, Unit]]:
+def one_forward_one_backward(units: int, in_flight: int) -> Iterator[tuple[bool, int]]:
     """Order of the computations: `in_flight` forwards, then backward and forward in turn, then the rest.
 
-    units 0..3, in_flight 2:   F0 F1 B0 F2 B1 F3 B2 B3
+    Yields (is it a forward, index of the unit): for 4 units and 2 in flight F0 F1 B0 F2 B1 F3 B2 B3.
     """
-    for step in range(len(units) + in_flight):
-        if step >= in_flight and step - in_flight < len(units):
-            yield "backward", units[step - in_flight]
-        if step < len(units):
-            yield "forward", units[step]
+    for step in range(units + in_flight):
+        if 0 <= step - in_flight < units:
+            yield False, step - in_flight
+        if step < units:
+            yield True, step
 
 
 def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
@@ -116,14 +116,13 @@ def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Ite
 
 def _asynchronous(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
     replicas = shape.ranks[stage]
-    turn = replicas.index(rank)
-    mine = [Unit(minibatch) for minibatch in range(turn, minibatches, len(replicas))]
-    for kind, unit in one_forward_one_backward(mine, shape.in_flight(stage)):
-        if kind == "forward":
-            yield from _forward(shape, stage, unit)
+    mine = range(replicas.index(rank), minibatches, len(replicas))
+    for is_forward, round_ in one_forward_one_backward(len(mine), shape.in_flight(stage)):
+        if is_forward:
+            yield from _forward(shape, stage, Unit(mine[round_]))
         else:
-            yield from _backward(shape, stage, unit, last_of_round=True)
-            yield from _finish_round(shape, stage, unit.minibatch // len(replicas), minibatches)
+            yield from _backward(shape, stage, Unit(mine[round_]), last_of_round=True)
+            yield from _finish_round(shape, stage, round_, minibatches)
     # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
     last_round = (minibatches - 1) // len(replicas)
     if minibatches and len(mine) <= last_round:
@@ -141,11 +140,11 @@ def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
     """One minibatch with a flush at its end. Losses are scaled to sum to the minibatch's: no division here."""
     units = [Unit(minibatch, microbatch) for microbatch in range(shape.microbatches)]
     mine = [unit for unit in units if shape.rank_of(stage, unit) == rank]
-    for kind, unit in one_forward_one_backward(mine, shape.in_flight(stage)):
-        if kind == "forward":
-            yield from _forward(shape, stage, unit)
+    for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
+        if is_forward:
+            yield from _forward(shape, stage, mine[index])
         else:
-            yield from _backward(shape, stage, unit, last_of_round=unit == mine[-1])
+            yield from _backward(shape, stage, mine[index], last_of_round=index == len(mine) - 1)
     if len(shape.ranks[stage]) > 1:
         yield AllReduce(stage, minibatch, divisor=1)
     yield Update(stage, minibatch)
