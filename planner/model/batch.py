@@ -1,0 +1,136 @@
+"""A batch of training data: what the model is called with, and what its output is compared to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils.data import default_collate
+
+from planner.errors import ModelFileError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`model(*args, **kwargs)` gives the output that the loss compares with `target`.
+
+    Tensors may be nested in lists, tuples and dicts. Every tensor with dimensions has the samples along the first
+    one; tensors without dimensions and other objects belong to the whole batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of samples.
+
+        Raises:
+            ModelFileError: when no tensor has a first dimension.
+        """
+        for leaf in tree_leaves(self._tree()):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                return leaf.shape[0]
+        raise ModelFileError(
+            "the batch holds no tensor with a batch dimension", hint="return tensors whose first dimension is the batch"
+        )
+
+    def flatten(self) -> tuple[list[Any], TreeSpec]:
+        """Leaves in a fixed order (arguments, keyword arguments by name, target), and the structure around them."""
+        return tree_flatten(self._tree())
+
+    def split(self, parts: int) -> list[Batch]:
+        """`parts` batches of consecutive samples, whose sizes differ by one at most; larger ones first.
+
+        Raises:
+            ModelFileError: when there are fewer samples than parts.
+        """
+        if not 1 <= parts <= self.size:
+            raise ModelFileError(
+                f"a batch of {self.size} samples cannot be split into {parts} parts",
+                hint="use a larger batch or fewer microbatches",
+            )
+        leaves, spec = self.flatten()
+        pieces = [
+            torch.tensor_split(leaf, parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts
+            for leaf in leaves
+        ]
+        return [_batch_of(spec.unflatten(list(part))) for part in zip(*pieces, strict=True)]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return _batch_of(tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self._tree()))
+
+    def doubled(self) -> Batch:
+        """Every sample twice."""
+        return _batch_of(
+            tree_map(
+                lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf, self._tree()
+            )
+        )
+
+    def _tree(self) -> PyTree:
+        return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target
+
+
+def make_batch(returned: Any, place: str) -> Batch:
+    """The batch in what a user's function returned: (args, target) or (args, kwargs, target).
+
+    Args:
+        returned: args are a tuple or one tensor.
+        place: where it comes from, for the error message.
+
+    Raises:
+        ModelFileError: when it is anything else.
+    """
+    hint = "return (args, target) or (args, kwargs, target), args being a tuple of the model's arguments"
+    match returned:
+        case (args, target):
+            kwargs: Any = {}
+        case (args, kwargs, target):
+            pass
+        case _:
+            raise ModelFileError(f"{place} returned {_described(returned)}, not (args, target)", hint=hint)
+    if isinstance(args, Tensor):
+        args = (args,)
+    if not isinstance(args, (tuple, list)):
+        raise ModelFileError(f"{place} returned args that are {_described(args)}, not a tuple", hint=hint)
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise ModelFileError(f"{place} returned kwargs that are {_described(kwargs)}, not a dict by name", hint=hint)
+    return Batch(tuple(args), kwargs, target)
+
+
+def collate(items: Sequence[Any]) -> Batch:
+    """The batch of a map-style dataset's `items`, each (args, target) or (args, kwargs, target) of one sample.
+
+    Raises:
+        ModelFileError: when the items cannot be stacked.
+    """
+    samples = [make_batch(item, "an item of dataset()") for item in items]
+    try:
+        args, kwargs = default_collate([(sample.args, sample.kwargs) for sample in samples])
+        # None is no tensor, and default_collate refuses it: a model that makes its own loss may have no target.
+        targets = [sample.target for sample in samples]
+        target = None if all(target is None for target in targets) else default_collate(targets)
+    except (TypeError, RuntimeError, KeyError) as cause:
+        raise ModelFileError(
+            f"items of dataset() cannot be stacked into a batch: {str(cause).splitlines()[0]}",
+            hint="items of one shape each, of tensors, numbers, tuples and dicts, can be",
+        ) from cause
+    return Batch(tuple(args), kwargs, target)
+
+
+def _batch_of(tree: Any) -> Batch:
+    args, kwargs, target = tree
+    return Batch(args, kwargs, target)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

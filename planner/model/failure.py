@@ -1,0 +1,88 @@
+"""Why a model cannot be captured, in the terms of the user's source."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from planner.errors import CaptureError, PlannerError
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
+_DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape", "DataDependentOutput")
+
+
+def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
+    """The error for a model whose tracing raised `cause`."""
+    inner = _planner_error(cause)
+    if inner is not None:
+        return inner
+    frame = _user_frame(cause)
+    place = f" at {frame.filename}:{frame.lineno}: {frame.line}" if frame is not None else ""
+    what = f"{type(model).__name__} cannot be captured as a graph{place}"
+    if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
+        return CaptureError(
+            f"{what}: this depends on the values of a tensor",
+            hint="replace Python's if, while and .item() on tensors by tensor operations such as torch.where",
+        )
+    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    return CaptureError(
+        f"{what}: {type(cause).__name__}: {reason}",
+        hint="the model must run on example_batch(n), and must not depend on the values of tensors",
+    )
+
+
+@contextlib.contextmanager
+def refuse_custom_autograd() -> Iterator[None]:
+    """Raise when a model uses its own torch.autograd.Function: tracing would drop its backward without a word."""
+
+    def refuse(cls: type, *_args: Any, **_kwargs: Any) -> Any:
+        raise CaptureError(
+            f"the model uses its own autograd function '{cls.__name__}', whose backward cannot be captured",
+            hint="write it with ordinary tensor operations, or register it with torch.library.custom_op",
+        )
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+        yield
+
+
+@contextlib.contextmanager
+def silent_tracer() -> Iterator[None]:
+    """Keep the tracer's own reports off the terminal: what matters of them is in the error."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _planner_error(cause: BaseException | None) -> PlannerError | None:
+    while cause is not None:
+        if isinstance(cause, PlannerError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _user_frame(cause: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither ours, PyTorch's nor generated."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if Path(frame.filename).is_file()
+        and not any(Path(frame.filename).is_relative_to(library) for library in _LIBRARIES)
+    ]
+    return frames[-1] if frames else None

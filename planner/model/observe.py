@@ -1,0 +1,93 @@
+"""What export does not record, from one run of the graph on tensors without data.
+
+Export traces under no_grad, so which values carry a gradient is not in the graph; and it does not say which
+values share memory, without which an in-place operation could be cut from the value it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
+
+# Their schemas do not say that they write these arguments: running mean and variance.
+_WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """By node: whether its value carries a gradient, the memory it lies in, and the memory it writes."""
+
+    requires_grad: Mapping[fx.Node, bool]
+    storages: Mapping[fx.Node, frozenset[int]]
+    writes: Mapping[fx.Node, frozenset[int]]
+
+
+def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
+    """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects."""
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
+        observer = _Observer(module, mode)
+        fake = [mode.from_tensor(leaf, static_shapes=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            observer.run(*fake, enable_io_processing=False)
+    return Observed(observer.requires_grad, observer.storages, observer.writes)
+
+
+class _Observer(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        # Values are kept to the end: memory that is freed would be given to another value.
+        super().__init__(module, garbage_collect_values=False)
+        self._mode = mode
+        self._attributes: dict[int, Tensor] = {}
+        self.requires_grad: dict[fx.Node, bool] = {}
+        self.storages: dict[fx.Node, frozenset[int]] = {}
+        self.writes: dict[fx.Node, frozenset[int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        self.requires_grad[n] = any(tensor.requires_grad for tensor in tensors)
+        self.storages[n] = frozenset(_storage(tensor) for tensor in tensors)
+        written = [self.env[node] for node in _written_nodes(n, self.module)]
+        self.writes[n] = frozenset(_storage(leaf) for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
+        return value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if not isinstance(value, Tensor):
+            return value
+        # Tied parameters must stay one tensor.
+        return self._attributes.setdefault(id(value), self._mode.from_tensor(value, static_shapes=True))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
+    if node.op != "call_function":
+        return
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        graphs = [getattr(module, str(arg.target)) for arg in node.all_input_nodes if _is_graph(arg, module)]
+        if any(next(_written_nodes(inner, graph), None) for graph in graphs for inner in graph.graph.nodes):
+            yield from node.all_input_nodes
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    schema = node.target._schema
+    silent = _WRITES_SILENTLY.get(schema.name, ())
+    for index, argument in enumerate(schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes or index in silent:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
+
+
+def _is_graph(node: fx.Node, module: torch.nn.Module) -> bool:
+    return node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule)

@@ -1,0 +1,83 @@
+"""Sizes that depend on the batch: an int, or an expression in the number of samples."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+BATCH = sympy.Symbol("batch", integer=True, positive=True)
+
+Size: TypeAlias = "int | sympy.Expr"
+
+
+@lru_cache(maxsize=4096)
+def evaluate(size: Size, batch_size: int) -> int:
+    """The size for a batch of `batch_size` samples."""
+    return size if isinstance(size, int) else int(size.subs(BATCH, batch_size))
+
+
+@lru_cache(maxsize=4096)
+def evaluate_number(expression: sympy.Expr, batch_size: int) -> int | float | bool:
+    """What a symbolic number of the graph comes to for a batch of `batch_size` samples."""
+    number = expression.subs(BATCH, batch_size)
+    if number in (sympy.true, sympy.false):
+        return bool(number)
+    return int(number) if number.is_integer else float(number)
+
+
+def samples_in(size: Size, value: int) -> int | None:
+    """The batch size at which `size`, a multiple of it, comes to `value`; None when the size says nothing of it."""
+    if isinstance(size, int):
+        return None
+    per_sample = size / BATCH
+    return value // int(per_sample) if per_sample.is_Integer else None
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether `value` is a number that the graph computes from sizes."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+class SizeReader:
+    """Rewrites the tracer's symbols: those of the inputs' first dimensions are the batch, others have no size.
+
+    Args:
+        placeholders: the graph's inputs.
+    """
+
+    def __init__(self, placeholders: list[fx.Node]) -> None:
+        self._symbols: dict[Any, sympy.Symbol] = {}
+        for node in placeholders:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
+                for symbol in value.shape[0].node.expr.free_symbols:
+                    self._symbols[symbol] = BATCH
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the graph is good for any batch size."""
+        return bool(self._symbols)
+
+    def expression(self, value: Any) -> sympy.Expr | None:
+        """The expression of a symbolic number, or None when it depends on data."""
+        expression = value.node.expr
+        if not expression.free_symbols <= self._symbols.keys():
+            return None
+        return expression.xreplace(self._symbols)
+
+    def sizes(self, tensor: torch.Tensor) -> tuple[Size, ...] | None:
+        """The tensor's shape, or None when it depends on data."""
+        sizes: list[Size] = []
+        for size in tensor.shape:
+            if isinstance(size, int):
+                sizes.append(size)
+                continue
+            expression = self.expression(size)
+            if expression is None:
+                return None
+            sizes.append(int(expression) if expression.is_Integer else expression)
+        return tuple(sizes)

@@ -1,0 +1,304 @@
+"""LayerGraph + a run of layers -> a module that computes them and holds their weights, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from planner.errors import CaptureError, ModelFileError
+from planner.model.batch import Batch
+from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
+from planner.model.randomness import RandomKey, is_random, reseed
+from planner.model.size import evaluate_number, is_symbolic, samples_in
+
+LOSS = "loss"  # the key under which a stage returns the loss
+
+
+class StageModule(nn.Module):
+    """Consecutive layers of a model.
+
+    Its parameters and buffers are those of the original model (the same objects, under the same names), each tied
+    parameter under all its names. Made by `build_stage`.
+
+    Attributes:
+        received: values that come from earlier stages, in the order in which they are made.
+        sent: values that later stages use, made here or received and used here; with `keep`, those too.
+        needs_batch: whether `forward` reads model inputs or targets.
+        has_loss: whether `forward` returns the loss.
+        layer_names: the layers.
+    """
+
+    _parts: _Parts
+    _key: RandomKey
+
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__()
+        # One bare module holds the weights for the generated code, which looks them up there. The stage shares its
+        # registries, so that .to(), state_dict() and the rest see them, and no model's names clash with the stage's.
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[registry] = getattr(parts.weights, registry)
+        self._parts = parts
+        self._key = RandomKey()
+
+    @property
+    def received(self) -> tuple[ValueSpec, ...]:
+        return self._parts.received
+
+    @property
+    def sent(self) -> tuple[ValueSpec, ...]:
+        return self._parts.sent
+
+    @property
+    def needs_batch(self) -> bool:
+        return bool(self._parts.inputs)
+
+    @property
+    def has_loss(self) -> bool:
+        return self._parts.has_loss
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self._parts.layers)
+
+    def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
+        """Make random numbers a function of these and of the layer: the same in any split of the model.
+
+        Each layer that draws random numbers seeds the default generator of its device first. Without a key, the
+        generator is left alone.
+        """
+        self._key.set(seed, minibatch, microbatch)
+
+    def forward(self, batch: Batch | None, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the layers.
+
+        Args:
+            batch: on the stage's device; may be None when `needs_batch` is False.
+            received: the values named in `self.received`, of the shapes given there.
+
+        Returns:
+            The values named in `self.sent`, and "loss" (0-dimensional) where the stage has it.
+
+        Raises:
+            ModelFileError: when the batch is not like the example batch.
+        """
+        parts = self._parts
+        inputs = parts.read_batch(batch) if parts.inputs else []
+        values = [received[spec.name] for spec in parts.received]
+        size = parts.batch_size(inputs, values)
+        parts.check(inputs, values, size)
+        numbers = [evaluate_number(expression, size) for expression in parts.numbers]
+        results = parts.code(parts.weights, self._device(inputs, values), self._key, *inputs, *values, *numbers)
+        return dict(zip(parts.results, results, strict=True))
+
+    def _device(self, inputs: list[Any], values: list[Tensor]) -> torch.device:
+        for tensor in (*values, *inputs):
+            if isinstance(tensor, Tensor):
+                return tensor.device
+        return next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What `build_stage` makes of a graph."""
+
+    layers: tuple[GraphLayer, ...]
+    weights: nn.Module
+    code: Callable[..., tuple[Tensor, ...]]  # (weights, device, key, *inputs, *received, *numbers) -> results
+    batch_spec: Any
+    inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
+    received: tuple[ValueSpec, ...]
+    numbers: tuple[Any, ...]  # expressions in the batch size
+    sent: tuple[ValueSpec, ...]
+    results: tuple[str, ...]
+    has_loss: bool
+    fixed_batch_size: int | None
+
+    def read_batch(self, batch: Batch | None) -> list[Any]:
+        if batch is None:
+            raise ModelFileError("this stage reads the batch, but got none", hint="pass the batch to every stage")
+        leaves, spec = batch.flatten()
+        if spec != self.batch_spec:
+            raise ModelFileError(
+                f"a batch has the structure {spec}, example_batch() had {self.batch_spec}",
+                hint="dataset() and example_batch() must give the model the same arguments",
+            )
+        return [leaves[index] for index, _ in self.inputs]
+
+    def batch_size(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> int:
+        if self.fixed_batch_size is not None:
+            return self.fixed_batch_size
+        for spec, tensor in (*zip(self.received, received, strict=True), *self._input_specs(inputs)):
+            for size, value in zip(spec.sizes, tensor.shape, strict=False):
+                samples = samples_in(size, value)
+                if samples is not None:
+                    return samples
+        return 0  # nothing depends on it
+
+    def check(self, inputs: Sequence[Any], received: Sequence[Tensor], size: int) -> None:
+        """Wrong shapes must not reach the captured operations, which trust them."""
+        for spec, tensor in self._input_specs(inputs):
+            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape(size):
+                raise ModelFileError(
+                    f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
+                    f"captured with {spec.dtype} of shape {spec.shape(size)}",
+                    hint="dataset() and example_batch() must give tensors of the same shape and dtype",
+                )
+        for spec, tensor in zip(self.received, received, strict=True):
+            assert tensor.dtype == spec.dtype, (spec.name, tensor.dtype)
+            assert tuple(tensor.shape) == spec.shape(size), (spec.name, tuple(tensor.shape))
+
+    def _input_specs(self, inputs: Sequence[Any]) -> list[tuple[ValueSpec, Tensor]]:
+        return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
+
+
+def build_stage(graph: LayerGraph, layer_names: Sequence[str], keep: Sequence[str] = ()) -> StageModule:
+    """The stage of `graph` that computes the layers named.
+
+    Args:
+        graph: stays usable; stages share its parameters.
+        layer_names: consecutive layers.
+        keep: further values made here that `forward` returns, for instance the model's outputs.
+
+    Raises:
+        CaptureError: when a layer is unknown, or the layers are not consecutive.
+    """
+    first, last = _range(graph, layer_names)
+    builder = _Builder(graph, first, last)
+    return StageModule(builder.build(keep))
+
+
+def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
+    for name in layer_names:
+        if name not in graph.position:
+            raise CaptureError(f"the model has no layer '{name}'", hint="was the plan made for this model?")
+    positions = [graph.position[name] for name in layer_names]
+    if not positions or positions != list(range(positions[0], positions[0] + len(positions))):
+        raise CaptureError(
+            f"the layers {list(layer_names)} do not follow one another in the model",
+            hint="a stage is a run of consecutive layers",
+        )
+    return positions[0], positions[-1]
+
+
+class _Builder:
+    """Copies the operations of layers first..last into a graph of their own, and generates its code."""
+
+    def __init__(self, graph: LayerGraph, first: int, last: int) -> None:
+        self._graph = graph
+        self._first, self._last = first, last
+        self._layers = graph.layers[first : last + 1]
+        self._weights = _weights(graph, self._layers)
+        self._new = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def build(self, keep: Sequence[str]) -> _Parts:
+        graph = self._graph
+        used = dict.fromkeys(
+            source for layer in self._layers for node in layer.nodes for source in node.all_input_nodes
+        )
+        inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf.node in used]
+        owner = graph.owner
+        received = [node for node in graph.crossing if node in used and owner[node] < self._first]
+        made = [node for layer in self._layers for node in layer.nodes]
+        sent = [node for node in (*received, *made) if graph.last_use(node) > self._last or node.name in keep]
+        self._declare([leaf.node for _, leaf in inputs], received)
+        numbers = self._declare_numbers(used)
+        for index, layer in enumerate(self._layers, start=self._first):
+            if any(is_random(node, graph.module) for node in layer.nodes):
+                self._new.call_function(reseed, (self._key, self._device, index))
+            for node in layer.nodes:
+                self._copy(node)
+        has_loss = graph.loss in self._copies
+        results = [*sent, graph.loss] if has_loss else sent
+        self._new.output(tuple(self._copies[node] for node in results))
+        return _Parts(
+            layers=self._layers,
+            weights=self._weights,
+            code=type(fx.GraphModule(self._weights, self._new)).forward,
+            batch_spec=graph.batch_spec,
+            inputs=tuple((index, leaf.spec) for index, leaf in inputs),
+            received=tuple(graph.specs[node] for node in received),
+            numbers=tuple(numbers),
+            sent=tuple(graph.specs[node] for node in sent),
+            results=(*(node.name for node in sent), *([LOSS] if has_loss else [])),
+            has_loss=has_loss,
+            fixed_batch_size=graph.batch_size,
+        )
+
+    def _declare(self, inputs: list[fx.Node], received: list[fx.Node]) -> None:
+        self._device = self._new.placeholder("device")
+        self._key = self._new.placeholder("random_key")
+        for node in (*inputs, *received):
+            self._copies[node] = self._new.placeholder(node.name)
+
+    def _declare_numbers(self, used: dict[fx.Node, None]) -> list[Any]:
+        """Numbers that depend on the batch size alone become arguments, computed by each stage itself."""
+        expressions = []
+        for node in used:
+            expression = self._graph.reader.expression(node.meta["val"]) if is_symbolic(node.meta.get("val")) else None
+            if expression is not None:
+                self._copies[node] = self._new.placeholder(node.name)
+                expressions.append(expression)
+        return expressions
+
+    def _copy(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in self._copies:
+                self._copies[source] = self._new.get_attr(self._attribute(source))
+        copy = self._new.node_copy(node, self._copies.__getitem__)
+        # The tracer wrote down the device it ran on; the stage runs where its inputs are.
+        copy.args, copy.kwargs = tree_map(
+            lambda leaf: self._device if isinstance(leaf, torch.device) else leaf, (copy.args, copy.kwargs)
+        )
+        self._copies[node] = copy
+
+    def _attribute(self, node: fx.Node) -> str:
+        names = self._graph.names
+        name = names.parameter(node) or names.buffer(node)
+        if name is not None:
+            return name
+        constant = names.constant(node)
+        place = f"_constant_{node.name}"
+        if isinstance(constant, Tensor):
+            self._weights.register_buffer(place, constant, persistent=False)
+        else:
+            self._weights.add_module(place, constant)
+        return place
+
+
+def _weights(graph: LayerGraph, layers: Sequence[GraphLayer]) -> nn.Module:
+    """Bare modules that hold the layers' parameters and buffers under their names in the model, in its order."""
+    used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
+    wanted = set(graph.names_of(sorted(used)))
+    root = nn.Module()
+    for name, parameter in graph.model.named_parameters(remove_duplicate=False):
+        if name in wanted:
+            holder, last = _holder(root, name)
+            holder.register_parameter(last, parameter)
+    for name, buffer in graph.model.named_buffers(remove_duplicate=False):
+        if name in wanted:
+            holder, last = _holder(root, name)
+            holder.register_buffer(last, buffer, persistent=_is_persistent(graph.model, name))
+    return root
+
+
+def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, last = name.split(".")
+    holder = root
+    for part in path:
+        if part not in holder._modules:
+            holder.add_module(part, nn.Module())
+        child = holder._modules[part]
+        assert child is not None
+        holder = child
+    return holder, last
+
+
+def _is_persistent(model: nn.Module, name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    return last not in model.get_submodule(path)._non_persistent_buffers_set
