@@ -15,9 +15,8 @@ import torch
 
 from planner.model.file import load_model_file
 from planner.plan_file import load_plan, save_plan
-from planner.profiler import profile_model
 from tests.executor.models import write_model
-from tests.executor.plans import make_plan
+from tests.executor.plans import make_plan, structural_profile
 
 TIMEOUT_S = 120
 
@@ -27,8 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model file and a plan "1-1" for it."""
     folder = tmp_path_factory.mktemp("train")
     path = write_model(folder, "convolutional", "sgd").rename(folder / "model.py")
-    profile = profile_model(load_model_file(str(path)), 4, seconds=0.1)
-    save_plan(make_plan(profile, (1, 1)), folder / "plan.json")
+    save_plan(make_plan(structural_profile(path, 4), (1, 1)), folder / "plan.json")
     return folder
 
 

@@ -1,15 +1,61 @@
-"""Plans with a given cut, as no solver would choose them."""
+"""Profiles without times and plans with a given cut, as no profiler would make or solver choose them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from planner.cluster import flat_cluster
+from planner.model.capture import capture
+from planner.model.file import load_model_file
+from planner.model.graph import ValueSpec
 from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, candidates, price
-from planner.profile_file import Profile
+from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver.assemble import assemble
+
+
+def structural_profile(path: Path, batch_size: int) -> Profile:
+    """The layers, values and edges of a model file, every layer as slow as every other."""
+    model_file = load_model_file(str(path))
+    graph = capture(model_file.build_model(), model_file.example_batch(batch_size), model_file.loss)
+    sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
+    outputs: dict[int, list[Value]] = {}
+    for node in graph.crossing:
+        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], batch_size))
+    layers = []
+    for index, layer in enumerate(graph.layers):
+        weight_bytes = sum(sizes[name] for name in layer.parameters)
+        layers.append(
+            Layer(
+                name=layer.name,
+                op=layer.op,
+                forward_s=1e-3,
+                backward_s=2e-3,
+                update_s=1e-4,
+                outputs=tuple(outputs.get(index, ())),
+                weight_bytes=weight_bytes,
+                gradient_bytes=weight_bytes,
+                parameters=layer.parameters,
+            )
+        )
+    return Profile(
+        model=model_file.name,
+        graph_hash=graph.hash,
+        device=Device(kind="cpu", name="any", threads=1),
+        dtype="float32",
+        microbatch_size=batch_size,
+        layers=tuple(layers),
+        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        provenance=Provenance(tool="test", source="estimated"),
+    )
+
+
+def _value(spec: ValueSpec, batch_size: int) -> Value:
+    size = math.prod(spec.shape(batch_size)) * spec.dtype.itemsize
+    return Value(name=spec.name, output_bytes=size, gradient_bytes=size if spec.requires_grad else 0)
 
 
 def make_plan(

@@ -15,11 +15,9 @@ from planner.model.capture import capture
 from planner.model.file import ModelFile, load_model_file
 from planner.model.stage import StageModule, build_stage
 from planner.plan_file import ScheduleName
-from planner.profile_file import Profile
-from planner.profiler import profile_model
 from planner.schedule.instructions import Unit
 from tests.executor.models import MODELS, OPTIMIZERS, write_model
-from tests.executor.plans import make_plan
+from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, plain_training
 
@@ -28,11 +26,6 @@ SEED = 3
 
 Case = tuple[str, str]  # model, optimizer
 CASES: list[Case] = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
-
-
-def quick_profile(path: Path) -> Profile:
-    """A profile for its layers; the times do not matter here."""
-    return profile_model(load_model_file(str(path)), BATCH_SIZE, seconds=0.1)
 
 
 def unsplit(model_file: ModelFile) -> StageModule:
@@ -54,7 +47,7 @@ def run_cases(
     jobs = []
     for model, optimizer in cases:
         path = write_model(folder, model, optimizer)
-        plan = make_plan(quick_profile(path), replicas, schedule, microbatches)
+        plan = make_plan(structural_profile(path, BATCH_SIZE), replicas, schedule, microbatches)
         weights = str(folder / f"{model}-{optimizer}.pt")
         jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
     results = run_jobs(jobs, folder)
@@ -76,7 +69,9 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
     """SGD, momentum and AdamW; BatchNorm, dropout, skips, integers; partial last rounds (9 = 4 * 2 + 1)."""
     for model_file, job, result, weights in run_cases(tmp_path, CASES, replicas, minibatches):
         whole = unsplit(model_file)
-        owner = {name: layer for layer in quick_profile(model_file.path).layers for name in layer.parameters}
+        owner = {
+            name: layer for layer in structural_profile(model_file.path, BATCH_SIZE).layers for name in layer.parameters
+        }
         stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
         data = make_batches(model_file, BATCH_SIZE, 1, SEED)
 
@@ -89,9 +84,7 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
             [name for name in dict(whole.named_parameters()) if stage_of[owner[name].name] == stage]
             for stage in range(len(replicas))
         ]
-        losses, expected = delayed_updates(
-            whole, names, replicas, model_file.optimizer, forward_loss, minibatches
-        )
+        losses, expected = delayed_updates(whole, names, replicas, model_file.optimizer, forward_loss, minibatches)
         assert [entry.loss for entry in result.losses] == losses, job.model
         for name, tensor in expected.items():
             assert torch.equal(weights[name], tensor), (job.model, name)
@@ -113,9 +106,7 @@ def test_synchronous_schedules_equal_plain_training(
 ) -> None:
     """To rounding; BatchNorm normalises each microbatch by itself, in the reference too."""
     minibatches = 6
-    for model_file, job, result, weights in run_cases(
-        tmp_path, CASES, replicas, minibatches, schedule, microbatches
-    ):
+    for model_file, job, result, weights in run_cases(tmp_path, CASES, replicas, minibatches, schedule, microbatches):
         whole = unsplit(model_file)
         data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
 
