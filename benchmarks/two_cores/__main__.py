@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.two_cores.launch import Place, places, run_workers
-from benchmarks.two_cores.ours import Ours, cut_of
+from benchmarks.two_cores.ours import Ours
 from benchmarks.two_cores.table import Sample, markdown
 
 BATCH_SIZES = {"transformer": 16, "vgg_like": 32}
@@ -68,7 +68,7 @@ def _contenders(model: str, link: str, where: Sequence[Place], seconds: float, f
     batch_size = BATCH_SIZES[model]
     ours = Ours(model, link, batch_size, where, seconds, folder, TIMEOUT_S)
     asynchronous = ours.plan("1f1b", 1)
-    cut = cut_of(asynchronous)
+    cut = ours.cut(asynchronous)
 
     def baseline(name: str, contestants: Sequence[Place], **options: int) -> Callable[[], dict[str, Any]]:
         flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]

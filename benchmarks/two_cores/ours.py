@@ -7,13 +7,15 @@ import math
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.two_cores.launch import CORES, ROOT, Place, RunError, last_object, run_workers
 from planner.plan_file import Plan, load_plan
+from planner.profile_file import Profile, load_profile
 
 LOOPBACK = "10Gbps"  # what a plan for the loopback assumes; neither model is near it
 WARM_UP_STEPS = 20
@@ -30,19 +32,32 @@ class Ours:
     seconds: float
     folder: Path
     timeout_s: float
-    _paths: dict[tuple[str, int], Path] = field(default_factory=dict)
 
     @property
     def model_file(self) -> Path:
         """The same file whose functions the baselines call."""
         return ROOT / "benchmarks" / "two_cores" / f"{self.model}.py"
 
+    def profile_path(self, microbatches: int) -> Path:
+        """The profile at the size of a microbatch."""
+        return self.folder / f"{self.model}-{self.batch_size // microbatches}.profile.json"
+
+    def cut(self, plan: Path) -> int:
+        """Where the baselines are cut: where `plan`, for whole minibatches, is."""
+        return cut_of(load_plan(plan), load_profile(self.profile_path(1)))
+
     def plan(self, schedule: str, microbatches: int) -> Path:
         """Solve for two devices; returns the plan's path."""
-        microbatch_size = self.batch_size // microbatches
-        profile = self.folder / f"{self.model}-{microbatch_size}.profile.json"
+        profile = self.profile_path(microbatches)
         if not profile.exists():
-            _plan("profile", str(self.model_file), "--batch-size", str(microbatch_size), "-o", str(profile))
+            _plan(
+                "profile",
+                str(self.model_file),
+                "--batch-size",
+                str(self.batch_size // microbatches),
+                "-o",
+                str(profile),
+            )
         plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"
         bandwidth = LOOPBACK if self.network == "loopback" else self.network.replace("bit", "bps").replace("g", "G")
         command = ["solve", "--gpus", str(len(CORES)), "--bandwidth", bandwidth, "--profile", str(profile)]
@@ -57,15 +72,22 @@ class Ours:
         return run_workers(self.where, "planner", arguments, self.timeout_s)
 
 
-def cut_of(path: Path) -> int:
-    """Children of the model's sequence in the plan's first stage: where the baselines are cut."""
-    return _cut(load_plan(path))
+def cut_of(plan: Plan, profile: Profile) -> int:
+    """Children of the model's sequence in the baselines' first stage: the boundary nearest to the plan's cut.
 
-
-def _cut(plan: Plan) -> int:
-    if len(plan.stages) != len(CORES):
+    Raises:
+        RunError: when the plan is no straight pipeline of two stages.
+    """
+    if plan.replicas != (1, 1):
         raise RunError(f"the plan '{plan.config}' has no single cut that the baselines could be given")
-    return int(plan.stages[1].layers[0].split(".")[0])
+    seconds = {layer.name: layer.forward_s + layer.backward_s for layer in profile.layers}
+    wanted_s = sum(seconds[name] for name in plan.stages[0].layers)
+    per_child: dict[int, float] = defaultdict(float)
+    for name, value in seconds.items():
+        child = name.split(".")[0]
+        if child.isdigit():  # the loss belongs to no child
+            per_child[int(child)] += value
+    return min(per_child, key=lambda cut: abs(sum(s for child, s in per_child.items() if child < cut) - wanted_s))
 
 
 def _plan(*arguments: str) -> dict[str, Any]:

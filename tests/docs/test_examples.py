@@ -1,0 +1,32 @@
+"""The examples in the documentation run."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import torch
+
+from planner.model.capture import capture
+from planner.model.file import load_model_file
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+OPERATIONS = ("Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear", "ReLU", "Linear")
+
+
+def example(page: str, heading: str) -> str:
+    """The first indented block below `heading`."""
+    text = (DOCS / page).read_text(encoding="utf-8").split(f"## {heading}\n")[1]
+    block = re.search(r"^    .*\n(?:    .*\n|\n)*", text, re.MULTILINE)
+    assert block is not None
+    return textwrap.dedent(block[0])
+
+
+def test_the_complete_model_file_can_be_captured(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(example("model-file.md", "A complete example"), encoding="utf-8")
+    file = load_model_file(path)
+    graph = capture(file.build_model(), file.example_batch(4), file.loss)
+    assert [layer.op for layer in graph.layers] == [*OPERATIONS, "loss"]
+    assert isinstance(file.optimizer(file.build_model().parameters()), torch.optim.SGD)
