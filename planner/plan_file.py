@@ -88,6 +88,7 @@ class Prediction(Record):
     speedup_over_data_parallel: float
     communication_bytes_per_sample: float | None
     data_parallel_communication_bytes_per_sample: float | None
+    communication_cut: float | None = None  # share of data parallel's bytes that the plan does not send
 
 
 class SolverReport(Record):

@@ -1,1 +1,127 @@
 """Profile + Cluster -> Plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.cluster import Cluster, flat_cluster
+from planner.cost import SynchronousModel, check_combination, cost_model, link_of
+from planner.errors import ProfileError
+from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
+from planner.pricing import Candidate, Ledger, Price, price
+from planner.profile_file import REMEDY, Profile
+from planner.solver.assemble import assemble
+from planner.solver.infeasible import explain
+from planner.solver.search import Path, Search
+from planner.solver.states import Chain, StateSpace
+from planner.solver.synchronous import SynchronousSearch
+
+__all__ = ["solve"]
+
+
+def solve(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    cost_model: CostModelName = "resource",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+) -> Plan:
+    """The fastest plan for training the profiled model on the cluster.
+
+    Args:
+        profile: costs per layer, for one microbatch.
+        cluster: devices, memory and links; a hierarchy is priced at its slowest link.
+        cost_model: `resource`, or one of the two published ones, to compare against.
+        schedule: what the plan is for; it decides what a plan costs and holds.
+        microbatches: per minibatch, for `gpipe`.
+
+    Returns:
+        A plan on as few GPUs as are needed for its speed. `solver.status` is `optimal` when every legal cut was
+        searched, else `feasible` with a bound.
+
+    Raises:
+        InfeasibleError: when no plan fits the memory, with the smallest change that would.
+        InputError: for a cost model or number of microbatches that the schedule has no use for.
+    """
+    started = time.perf_counter()
+    check_combination(cost_model, schedule, microbatches)
+    ledger = Ledger(profile)
+    space = Chain(ledger)
+    if space.compute_s[-1] <= 0:
+        raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
+    task = _Task(space, cluster, cost_model, schedule, microbatches)
+    path = task.best()
+    if path is None:
+        raise explain(ledger, cluster, task.fits)
+    stages, cost = task.priced(path)
+    seconds = cost.seconds_per_minibatch
+    bound_s = seconds if space.complete else min(task.relaxed_s(), seconds)
+    report = SolverReport(
+        name="search",
+        cost_model=cost_model,
+        status="optimal" if space.complete else "feasible",
+        lower_bound_s=bound_s,
+        gap=(seconds - bound_s) / seconds,
+        seconds=time.perf_counter() - started,
+    )
+    return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+
+
+class _Task:
+    """One question to the searches, which can be asked again for another cluster."""
+
+    def __init__(
+        self, space: StateSpace, cluster: Cluster, model: CostModelName, schedule: ScheduleName, microbatches: int
+    ) -> None:
+        self.space, self.cluster = space, cluster
+        self.model, self.schedule, self.microbatches = model, schedule, microbatches
+        self._link = link_of(cluster)
+
+    def best(self) -> Path | None:
+        """The best path on the cluster."""
+        return self._search(self.cluster.gpus, self.cluster.memory_bytes).best()
+
+    def fits(self, gpus: int, memory_bytes: int) -> tuple[Sequence[Candidate], Price] | None:
+        """Any plan that fits other GPUs of this kind."""
+        search = self._search(gpus, memory_bytes)
+        if isinstance(search, Search):
+            path = search.within(search.any_time_s())
+        else:
+            answer = search.within(np.inf)
+            path = None if answer is None else answer[0]
+        return None if path is None else self.priced(path)
+
+    def priced(self, path: Path) -> tuple[Sequence[Candidate], Price]:
+        """The path's stages and their price."""
+        stages = [
+            Candidate(frozenset(self.space.layers(0, i)), frozenset(self.space.layers(i, j)), r)
+            for i, j, r in zip(path.states, path.states[1:], path.replicas, strict=False)
+        ]
+        # Memory was the search's business; the number of GPUs may be a supposed one.
+        cluster = flat_cluster(path.gpus, self._link.bandwidth_bytes_per_s, latency_s=self._link.latency_s)
+        return stages, price(
+            self.space.ledger,
+            stages,
+            cluster,
+            model=self.model,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+        )
+
+    def relaxed_s(self) -> float:
+        """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
+        last = np.array([len(self.space) - 1])
+        work = self.space.work(0, last)
+        if self.schedule == "1f1b":
+            return float(work.compute_s[0]) / self.cluster.gpus
+        return float(SynchronousModel(self._link, self.schedule, self.microbatches).sum_s(work)[0])
+
+    def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
+        if self.schedule == "1f1b":
+            return Search(self.space, cost_model(self.model, self._link), gpus, memory_bytes)
+        model = SynchronousModel(self._link, self.schedule, self.microbatches)
+        return SynchronousSearch(self.space, model, gpus, memory_bytes)

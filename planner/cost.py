@@ -1,0 +1,349 @@
+"""Time and memory of a stage: the one place that knows the formulas.
+
+A candidate stage is described by its `Work` (seconds and bytes per microbatch, before replication) and its
+`Footprint` (bytes it holds). Fields are numpy arrays, so that one call answers for one stage or for thousands. Three
+cost models share one interface; see the classes for the formulas and their sources.
+
+Legend:  F forward, Bw backward, U update seconds;  W trainable bytes;  r replicas;  B bytes/s;  a latency in s.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cluster import Cluster
+from planner.errors import InputError
+from planner.plan_file import CostModelName, ScheduleName
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Resource = Literal["compute", "receive", "send", "cut_before", "cut_after"]
+
+IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
+POSTED = 2  # messages per link held at once: one in use and one on its way
+# Closed forms are rounded with this slack, then checked with the formula itself.
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device sends while it receives as much."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+def link_of(cluster: Cluster) -> Link:
+    """The slowest link of the cluster, which prices every transfer."""
+    return Link(cluster.slowest_bandwidth_bytes_per_s, max(level.latency_s for level in cluster.levels))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What candidate stages do for one microbatch; all fields broadcast against each other.
+
+    Received are activations from earlier stages and gradients from later ones, sent the reverse. The cuts are the
+    bytes of all values that cross them, used by this stage or not: what the published models charge. They are zero
+    where the stage is the first or the last.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    update_s: Floats
+    trainable_bytes: Floats
+    received_bytes: Floats
+    sent_bytes: Floats
+    received_messages: Floats
+    sent_messages: Floats
+    cut_before_bytes: Floats
+    cut_after_bytes: Floats
+    is_first: NDArray[np.bool_]
+
+    @property
+    def compute_s(self) -> Floats:
+        """F + Bw + U of one replica that does everything."""
+        return self.forward_s + self.backward_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that one replica of a candidate stage holds, before counting what is in flight."""
+
+    weight_bytes: Floats
+    gradient_bytes: Floats
+    optimizer_bytes: Floats
+    buffer_bytes: Floats
+    saved_bytes: Floats
+    message_bytes: Floats  # received and sent for one microbatch, both ways
+
+    def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
+        """Peak bytes with `in_flight` microbatches saved for backward and `versions` copies of the weights."""
+        fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + POSTED * self.message_bytes
+        return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
+
+    def most_in_flight(self, memory_bytes: float, stashing: bool) -> Integers:
+        """Largest number of microbatches in flight that fits `memory_bytes`; 0 where not even one does.
+
+        With weight stashing each of them keeps its own version of the weights, the current one among them.
+        """
+        per_flight = self.saved_bytes + (self.weight_bytes if stashing else 0.0)
+        room = memory_bytes - (self.total_bytes(1, 1) - per_flight)
+        # Nothing in flight costs nothing: unlimited where the rest fits.
+        many = np.where(room >= 0, float(IMPOSSIBLE), 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fit = np.where(per_flight > 0, np.floor(np.maximum(room, 0.0) / per_flight), many)
+        return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
+
+
+def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
+    """Minibatches between forward and backward on one replica: ceil(workers from this stage on / its replicas).
+
+    Source: Narayanan et al., PipeDream, SOSP 2019, section 3.3 (NOAM is this for the first stage).
+    """
+    return np.asarray(1 + -(-np.asarray(gpus_after) // np.asarray(replicas)), dtype=np.int64)
+
+
+def fewest_for_memory(footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> Integers | int:
+    """Fewest replicas with which a stage of a 1f1b pipeline fits; `IMPOSSIBLE` where none do.
+
+    1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): more replicas share what is in flight.
+    """
+    if memory_bytes is None:
+        return 1
+    others = footprint.most_in_flight(memory_bytes, stashing=True) - 1
+    after = np.asarray(gpus_after, dtype=np.int64)
+    shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
+    return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)
+
+
+def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Link) -> Floats:
+    """Seconds for a ring all-reduce; nothing without replicas or without gradients.
+
+    Each worker sends and receives 2(r-1)/r of the bytes in 2(r-1) steps (Patarasuk & Yuan 2009, section 3).
+    """
+    size, r = np.asarray(trainable_bytes, dtype=np.float64), np.asarray(replicas, dtype=np.float64)
+    steps = np.where(size > 0, 2 * (r - 1), 0.0)
+    return np.asarray(steps / r * size / link.bandwidth_bytes_per_s + steps * link.latency_s)
+
+
+class CostModel(ABC):
+    """Steady state of the asynchronous pipeline: the minibatch time is the largest busy time of any resource."""
+
+    name: CostModelName
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    @abstractmethod
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        """Busy seconds per minibatch of each resource of a stage on `replicas` workers."""
+
+    @abstractmethod
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        """Replica counts >= 2, in increasing order, one of which is the fewest that meets the target, if any is."""
+
+    def stage_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """Seconds per minibatch: the busiest resource."""
+        first, *others = self.resources_s(work, replicas).values()
+        for other in others:
+            first = np.maximum(first, other)
+        return first
+
+    def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1) -> Integers:
+        """Fewest replicas >= `at_least` with which each stage meets the target; `IMPOSSIBLE` where none do.
+
+        The closed form gives the candidates and the formula itself decides, so a stage that is said to meet the
+        target does, to the last bit. One replica is a case of its own: the second one brings the all-reduce.
+        """
+        floor = np.asarray(at_least, dtype=np.float64)
+        answer = np.where((self.stage_s(work, 1) <= target_s) & (floor <= 1), 1.0, float(IMPOSSIBLE))
+        if answer.max() <= 1:
+            return answer.astype(np.int64)
+        floor = np.minimum(np.maximum(floor, 2.0), IMPOSSIBLE)
+        for bound in self._lower_bounds(work, target_s):
+            least = np.maximum(np.ceil(np.minimum(bound, IMPOSSIBLE) * (1 - _SLACK)), floor)
+            for replicas in (least, least + 1):  # the second undoes a rounding slack that was too generous
+                missing = answer >= IMPOSSIBLE
+                meets = missing & (replicas < IMPOSSIBLE) & (self.stage_s(work, replicas) <= target_s)
+                answer = np.where(meets, replicas, answer)
+        return answer.astype(np.int64)
+
+
+class ResourceModel(CostModel):
+    """What each replica's processor and link do, per minibatch. The default: it is the one that matches measurement.
+
+        compute        (F + U + max(Bw, AR)) / r,  AR = ring all-reduce, overlapped with the replica's own backward
+        link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
+
+    A value that several later stages use travels along them, so each crosses every link at most once.
+    """
+
+    name = "resource"
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        r = np.asarray(replicas, dtype=np.float64)
+        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
+        ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / bandwidth
+        return {
+            "compute": (work.forward_s + work.update_s + np.maximum(work.backward_s, reduce_s)) / r,
+            "receive": (work.received_bytes / bandwidth + work.received_messages * latency) / r + ring_s,
+            "send": (work.sent_bytes / bandwidth + work.sent_messages * latency) / r + ring_s,
+        }
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        ring_s = 2 * work.trainable_bytes / bandwidth
+        busier_bytes = np.maximum(work.received_bytes, work.sent_bytes)
+        busier_messages = np.maximum(work.received_messages, work.sent_messages)
+        # T·r² - (x + 2W/B)·r + 2W/B >= 0, whose left side grows from r = 2 on.
+        link = larger_root(target_s, busier_bytes / bandwidth + busier_messages * latency + ring_s, ring_s)
+        simple = np.maximum(work.compute_s / target_s, link)
+        # (F + U + AR) / r <= T, with AR's latency 2(r-1)a: (T - 2a)·r² - (F + U + 2W/B - 2a)·r + 2W/B >= 0.
+        # Below 2a the parabola opens downwards: fewer replicas are better, so `simple` is the only candidate.
+        steps_s = np.where(work.trainable_bytes > 0, 2 * latency, 0.0)
+        reduce = larger_root(target_s - steps_s, work.forward_s + work.update_s + ring_s - steps_s, ring_s)
+        return [simple, np.maximum(simple, reduce)]
+
+
+class PublishedModel(CostModel):
+    """PipeDream's published optimizer (optimizer_graph_hierarchical.py, one level).
+
+    stage     (C + 4(r-1)·W / (B·r)) / r
+    boundary  2·a / (B·r), with the r of the stage after the cut; also of the stage before it, unless that is the
+              first, for which the optimizer leaves it out
+    """
+
+    name = "pipedream"
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        r = np.asarray(replicas, dtype=np.float64)
+        bandwidth = self.link.bandwidth_bytes_per_s
+        return {
+            "compute": (work.compute_s + 4 * (r - 1) * work.trainable_bytes / (bandwidth * r)) / r,
+            "cut_before": 2 * work.cut_before_bytes / (bandwidth * r),
+            "cut_after": 2 * self._charged_after(work) / (bandwidth * r),
+        }
+
+    def _charged_after(self, work: Work) -> Floats:
+        return np.where(work.is_first, 0.0, work.cut_after_bytes)
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        bandwidth = self.link.bandwidth_bytes_per_s
+        ring_s = 4 * work.trainable_bytes / bandwidth
+        cuts = 2 * np.maximum(work.cut_before_bytes, self._charged_after(work)) / bandwidth
+        stage = larger_root(target_s, work.compute_s + ring_s, ring_s)
+        return [np.maximum(np.maximum(stage, cuts / target_s), work.compute_s / target_s)]
+
+
+class PaperModel(CostModel):
+    """The equation of the SOSP 2019 paper (section 3.1): stage max(C, 2(r-1)·W/B) / r, boundary 2·a / B."""
+
+    name = "paper"
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        r = np.asarray(replicas, dtype=np.float64)
+        bandwidth = self.link.bandwidth_bytes_per_s
+        return {
+            "compute": np.maximum(work.compute_s, 2 * (r - 1) * work.trainable_bytes / bandwidth) / r,
+            "cut_before": 2 * work.cut_before_bytes / bandwidth + 0 * r,
+        }
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        # The all-reduce's share grows with r here, so the fewest replicas that compute in time are the only hope.
+        return [np.asarray(work.compute_s / target_s)]
+
+
+def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
+    """Larger root of a·r² - b·r + c; 0 where there is none, or where `a` is not positive."""
+    a, usable = np.asarray(a, dtype=np.float64), np.asarray(a) > 0
+    discriminant = b * b - 4 * a * c
+    with np.errstate(divide="ignore", invalid="ignore"):
+        root = (b + np.sqrt(np.maximum(discriminant, 0.0))) / (2 * a)
+    return np.where(usable & (discriminant >= 0), root, 0.0)
+
+
+class SynchronousModel:
+    """A pipeline that drains after every minibatch of m microbatches (gpipe), or after every microbatch (naive).
+
+        gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
+        naive   Σ_s (latency_s + U_s + AR_s)
+
+    latency_s: forward, backward and the transfers into the stage, both ways, of one microbatch. busy_s: the busiest
+    of a replica's processor and of its link each way, for one microbatch. With one replica each this is the
+    Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce that the last backward
+    does not hide, and the update.
+    """
+
+    def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
+        assert schedule != "1f1b"
+        self.link, self.schedule, self.microbatches = link, schedule, microbatches
+
+    def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
+        """The stage's part of the sum; independent of the replicas for gpipe."""
+        # A transfer counts half at each of its ends, once in the sum over the stages.
+        moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
+        transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
+        latency_s = work.forward_s + work.backward_s + transfer_s
+        if self.schedule == "naive":
+            return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
+        return latency_s
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        """The stage's part of the maximum, by the resource that may be its busiest; zero for naive."""
+        r = np.asarray(replicas, dtype=np.float64)
+        if self.schedule == "naive":
+            return {"compute": 0.0 * r * work.forward_s}
+        more = np.ceil(self.microbatches / r) - 1
+        reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
+        end_s = np.maximum(reduce_s - work.backward_s, 0.0) + work.update_s
+        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        return {
+            "compute": more * (work.forward_s + work.backward_s) + end_s,
+            "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
+            "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
+        }
+
+    def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """The stage's part of the maximum."""
+        return np.asarray(np.max(np.stack(np.broadcast_arrays(*self.resources_s(work, replicas).values())), axis=0))
+
+    def in_flight(self, replicas: ArrayLike) -> Integers:
+        """Microbatches whose activations one replica holds at once."""
+        share = -(-self.microbatches // np.asarray(replicas, dtype=np.int64))
+        return np.asarray(share if self.schedule == "gpipe" else np.ones_like(share))
+
+
+def cost_model(name: CostModelName, link: Link) -> CostModel:
+    """The cost model of that name."""
+    models: dict[CostModelName, type[CostModel]] = {
+        "resource": ResourceModel,
+        "pipedream": PublishedModel,
+        "paper": PaperModel,
+    }
+    return models[name](link)
+
+
+def check_combination(name: CostModelName, schedule: ScheduleName, microbatches: int) -> None:
+    """Refuse what has no meaning.
+
+    Raises:
+        InputError: for a published cost model with a schedule it does not describe, and for microbatches where the
+            schedule has none.
+    """
+    if microbatches < 1:
+        raise InputError(f"{microbatches} microbatches make no minibatch", hint="give --microbatches 1 or more")
+    if schedule != "1f1b" and name != "resource":
+        raise InputError(
+            f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use --cost-model resource"
+        )
+    if schedule != "gpipe" and microbatches > 1:
+        raise InputError(
+            f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
+            hint="use --schedule gpipe, or leave --microbatches out",
+        )

@@ -1,0 +1,221 @@
+"""The price of a plan: seconds per minibatch, bottleneck, memory and bytes sent, from the formulas of `cost`.
+
+Written from the definitions, stage by stage, with sets: slow, plain, and the reference that the search is held to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import numpy as np
+
+from planner.cluster import Cluster
+from planner.cost import (
+    POSTED,
+    Floats,
+    Footprint,
+    Resource,
+    SynchronousModel,
+    Work,
+    check_combination,
+    cost_model,
+    in_flight_1f1b,
+    link_of,
+)
+from planner.plan_file import Bottleneck, CostModelName, ScheduleName, StageMemory
+from planner.profile_file import Profile
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A value, the layer that makes it and the layers that use it, by position."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]  # ascending
+    output_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A stage to be priced: positions of its layers, and of all layers in the stages before it."""
+
+    before: frozenset[int]
+    layers: frozenset[int]
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a plan costs."""
+
+    seconds_per_minibatch: float
+    bottleneck: Bottleneck
+    in_flight: tuple[int, ...]
+    memory: tuple[StageMemory, ...]
+    communication_bytes: float  # sent by all workers, per minibatch
+
+
+class Ledger:
+    """A profile's layers as numbers, and the work and footprint of any set of layers."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
+
+    @cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Every value that some layer uses."""
+        users: dict[tuple[str, str], set[int]] = {}
+        for edge in self.profile.edges:
+            users.setdefault((edge.source, edge.value), set()).add(self.position[edge.target])
+        return tuple(
+            Traffic(value.name, index, tuple(sorted(used)), value.output_bytes, value.gradient_bytes)
+            for index, layer in enumerate(self.profile.layers)
+            for value in layer.outputs
+            if (used := users.get((layer.name, value.name)))
+        )
+
+    def work(self, stage: Candidate) -> Work:
+        """The stage's work for one microbatch."""
+        layers = [self.profile.layers[index] for index in sorted(stage.layers)]
+        done = stage.before | stage.layers
+        arriving = [t for t in self.traffic if t.producer in stage.before and stage.layers.intersection(t.users)]
+        leaving = [t for t in self.traffic if stage.layers.intersection((t.producer, *t.users)) and set(t.users) - done]
+        return Work(
+            forward_s=np.float64(sum(layer.forward_s for layer in layers)),
+            backward_s=np.float64(sum(layer.backward_s for layer in layers)),
+            update_s=np.float64(sum(layer.update_s for layer in layers)),
+            trainable_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
+            received_bytes=np.float64(_outputs(arriving) + _gradients(leaving)),
+            sent_bytes=np.float64(_outputs(leaving) + _gradients(arriving)),
+            received_messages=np.float64(len(arriving) + _with_gradient(leaving)),
+            sent_messages=np.float64(len(leaving) + _with_gradient(arriving)),
+            cut_before_bytes=np.float64(_outputs(self.crossing(stage.before))),
+            cut_after_bytes=np.float64(_outputs(self.crossing(done))),
+            is_first=np.asarray(not stage.before),
+        )
+
+    def crossing(self, done: frozenset[int]) -> list[Traffic]:
+        """Values made by the layers `done` and used by others."""
+        return [t for t in self.traffic if t.producer in done and set(t.users) - done]
+
+    def footprint(self, stage: Candidate) -> Footprint:
+        """The stage's bytes."""
+        layers = [self.profile.layers[index] for index in stage.layers]
+        work = self.work(stage)
+        return Footprint(
+            weight_bytes=np.float64(sum(layer.weight_bytes for layer in layers)),
+            gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
+            optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
+            buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)),
+            saved_bytes=np.float64(sum(layer.saved_bytes for layer in layers)),
+            message_bytes=work.received_bytes + work.sent_bytes,
+        )
+
+
+def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
+    """Stages from the positions of their layers."""
+    before: frozenset[int] = frozenset()
+    stages = []
+    for layers, r in zip(groups, replicas, strict=True):
+        stages.append(Candidate(before, frozenset(layers), r))
+        before |= frozenset(layers)
+    return stages
+
+
+def price(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    *,
+    model: CostModelName = "resource",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+) -> Price:
+    """Price a whole plan. A minibatch is `microbatches` microbatches of the profile's size.
+
+    Raises:
+        InputError: for a cost model and schedule that do not go together.
+    """
+    check_combination(model, schedule, microbatches)
+    works = [ledger.work(stage) for stage in stages]
+    replicas = [stage.replicas for stage in stages]
+    link = link_of(cluster)
+    in_flight: list[int]
+    if schedule == "1f1b":
+        asynchronous = cost_model(model, link)
+        busy = [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+        bottleneck = _busiest(busy)
+        seconds = bottleneck.busy_s
+        in_flight = [int(in_flight_1f1b(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
+    else:
+        synchronous = SynchronousModel(link, schedule, microbatches)
+        sums = [float(synchronous.sum_s(work, r)) for work, r in zip(works, replicas, strict=True)]
+        busy = [synchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+        worst = _busiest(busy)
+        seconds = sum(sums) + worst.busy_s
+        slowest = max(range(len(sums)), key=sums.__getitem__)
+        bottleneck = worst if worst.busy_s > 0 else Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
+        in_flight = [int(synchronous.in_flight(r)) for r in replicas]
+    memory = tuple(
+        _memory(ledger.footprint(stage), flying, flying if schedule == "1f1b" else 1)
+        for stage, flying in zip(stages, in_flight, strict=True)
+    )
+    return Price(seconds, bottleneck, tuple(in_flight), memory, _sent_bytes(works, replicas, schedule, microbatches))
+
+
+def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:
+    """The first of the busiest resources; ties go to compute, which stands first in every model."""
+    rank = {name: -index for index, name in enumerate(get_args(Resource))}
+    stage, resource, busy_s = max(
+        ((index, name, float(busy)) for index, stage in enumerate(stages) for name, busy in stage.items()),
+        key=lambda item: (item[2], rank[item[1]], -item[0]),
+    )
+    match resource:
+        case "compute":
+            return Bottleneck(stage=stage, resource="compute", busy_s=busy_s)
+        case "receive" | "send":
+            return Bottleneck(stage=stage, resource="link", busy_s=busy_s)
+        case _:
+            return Bottleneck(stage=stage - (resource == "cut_before"), resource="boundary", busy_s=busy_s)
+
+
+def _memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
+    return StageMemory(
+        weights_bytes=int(footprint.weight_bytes) * versions,
+        gradients_bytes=int(footprint.gradient_bytes),
+        optimizer_bytes=int(footprint.optimizer_bytes),
+        buffers_bytes=int(footprint.buffer_bytes),
+        activations_bytes=int(footprint.saved_bytes) * in_flight,
+        communication_bytes=int(footprint.message_bytes) * POSTED,
+    )
+
+
+def _sent_bytes(works: Sequence[Work], replicas: Sequence[int], schedule: ScheduleName, microbatches: int) -> float:
+    """Bytes all workers send for one minibatch: transfers both ways, and the stages' all-reduces.
+
+    A ring of r workers moves 2(r-1)·W in all, once per round of r minibatches under 1f1b and naive, once per minibatch
+    under gpipe.
+    """
+    transfers = sum(float(work.sent_bytes) for work in works) * microbatches
+    rings = [2 * (r - 1) * float(work.trainable_bytes) for work, r in zip(works, replicas, strict=True)]
+    if schedule == "gpipe":
+        return transfers + sum(rings)
+    return transfers + sum(ring / r for ring, r in zip(rings, replicas, strict=True))
+
+
+def _outputs(values: Sequence[Traffic]) -> int:
+    return sum(value.output_bytes for value in values)
+
+
+def _gradients(values: Sequence[Traffic]) -> int:
+    return sum(value.gradient_bytes for value in values)
+
+
+def _with_gradient(values: Sequence[Traffic]) -> int:
+    return sum(value.gradient_bytes > 0 for value in values)

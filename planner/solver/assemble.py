@@ -1,0 +1,114 @@
+"""From the chosen stages and their price to the Plan: names, ranks, transfers, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from planner.cluster import Cluster
+from planner.cost import cost_model, link_of
+from planner.plan_file import Plan, Prediction, ScheduleName, SolverReport, Stage, Transfer, config_of
+from planner.pricing import Candidate, Ledger, Price, Traffic
+
+
+def assemble(
+    ledger: Ledger,
+    cluster: Cluster,
+    stages: Sequence[Candidate],
+    price: Price,
+    schedule: ScheduleName,
+    microbatches: int,
+    report: SolverReport,
+) -> Plan:
+    """The Plan of these stages, on consecutive ranks."""
+    profile = ledger.profile
+    return Plan(
+        model=profile.model,
+        profile_digest=profile.digest,
+        graph_hash=profile.graph_hash,
+        device=profile.device,
+        config=config_of(tuple(stage.replicas for stage in stages)),
+        schedule=schedule,
+        microbatch_size=profile.microbatch_size,
+        microbatches=microbatches,
+        stages=_stages(ledger, stages, price),
+        transfers=transfers(ledger, stages),
+        predicted=_prediction(ledger, cluster, stages, price, microbatches, report),
+        solver=report,
+        cluster=cluster,
+    )
+
+
+def transfers(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
+    """What each stage sends to which: every value goes from its producer to its first user, and on to the next."""
+    stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
+    messages: dict[tuple[int, int], list[Traffic]] = {}
+    for value in ledger.traffic:
+        route = sorted({stage_of[layer] for layer in (value.producer, *value.users)})
+        for source, target in pairwise(route):
+            messages.setdefault((source, target), []).append(value)
+    return tuple(
+        Transfer(
+            source=source,
+            target=target,
+            values=tuple(value.name for value in values),
+            output_bytes=sum(value.output_bytes for value in values),
+            gradient_bytes=sum(value.gradient_bytes for value in values),
+        )
+        for (source, target), values in sorted(messages.items())
+    )
+
+
+def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[Stage, ...]:
+    made, rank = [], 0
+    for stage, in_flight, memory in zip(stages, price.in_flight, price.memory, strict=True):
+        layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
+        made.append(
+            Stage(
+                layers=tuple(layer.name for layer in layers),
+                ranks=tuple(range(rank, rank + stage.replicas)),
+                in_flight=in_flight,
+                forward_s=sum(layer.forward_s for layer in layers),
+                backward_s=sum(layer.backward_s for layer in layers),
+                update_s=sum(layer.update_s for layer in layers),
+                memory=memory,
+            )
+        )
+        rank += stage.replicas
+    return tuple(made)
+
+
+def _prediction(
+    ledger: Ledger,
+    cluster: Cluster,
+    stages: Sequence[Candidate],
+    price: Price,
+    microbatches: int,
+    report: SolverReport,
+) -> Prediction:
+    """Compared, per microbatch, with one GPU and with all GPUs data parallel, under the same cost model.
+
+    Both alternatives train one microbatch per GPU and step, whether or not their memory would suffice.
+    """
+    size = ledger.profile.microbatch_size
+    everything = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
+    one_gpu_s = float(everything.compute_s)
+    model = cost_model(report.cost_model, link_of(cluster))
+    data_parallel_s = float(model.stage_s(everything, np.float64(cluster.gpus)))
+    data_parallel_bytes = 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)
+    seconds = price.seconds_per_minibatch
+    samples = None if size is None else size * microbatches
+    return Prediction(
+        seconds_per_minibatch=seconds,
+        samples_per_s=None if samples is None else samples / seconds,
+        bottleneck=price.bottleneck,
+        speedup_over_one_gpu=one_gpu_s * microbatches / seconds,
+        speedup_over_data_parallel=data_parallel_s * microbatches / seconds,
+        communication_bytes_per_sample=None if samples is None else price.communication_bytes / samples,
+        data_parallel_communication_bytes_per_sample=None if size is None else data_parallel_bytes / size,
+        communication_cut=(
+            1 - price.communication_bytes / microbatches / data_parallel_bytes if data_parallel_bytes > 0 else None
+        ),
+    )

@@ -1,0 +1,99 @@
+"""Every plan of a small model, one by one: the oracle of the tests.
+
+Shares the formulas with the search, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.cluster import Cluster
+from planner.errors import InputError
+from planner.plan_file import CostModelName, ScheduleName
+from planner.pricing import Candidate, Ledger, Price, price
+
+MOST_LAYERS = 10
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan and its price."""
+
+    stages: tuple[Candidate, ...]
+    price: Price
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use."""
+        return sum(stage.replicas for stage in self.stages)
+
+
+def brute_force(
+    ledger: Ledger,
+    cluster: Cluster,
+    *,
+    model: CostModelName = "resource",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    in_order: bool = False,
+    resolution: float = 1e-11,
+) -> Answer | None:
+    """The fastest plan that fits, or None; times closer than `resolution` are equal, then fewer GPUs and stages win.
+
+    Args:
+        in_order: only stages of consecutive layers.
+
+    Raises:
+        InputError: for more than ten layers, whose plans are too many.
+    """
+    if len(ledger.profile.layers) > MOST_LAYERS:
+        raise InputError(f"{len(ledger.profile.layers)} layers are too many to try every plan", hint="use the search")
+    best: Answer | None = None
+    for stages in plans(ledger, cluster.gpus, in_order):
+        cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches)
+        if cluster.memory_bytes is not None and any(m.total_bytes > cluster.memory_bytes for m in cost.memory):
+            continue
+        answer = Answer(stages, cost)
+        if best is None or _beats(answer, best, resolution):
+            best = answer
+    return best
+
+
+def plans(ledger: Ledger, gpus: int, in_order: bool) -> Iterator[tuple[Candidate, ...]]:
+    """All chains of legal cuts with all replica counts that the GPUs allow."""
+    cuts = [done for done in downsets(ledger) if not in_order or done == frozenset(range(len(done)))]
+    everything = frozenset(range(len(ledger.profile.layers)))
+
+    def extend(before: frozenset[int], left: int) -> Iterator[tuple[Candidate, ...]]:
+        for after in cuts:
+            if not before < after:
+                continue
+            for replicas in range(1, left + 1):
+                stage = Candidate(before, after - before, replicas)
+                if after == everything:
+                    yield (stage,)
+                else:
+                    yield from ((stage, *rest) for rest in extend(after, left - replicas))
+
+    return extend(frozenset(), gpus)
+
+
+def downsets(ledger: Ledger) -> list[frozenset[int]]:
+    """Sets of layers that hold all predecessors of their layers and respect `no_cut_after`, by definition."""
+    count = len(ledger.profile.layers)
+    joined = [ledger.position[name] for name in ledger.profile.no_cut_after]
+    subsets = (frozenset(index for index in range(count) if bits >> index & 1) for bits in range(2**count))
+    return [
+        done
+        for done in subsets
+        if all(value.producer in done for value in ledger.traffic if done.intersection(value.users))
+        and all((index in done) == (index + 1 in done) for index in joined if index + 1 < count)
+    ]
+
+
+def _beats(answer: Answer, best: Answer, resolution: float) -> bool:
+    mine, its = answer.price.seconds_per_minibatch, best.price.seconds_per_minibatch
+    if abs(mine - its) > resolution * its:
+        return mine < its
+    return (answer.gpus, len(answer.stages)) < (best.gpus, len(best.stages))

@@ -1,0 +1,78 @@
+"""Why nothing fits, and the smallest change that would make something fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from planner.cluster import Cluster
+from planner.errors import InfeasibleError
+from planner.plan_file import config_of
+from planner.pricing import Candidate, Ledger, Price
+from planner.units import format_bytes
+
+# A plan that fits this many GPUs of this much memory, with its price, or None.
+Fits = Callable[[int, int], "tuple[Sequence[Candidate], Price] | None"]
+
+_PRECISION = 1e-4  # of the smallest memory
+_MOST_GPUS_FACTOR = 64
+
+
+def explain(ledger: Ledger, cluster: Cluster, fits: Fits) -> InfeasibleError:
+    """The error for a cluster whose memory no plan fits."""
+    assert cluster.memory_bytes is not None
+    stages, price = _leanest(ledger, cluster, fits)
+    totals = [memory.total_bytes for memory in price.memory]
+    worst = max(range(len(totals)), key=totals.__getitem__)
+    layers = [ledger.profile.layers[index].name for index in sorted(stages[worst].layers)]
+    place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
+    config = config_of(tuple(stage.replicas for stage in stages))
+    over = totals[worst] - cluster.memory_bytes
+    hint = f"the smallest memory that would do is --memory {round_up(totals[worst])}"
+    more = _fewest_gpus(cluster, fits)
+    if more is not None:
+        hint += f"; so would --gpus {more}"
+    return InfeasibleError(
+        f"no plan fits {cluster.gpus} GPUs of {format_bytes(cluster.memory_bytes)}: in the plan that needs least, "
+        f"{config}, stage {worst} ({place}) needs {format_bytes(totals[worst])}, {format_bytes(over)} too many",
+        hint=hint,
+    )
+
+
+def round_up(count: int) -> str:
+    """Bytes with three digits, never less than `count`, as an argument: 1_234_567 -> "1.24MB"."""
+    for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            digits = max(0, 2 - int(math.log10(count / size)))
+            return f"{math.ceil(count / size * 10**digits) / 10**digits:.{digits}f}{prefix}B"
+    return f"{count}B"
+
+
+def _leanest(ledger: Ledger, cluster: Cluster, fits: Fits) -> tuple[Sequence[Candidate], Price]:
+    """The plan whose largest stage is smallest."""
+    assert cluster.memory_bytes is not None
+    low, high = cluster.memory_bytes, 2 * cluster.memory_bytes
+    while (found := fits(cluster.gpus, high)) is None:
+        low, high = high, 2 * high
+    while high - low > max(1, high * _PRECISION):
+        middle = (low + high) // 2
+        if (better := fits(cluster.gpus, middle)) is None:
+            low = middle
+        else:
+            found = better
+            high = max(memory.total_bytes for memory in found[1].memory)
+    return found
+
+
+def _fewest_gpus(cluster: Cluster, fits: Fits) -> int | None:
+    """Fewest GPUs of the same memory that fit some plan; None when many times as many do not."""
+    assert cluster.memory_bytes is not None
+    low, high = cluster.gpus, 2 * cluster.gpus
+    while fits(high, cluster.memory_bytes) is None:
+        low, high = high, 2 * high
+        if high > _MOST_GPUS_FACTOR * cluster.gpus:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle, cluster.memory_bytes) is None else (low, middle)
+    return high

@@ -1,0 +1,155 @@
+"""Exact search for the asynchronous pipeline: the fewest GPUs that meet a time, and a binary search over the time.
+
+Fix a target T. The fewest replicas with which a stage meets T have a closed form, so that walking from the last state
+to the first,
+
+    gpus(I) = min over J of  gpus(J) + fewest_replicas(I, J, T)
+
+is the fewest GPUs that run everything after the downset I in time T. Memory fits in the same walk: what a stage has in
+flight depends on the GPUs at and after it alone, and fewer GPUs after it are never worse. The number of GPUs in the
+cluster is a bound, not a dimension: O(states²) per target, whatever the cluster (the published dynamic programme is
+O(states²·GPUs²)).
+
+Pruning: the layers before I need at least compute / T GPUs, so a state whose suffix leaves fewer than that is on no
+plan that meets T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.cost import IMPOSSIBLE, CostModel, Floats, Integers, fewest_for_memory
+from planner.solver.states import StateSpace
+
+# The answer is proven optimal up to this relative difference in time: rounding, not search.
+RESOLUTION = 1e-12
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Path:
+    """A plan as states and replicas: stage s runs the layers from `states[s]` to `states[s + 1]`."""
+
+    states: tuple[int, ...]
+    replicas: tuple[int, ...]
+    seconds: float  # per minibatch
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use."""
+        return sum(self.replicas)
+
+
+class Search:
+    """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far apart."""
+
+    def __init__(self, space: StateSpace, model: CostModel, gpus: int, memory_bytes: int | None) -> None:
+        self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
+
+    def best(self) -> Path | None:
+        """The fastest plan; among equally fast ones the one with fewest GPUs, then fewest stages.
+
+        None when nothing fits the memory. Otherwise optimal over the space, up to `RESOLUTION`.
+        """
+        best = self.within(self.any_time_s())
+        if best is None:
+            return None
+        alone = self._data_parallel()
+        if alone is not None and alone.seconds < best.seconds:
+            best = alone
+        low_s = float(self.space.compute_s[-1]) / self.gpus * (1 - RESOLUTION)
+        strict = False
+        while low_s < (goal_s := best.seconds * (1 - RESOLUTION)):
+            # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
+            target_s = goal_s if strict else (low_s + best.seconds) / 2
+            better = self.within(target_s)
+            if better is None:
+                low_s = target_s
+            else:
+                best = better
+            strict = not strict and best.seconds - low_s < 1e-2 * best.seconds
+        tidy = self.within(best.seconds * (1 + RESOLUTION))
+        assert tidy is not None
+        return tidy
+
+    def any_time_s(self) -> float:
+        """A time that every stage on any number of these GPUs meets."""
+        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        link = self.model.link
+        front_bytes, front_messages = self.space.largest_front()
+        bytes_ = 4 * (float(everything.trainable_bytes[0]) + front_bytes)
+        messages = 4 * (self.gpus + front_messages)
+        seconds = float(everything.compute_s[0]) + bytes_ / link.bandwidth_bytes_per_s + messages * link.latency_s
+        return max(seconds, np.finfo(float).tiny)
+
+    def within(self, target_s: float) -> Path | None:
+        """A plan with the fewest GPUs that meets the target (positive), or None when there are not enough."""
+        space, last = self.space, len(self.space) - 1
+        before_s = space.compute_s
+        room = np.floor(self.gpus - before_s / target_s + _SLACK).astype(np.int64)  # for what comes after each state
+        gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
+        stages = np.zeros(last + 1, dtype=np.int64)
+        follow = np.zeros(last + 1, dtype=np.int64)
+        replicas = np.zeros(last + 1, dtype=np.int64)
+        gpus[last] = 0
+        reached = np.empty(last + 1, dtype=np.int64)  # states with a suffix that meets the target, filled from the end
+        reached[last] = last
+        start = last
+        for state in range(last - 1, -1, -1):
+            if room[state] < 1:
+                continue
+            others = reached[start:]
+            least_s = before_s[others] - before_s[state]
+            least = np.maximum(np.ceil(least_s / target_s - _SLACK), 1.0)
+            others = others[gpus[others] + least <= room[state]]
+            others = space.among_later(state, others)
+            if not len(others):
+                continue
+            total, r = self._suffixes(state, others, target_s, gpus[others])
+            # One number that orders by GPUs, then stages; the first of equals makes the choice deterministic.
+            choice = int(np.argmin(total * (last + 2) + stages[others]))
+            if total[choice] > room[state]:
+                continue
+            gpus[state], replicas[state] = total[choice], r[choice]
+            follow[state], stages[state] = others[choice], stages[others[choice]] + 1
+            start -= 1
+            reached[start] = state
+        if gpus[0] > self.gpus:
+            return None
+        return self._trace(follow, replicas)
+
+    def _suffixes(self, state: int, others: Integers, target_s: float, after: Integers) -> tuple[Integers, Integers]:
+        work = self.space.work(state, others)
+        at_least = (
+            1
+            if self.memory_bytes is None
+            else fewest_for_memory(self.space.footprint(state, others, work), after, self.memory_bytes)
+        )
+        r = self.model.fewest_replicas(work, target_s, at_least)
+        return after + r, r
+
+    def _trace(self, follow: Integers, replicas: Integers) -> Path:
+        states = [0]
+        while states[-1] < len(self.space) - 1:
+            states.append(int(follow[states[-1]]))
+        chosen = tuple(int(replicas[state]) for state in states[:-1])
+        return Path(tuple(states), chosen, self.seconds(states, chosen))
+
+    def seconds(self, states: list[int], replicas: tuple[int, ...]) -> float:
+        """Seconds per minibatch of a path."""
+        stages = zip(states, states[1:], replicas, strict=False)
+        return max(float(self.model.stage_s(self.space.work(i, np.array([j])), r)[0]) for i, j, r in stages)
+
+    def _data_parallel(self) -> Path | None:
+        """The best single stage."""
+        last = len(self.space) - 1
+        work = self.space.work(0, np.array([last]))
+        if self.memory_bytes is not None:
+            footprint = self.space.footprint(0, np.array([last]), work)
+            if int(footprint.most_in_flight(self.memory_bytes, stashing=True)[0]) < 1:
+                return None
+        seconds: Floats = self.model.stage_s(work, np.arange(1, self.gpus + 1))
+        best = int(np.argmin(seconds))
+        return Path((0, last), (best + 1,), float(seconds[best]))

@@ -1,0 +1,188 @@
+"""The states of the search: sets of layers that may have run when a pipeline is cut, and the stages between them.
+
+A cut splits the layers into those before and those after; what is before must contain every predecessor of its
+layers, that is, be a downset of the graph. `Chain` holds the downsets that are prefixes of the profile's order, which
+are all of them when each layer feeds the next. A stage is a pair of states, one containing
+the other, and its work depends on nothing else, which is what makes the search exact.
+
+Of the values live at the first state I, those that no layer of the stage uses just pass by: with front(I) the bytes
+live at I and passing(I, J) those among them that no layer of J \\ I uses,
+
+    received activations = front(I) - passing(I, J)        sent activations = front(J) - passing(I, J)
+
+and the same for gradients in the other direction.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import Floats, Footprint, Integers, Work
+from planner.pricing import Ledger
+
+_TIMES = ("forward_s", "backward_s", "update_s")
+_FRONTS = ("output_bytes", "gradient_bytes", "outputs", "gradients")
+_BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
+
+
+class StateSpace(ABC):
+    """States in an order in which every state stands after those it contains; the first is empty, the last is all."""
+
+    complete: bool  # no legal cut is missing
+
+    def __init__(self, ledger: Ledger, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
+        self.ledger = ledger
+        self._sums = sums  # of each quantity, over the layers of each state
+        self._outputs, self._gradients, self._output_count, self._gradient_count = fronts
+        self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
+
+    def __len__(self) -> int:
+        return len(self.compute_s)
+
+    def largest_front(self) -> tuple[float, float]:
+        """Bytes and messages, both directions together, across the busiest cut."""
+        return float((self._outputs + self._gradients).max()), float((self._output_count + self._gradient_count).max())
+
+    @abstractmethod
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """Those of `others`, all later in the order, that contain the state."""
+
+    @abstractmethod
+    def passing(self, state: int, others: Integers) -> tuple[Floats, Floats] | None:
+        """Bytes and messages, activations and gradients together, that pass by the stage up to each of `others`."""
+
+    @abstractmethod
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """Positions of the layers in `other` but not in `state`, ascending."""
+
+    def work(self, state: int, others: Integers) -> Work:
+        """Work of the stages from the state to each of `others`."""
+        received = self._outputs[state] + self._gradients[others]
+        sent = self._outputs[others] + self._gradients[state]
+        received_messages = self._output_count[state] + self._gradient_count[others]
+        sent_messages = self._output_count[others] + self._gradient_count[state]
+        if (by := self.passing(state, others)) is not None:
+            received, sent = received - by[0], sent - by[0]
+            received_messages, sent_messages = received_messages - by[1], sent_messages - by[1]
+        sums = self._sums
+        return Work(
+            forward_s=sums["forward_s"][others] - sums["forward_s"][state],
+            backward_s=sums["backward_s"][others] - sums["backward_s"][state],
+            update_s=sums["update_s"][others] - sums["update_s"][state],
+            trainable_bytes=sums["gradient_bytes"][others] - sums["gradient_bytes"][state],
+            received_bytes=received,
+            sent_bytes=sent,
+            received_messages=received_messages,
+            sent_messages=sent_messages,
+            cut_before_bytes=np.asarray(self._outputs[state]),
+            cut_after_bytes=self._outputs[others],
+            is_first=np.asarray(state == 0),
+        )
+
+    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
+        """Footprint of the same stages."""
+
+        def held(name: str) -> Floats:
+            return np.asarray(self._sums[name][others] - self._sums[name][state])
+
+        return Footprint(
+            weight_bytes=held("weight_bytes"),
+            gradient_bytes=work.trainable_bytes,
+            optimizer_bytes=held("optimizer_bytes"),
+            buffer_bytes=held("buffer_bytes"),
+            saved_bytes=held("saved_bytes"),
+            message_bytes=work.received_bytes + work.sent_bytes,
+        )
+
+
+class Chain(StateSpace):
+    """Prefixes of the profile's order that may be cut: those not forbidden by `no_cut_after`."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        layers = ledger.profile.layers
+        groups = uncut_groups(ledger)
+        self._ends = np.array([0, *(group[-1] + 1 for group in groups)])
+        sums = {name: np.concatenate(([0.0], np.cumsum(_column(ledger, name))))[self._ends] for name in _TIMES + _BYTES}
+        fronts = np.zeros((len(_FRONTS), len(layers) + 1))
+        for value in ledger.traffic:
+            live = slice(value.producer + 1, value.users[-1] + 1)  # produced, and some user still to come
+            fronts[:, live] += value_weights(value.output_bytes, value.gradient_bytes)[:, None]
+        super().__init__(ledger, sums, fronts[:, self._ends])
+        self.complete = is_linear(ledger, groups)
+
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """All of them: each prefix contains the shorter ones."""
+        return others
+
+    def passing(self, state: int, others: Integers) -> tuple[Floats, Floats] | None:
+        """By the next use of each live value: it passes every stage that ends before that use."""
+        uses, sums = self._next_uses[state]
+        if not len(uses):
+            return None
+        first = np.searchsorted(uses, self._ends[others], side="left")
+        return sums[0][first], sums[1][first]
+
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """Consecutive positions."""
+        return tuple(range(self._ends[state], self._ends[other]))
+
+    @cached_property
+    def _next_uses(self) -> list[tuple[Integers, tuple[Floats, Floats]]]:
+        """For each state, the ascending next uses of its live values, and bytes and messages from each use on.
+
+        A value whose next use is the next group is left out: it passes by no stage.
+        """
+        live: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self))]
+        for value in self.ledger.traffic:
+            size = value.output_bytes + value.gradient_bytes
+            messages = 1 + (value.gradient_bytes > 0)
+            last = value.producer
+            for user in value.users:
+                # States that contain `last` but not `user`; the stage from the last of them begins with the user.
+                first, end = np.searchsorted(self._ends, (last, user), side="right")
+                for state in range(first, end - 1):
+                    live[state].append((user, size, messages))
+                last = user
+        return [_suffix_sums(entries) for entries in live]
+
+
+def uncut_groups(ledger: Ledger) -> list[tuple[int, ...]]:
+    """Runs of consecutive layers that no cut may separate, by position; most hold one layer."""
+    joined = {ledger.position[name] for name in ledger.profile.no_cut_after}
+    groups: list[tuple[int, ...]] = []
+    open_group: tuple[int, ...] = ()
+    for index in range(len(ledger.profile.layers)):
+        open_group = (*open_group, index)
+        if index not in joined or index == len(ledger.profile.layers) - 1:
+            groups.append(open_group)
+            open_group = ()
+    return groups
+
+
+def is_linear(ledger: Ledger, groups: list[tuple[int, ...]]) -> bool:
+    """Whether each group feeds the next, so that the graph has one order only and its cuts are the prefixes."""
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+    links = {(group_of[value.producer], group_of[user]) for value in ledger.traffic for user in value.users}
+    return all((number, number + 1) in links for number in range(len(groups) - 1))
+
+
+def _column(ledger: Ledger, name: str) -> Floats:
+    return np.array([getattr(layer, name) for layer in ledger.profile.layers], dtype=np.float64)
+
+
+def value_weights(output_bytes: int, gradient_bytes: int) -> Floats:
+    """What a live value adds to a front: bytes and messages of activations and gradients."""
+    return np.array([output_bytes, gradient_bytes, 1, gradient_bytes > 0], dtype=np.float64)
+
+
+def _suffix_sums(entries: list[tuple[int, int, int]]) -> tuple[Integers, tuple[Floats, Floats]]:
+    entries = sorted(entries)
+    uses = np.array([use for use, _, _ in entries], dtype=np.int64)
+    amounts = np.array([(size, messages) for _, size, messages in entries], dtype=np.float64).reshape(-1, 2)
+    sums = np.zeros((len(entries) + 1, 2))
+    sums[:-1] = np.cumsum(amounts[::-1], axis=0)[::-1]
+    return uses, (sums[:, 0], sums[:, 1])

@@ -1,0 +1,101 @@
+"""Exact search for pipelines that drain: minimise a sum over the stages plus a maximum over them.
+
+With the maximum bounded by X, each stage takes the fewest replicas that respect X, since replicas do not change the
+sum, and a shortest path over (state, GPUs left) gives the least sum. Lowering X below each answer's maximum walks along
+the answers that trade sum against maximum, until the sum alone is no better than the best total. O(states²·GPUs) per
+answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.cost import Floats, Integers, SynchronousModel
+from planner.solver.search import RESOLUTION, Path
+from planner.solver.states import StateSpace
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages that begin at one state."""
+
+    others: Integers  # where they end
+    sum_s: Floats
+    max_s: Floats  # by replicas - 1 and stage; not a number where memory does not suffice
+
+
+class SynchronousSearch:
+    """Finds the fastest gpipe or naive plan over a space of states."""
+
+    def __init__(self, space: StateSpace, model: SynchronousModel, gpus: int, memory_bytes: int | None) -> None:
+        self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
+        # More replicas than microbatches idle, and naive runs one microbatch at a time.
+        most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
+        self._replicas = np.arange(1, most + 1)
+        self._stages = [self._from(state) for state in range(len(space) - 1)]
+
+    def best(self) -> Path | None:
+        """The fastest plan, with few GPUs among equally fast ones; None when nothing fits the memory."""
+        best: Path | None = None
+        limit_s = np.inf
+        while (answer := self.within(limit_s)) is not None:
+            path, sum_s = answer
+            if best is None or path.seconds < best.seconds:
+                best = path
+            # A better plan needs a smaller maximum than this one's, and a total below the best.
+            limit_s = min(path.seconds - sum_s, best.seconds - sum_s) * (1 - RESOLUTION)
+            if limit_s <= 0:
+                break
+        return best
+
+    def within(self, limit_s: float) -> tuple[Path, float] | None:
+        """The least sum with every stage's part of the maximum below the limit, as a path and its sum."""
+        last = len(self.space) - 1
+        sums = np.full((last + 1, self.gpus + 1), np.inf)  # least sum of the suffix, by the GPUs it may use
+        sums[last] = 0.0
+        choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
+        for state in range(last - 1, -1, -1):
+            stages = self._stages[state]
+            meets = stages.max_s <= limit_s
+            usable = np.flatnonzero(meets.any(axis=0))
+            fewest = meets[:, usable].argmax(axis=0) + 1
+            follow, chosen = np.zeros((2, self.gpus + 1), dtype=np.int64)
+            for r in np.unique(fewest):
+                some = usable[fewest == r]
+                totals = stages.sum_s[some, None] + sums[stages.others[some], : self.gpus + 1 - r]
+                pick = totals.argmin(axis=0)
+                least = totals[pick, np.arange(totals.shape[1])]
+                better = np.flatnonzero(least < sums[state, r:])
+                sums[state, r + better] = least[better]
+                follow[r + better], chosen[r + better] = stages.others[some[pick[better]]], r
+            choices[state] = (follow, chosen)
+        if not np.isfinite(sums[0, self.gpus]):
+            return None
+        enough = int(np.argmax(sums[0] <= sums[0, self.gpus] * (1 + RESOLUTION)))
+        return self._trace(choices, enough)
+
+    def _from(self, state: int) -> _Stages:
+        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
+        work = self.space.work(state, others)
+        shape = (len(self._replicas), len(others))
+        max_s = np.array(np.broadcast_to(self.model.max_s(work, self._replicas[:, None]), shape))
+        if self.memory_bytes is not None:
+            footprint = self.space.footprint(state, others, work)
+            held = footprint.total_bytes(self.model.in_flight(self._replicas)[:, None], 1)
+            max_s[held > self.memory_bytes] = np.nan
+        return _Stages(others, np.broadcast_to(self.model.sum_s(work), others.shape), max_s)
+
+    def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float]:
+        states, replicas, sums, most_s = [0], [], 0.0, 0.0
+        while (state := states[-1]) < len(self.space) - 1:
+            follow, chosen = choices[state]
+            states.append(int(follow[gpus]))
+            replicas.append(int(chosen[gpus]))
+            stages = self._stages[state]
+            column = int(np.searchsorted(stages.others, states[-1]))
+            sums += float(stages.sum_s[column])
+            most_s = max(most_s, float(stages.max_s[replicas[-1] - 1, column]))
+            gpus -= replicas[-1]
+        return Path(tuple(states), tuple(replicas), sums + most_s), sums

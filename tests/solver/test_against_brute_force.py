@@ -1,0 +1,75 @@
+"""Search == brute force, on random small models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cluster import flat_cluster
+from planner.cost import SynchronousModel, cost_model, link_of
+from planner.plan_file import CostModelName, ScheduleName
+from planner.pricing import Ledger
+from planner.profile_file import Profile
+from planner.solver.brute import brute_force
+from planner.solver.search import Path, Search
+from planner.solver.states import Chain
+from planner.solver.synchronous import SynchronousSearch
+from tests.solver.strategies import profiles
+
+COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
+memories = st.one_of(st.none(), st.integers(1, 200))
+bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
+latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
+
+
+@pytest.mark.parametrize("name", COST_MODELS)
+@settings(max_examples=300, deadline=None)
+@given(profile=profiles(most_layers=4), gpus=st.integers(1, 4), bandwidth=bandwidths, latency=latencies, memory=memories)
+def test_asynchronous_search_finds_what_brute_force_finds(
+    name: CostModelName, profile: Profile, gpus: int, bandwidth: float, latency: float, memory: int | None
+) -> None:
+    cluster = flat_cluster(gpus, bandwidth, memory, latency)
+    ledger = Ledger(profile)
+    space = Chain(ledger)
+    found = Search(space, cost_model(name, link_of(cluster)), gpus, memory).best()
+    expected = brute_force(ledger, cluster, model=name, in_order=True)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+    assert (found.gpus, len(found.replicas)) == (expected.gpus, len(expected.stages))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "naive"])
+@settings(max_examples=300, deadline=None)
+@given(
+    profile=profiles(most_layers=4),
+    gpus=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    bandwidth=bandwidths,
+    latency=latencies,
+    memory=memories,
+)
+def test_synchronous_search_finds_what_brute_force_finds(
+    schedule: ScheduleName,
+    profile: Profile,
+    gpus: int,
+    microbatches: int,
+    bandwidth: float,
+    latency: float,
+    memory: int | None,
+) -> None:
+    cluster = flat_cluster(gpus, bandwidth, memory, latency)
+    microbatches = microbatches if schedule == "gpipe" else 1
+    ledger = Ledger(profile)
+    model = SynchronousModel(link_of(cluster), schedule, microbatches)
+    found = SynchronousSearch(Chain(ledger), model, gpus, memory).best()
+    expected = brute_force(ledger, cluster, schedule=schedule, microbatches=microbatches, in_order=True)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
