@@ -22,9 +22,11 @@ import torch
 from benchmarks.two_cores.launch import Place, places, run_workers
 from benchmarks.two_cores.ours import Ours
 from benchmarks.two_cores.table import Sample, markdown
+from planner.plan_file import ScheduleName, load_plan
 
 BATCH_SIZES = {"transformer": 16, "vgg_like": 32}
 MICROBATCHES = {"transformer": (4, 8), "vgg_like": (2, 4)}  # the better ones of 2, 4 and 8 for the baselines
+SYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b-flush", "gpipe")
 TIMEOUT_S = 90.0
 
 
@@ -67,7 +69,8 @@ def _contenders(model: str, link: str, where: Sequence[Place], seconds: float, f
     """All ways to train `model` between the two places, for one table."""
     batch_size = BATCH_SIZES[model]
     ours = Ours(model, link, batch_size, where, seconds, folder, TIMEOUT_S)
-    asynchronous = ours.plan("1f1b", 1)
+    asynchronous = ours.straight("1f1b", 1)
+    solved = ours.solved()
     cut = ours.cut(asynchronous)
 
     def baseline(name: str, contestants: Sequence[Place], **options: int) -> Callable[[], dict[str, Any]]:
@@ -80,15 +83,18 @@ def _contenders(model: str, link: str, where: Sequence[Place], seconds: float, f
         Contender("two processes that share nothing", baseline("plain", where)),
         Contender("DDP", baseline("ddp", where)),
         Contender("DDP, a minibatch on each", baseline("ddp-each", where)),
-        Contender("ours 1f1b (asynchronous, stashing)", partial(ours.train, asynchronous)),
+        Contender("ours 1f1b", partial(ours.train, asynchronous)),
+        Contender(f"ours as solved ({load_plan(solved).config})", partial(ours.train, solved)),
     ]
     for count in MICROBATCHES[model]:
         torch_options = {"cut": cut, "microbatches": count}
         found += [
             Contender(f"torch 1F1B, {count} microbatches", baseline("torch-1f1b", where, **torch_options)),
             Contender(f"torch GPipe, {count} microbatches", baseline("torch-gpipe", where, **torch_options)),
-            Contender(f"ours 1f1b-flush, {count} microbatches", partial(ours.train, ours.plan("1f1b-flush", count))),
-            Contender(f"ours gpipe, {count} microbatches", partial(ours.train, ours.plan("gpipe", count))),
+            Contender(
+                f"ours 1f1b-flush, {count} microbatches", partial(ours.train, ours.straight("1f1b-flush", count))
+            ),
+            Contender(f"ours gpipe, {count} microbatches", partial(ours.train, ours.straight("gpipe", count))),
         ]
     return found
 

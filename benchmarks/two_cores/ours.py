@@ -1,4 +1,4 @@
-"""Our schedules, through the public command line only: plan profile, plan solve, plan train."""
+"""Our schedules, through the public command line: plan profile, plan solve, plan train."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.two_cores.launch import CORES, ROOT, Place, RunError, last_object, run_workers
-from planner.plan_file import Plan, load_plan
+from benchmarks.two_cores.straight import straight_plan
+from planner.cluster import flat_cluster
+from planner.plan_file import Plan, ScheduleName, load_plan, save_plan
 from planner.profile_file import Profile, load_profile
+from planner.units import parse_bandwidth
 
 LOOPBACK = "10Gbps"  # what a plan for the loopback assumes; neither model is near it
 WARM_UP_STEPS = 20
@@ -38,31 +41,36 @@ class Ours:
         """The same file whose functions the baselines call."""
         return ROOT / "benchmarks" / "two_cores" / f"{self.model}.py"
 
-    def profile_path(self, microbatches: int) -> Path:
-        """The profile at the size of a microbatch."""
-        return self.folder / f"{self.model}-{self.batch_size // microbatches}.profile.json"
-
     def cut(self, plan: Path) -> int:
         """Where the baselines are cut: where `plan`, for whole minibatches, is."""
-        return cut_of(load_plan(plan), load_profile(self.profile_path(1)))
+        return cut_of(load_plan(plan), load_profile(self._profile(1)))
 
-    def plan(self, schedule: str, microbatches: int) -> Path:
-        """Solve for two devices; returns the plan's path."""
-        profile = self.profile_path(microbatches)
-        if not profile.exists():
-            _plan(
-                "profile",
-                str(self.model_file),
-                "--batch-size",
-                str(self.batch_size // microbatches),
-                "-o",
-                str(profile),
-            )
-        plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"
-        bandwidth = LOOPBACK if self.network == "loopback" else self.network.replace("bit", "bps").replace("g", "G")
-        command = ["solve", "--gpus", str(len(CORES)), "--bandwidth", bandwidth, "--profile", str(profile)]
-        _plan(*command, "--schedule", schedule, "--microbatches", str(microbatches), "-o", str(plan))
+    def solved(self) -> Path:
+        """What `plan solve` finds best for two devices; returns the plan's path."""
+        plan = self.folder / f"{self.model}-{self.network}.plan.json"
+        command = ["--gpus", str(len(CORES)), "--bandwidth", self._bandwidth, "--profile", str(self._profile(1))]
+        _plan("solve", *command, "-o", str(plan))
         return plan
+
+    def straight(self, schedule: ScheduleName, microbatches: int) -> Path:
+        """The best plan of two stages with one worker each; returns the plan's path."""
+        plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"
+        cluster = flat_cluster(len(CORES), parse_bandwidth(self._bandwidth))
+        save_plan(straight_plan(load_profile(self._profile(microbatches)), cluster, schedule, microbatches), plan)
+        return plan
+
+    @property
+    def _bandwidth(self) -> str:
+        """The network's, as `plan` writes it: tc's "1gbit" is "1Gbps"."""
+        return LOOPBACK if self.network == "loopback" else self.network.replace("gbit", "Gbps").replace("mbit", "Mbps")
+
+    def _profile(self, microbatches: int) -> Path:
+        """The profile at the size of a microbatch, measured when it is first asked for."""
+        size = self.batch_size // microbatches
+        path = self.folder / f"{self.model}-{size}.profile.json"
+        if not path.exists():
+            _plan("profile", str(self.model_file), "--batch-size", str(size), "-o", str(path))
+        return path
 
     def train(self, plan: Path) -> dict[str, Any]:
         """Train for about `seconds` after the start-up; the result of `plan train --json`."""

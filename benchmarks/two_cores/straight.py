@@ -1,0 +1,38 @@
+"""The best plan with one worker per stage, for the question "how fast is a pipeline on two cores?".
+
+`plan solve` answers a wider question, and where weights are few its answer is one stage with two replicas.
+"""
+
+from __future__ import annotations
+
+import time
+
+from planner.cluster import Cluster
+from planner.plan_file import Plan, ScheduleName, SolverReport
+from planner.pricing import Candidate, Ledger, Price, candidates, price
+from planner.profile_file import Profile
+from planner.solver.assemble import assemble
+from planner.solver.states import uncut_groups
+
+
+def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, microbatches: int) -> Plan:
+    """The fastest of all cuts of `profile` into two stages, tried one by one, under the default cost model."""
+    began = time.perf_counter()
+    ledger = Ledger(profile)
+    groups = uncut_groups(ledger)
+    priced: list[tuple[list[Candidate], Price]] = []
+    for cut in range(1, len(groups)):
+        halves = [[layer for group in part for layer in group] for part in (groups[:cut], groups[cut:])]
+        stages = candidates(halves, (1, 1))
+        priced.append((stages, price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)))
+    stages, cost = min(priced, key=lambda pair: pair[1].seconds_per_minibatch)
+    seconds = cost.seconds_per_minibatch
+    report = SolverReport(
+        name="every cut into two stages",
+        cost_model="resource",
+        status="optimal",
+        lower_bound_s=seconds,
+        gap=0.0,
+        seconds=time.perf_counter() - began,
+    )
+    return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
