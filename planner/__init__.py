@@ -1,3 +1,69 @@
-"""Automatic pipeline-parallel training: profile a model, find the fastest split, train it."""
+"""Automatic pipeline-parallel training: profile a model, find the fastest split, train it.
+
+The verbs of the command line as functions:
+
+    import planner
+    profile = planner.load_profile("profile.json")
+    plan = planner.solve(profile, planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9))
+    planner.save_plan(plan, "plan.json")
+
+Names are imported on first use, so that `import planner` costs nothing and solving does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster, flat_cluster
+    from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
+    from planner.pipedream import read_profile as load_profile
+    from planner.plan_file import Plan, load_plan, save_plan
+    from planner.profile_file import Profile, save_profile
+    from planner.solver import solve
+
+_HOMES = {
+    "Cluster": ("planner.cluster", "Cluster"),
+    "InfeasibleError": ("planner.errors", "InfeasibleError"),
+    "InputError": ("planner.errors", "InputError"),
+    "Plan": ("planner.plan_file", "Plan"),
+    "PlannerError": ("planner.errors", "PlannerError"),
+    "Profile": ("planner.profile_file", "Profile"),
+    "WorkerError": ("planner.errors", "WorkerError"),
+    "flat_cluster": ("planner.cluster", "flat_cluster"),
+    "load_plan": ("planner.plan_file", "load_plan"),
+    "load_profile": ("planner.pipedream", "read_profile"),
+    "save_plan": ("planner.plan_file", "save_plan"),
+    "save_profile": ("planner.profile_file", "save_profile"),
+    "solve": ("planner.solver", "solve"),
+}
+
+__all__ = [
+    "Cluster",
+    "InfeasibleError",
+    "InputError",
+    "Plan",
+    "PlannerError",
+    "Profile",
+    "WorkerError",
+    "flat_cluster",
+    "load_plan",
+    "load_profile",
+    "save_plan",
+    "save_profile",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'planner' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

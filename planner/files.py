@@ -21,7 +21,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def load_record(record: type[RecordT], path: Path, error: type[InputError], remedy: str) -> RecordT:
+def load_record(record: type[RecordT], path: Path | str, error: type[InputError], remedy: str) -> RecordT:
     """Read and validate `path`.
 
     Args:
@@ -30,6 +30,7 @@ def load_record(record: type[RecordT], path: Path, error: type[InputError], reme
         error: raised with the file, the field and the offending value when anything is wrong.
         remedy: the command that makes a good file, for the hint.
     """
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -54,17 +55,18 @@ def load_record(record: type[RecordT], path: Path, error: type[InputError], reme
         raise error(f"'{path}': {_first_problem(cause)}", hint=remedy) from None
 
 
-def save_record(record: Record, path: Path) -> None:
+def save_record(record: Record, path: Path | str) -> None:
     """Write `record` to `path` atomically: a reader sees the old file or the new one, never half."""
     write_text(path, record.model_dump_json(indent=1) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path | str, text: str) -> None:
     """Write to a temporary name beside `path`, then move into place.
 
     Raises:
         PlannerError: when the disk is full or the folder cannot be written; nothing is left behind.
     """
+    path = Path(path)
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ dtype nor which parameters are tied, so that such a profile can be planned with 
 from __future__ import annotations
 
 import graphlib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -34,20 +35,33 @@ class _Node:
     numbers: Mapping[str, float]
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path | str) -> Profile:
     """A profile in either format, told apart by content: our own JSON, or graph.txt.
 
     Raises:
         ProfileError: naming the file and what is wrong in it.
     """
+    path = Path(path)
+    return load_graph_txt(path) if _is_graph_txt(path) else load_profile(path)
+
+
+def is_profile(path: Path) -> bool:
+    """Whether the file looks like a profile of either format rather than a plan."""
+    if _is_graph_txt(path):
+        return True
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "layers" in content and "stages" not in content
+
+
+def _is_graph_txt(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8") as file:
-            beginning = file.read(4096).lstrip()
+            return re.match(r"[^\s{\[\"]+ -- ", file.read(4096).lstrip()) is not None
     except (OSError, UnicodeDecodeError):
-        return load_profile(path)  # which says what is wrong
-    if re.match(r"[^\s{\[\"]+ -- ", beginning):
-        return load_graph_txt(path)
-    return load_profile(path)
+        return False  # whoever loads it says what is wrong
 
 
 def load_graph_txt(path: Path) -> Profile:

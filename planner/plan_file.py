@@ -175,7 +175,7 @@ def _check_transfers(plan: Plan) -> None:
         seen.add((transfer.source, transfer.target))
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """Read `plan.json`.
 
     Raises:
@@ -184,6 +184,6 @@ def load_plan(path: Path) -> Plan:
     return load_record(Plan, path, PlanError, REMEDY)
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: Path | str) -> None:
     """Write `plan` to `path` atomically."""
     save_record(plan, path)

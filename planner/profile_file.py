@@ -129,7 +129,7 @@ class Profile(Record):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
-def load_profile(path: Path) -> Profile:
+def load_profile(path: Path | str) -> Profile:
     """Read `profile.json`.
 
     Raises:
@@ -138,6 +138,6 @@ def load_profile(path: Path) -> Profile:
     return load_record(Profile, path, ProfileError, REMEDY)
 
 
-def save_profile(profile: Profile, path: Path) -> None:
+def save_profile(profile: Profile, path: Path | str) -> None:
     """Write `profile` to `path` atomically."""
     save_record(profile, path)

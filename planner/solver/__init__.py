@@ -118,7 +118,10 @@ class _Task:
         work = self.space.work(0, last)
         if self.schedule == "1f1b":
             return float(work.compute_s[0]) / self.cluster.gpus
-        return float(SynchronousModel(self._link, self.schedule, self.microbatches).sum_s(work)[0])
+        once_s = float(work.forward_s[0] + work.backward_s[0])
+        if self.schedule == "naive":
+            return once_s + float(work.update_s[0])
+        return once_s * max(1.0, self.microbatches / self.cluster.gpus)
 
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
         if self.schedule == "1f1b":

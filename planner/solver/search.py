@@ -150,6 +150,8 @@ class Search:
             footprint = self.space.footprint(0, np.array([last]), work)
             if int(footprint.most_in_flight(self.memory_bytes, stashing=True)[0]) < 1:
                 return None
-        seconds: Floats = self.model.stage_s(work, np.arange(1, self.gpus + 1))
+        # A start, not an answer: a few replica counts are enough.
+        replicas = np.unique(np.geomspace(1, self.gpus, num=32).astype(np.int64))
+        seconds: Floats = self.model.stage_s(work, replicas)
         best = int(np.argmin(seconds))
-        return Path((0, last), (best + 1,), float(seconds[best]))
+        return Path((0, last), (int(replicas[best]),), float(seconds[best]))

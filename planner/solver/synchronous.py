@@ -30,9 +30,10 @@ class SynchronousSearch:
     """Finds the fastest gpipe or naive plan over a space of states."""
 
     def __init__(self, space: StateSpace, model: SynchronousModel, gpus: int, memory_bytes: int | None) -> None:
-        self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
         # More replicas than microbatches idle, and naive runs one microbatch at a time.
         most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
+        self.space, self.model, self.memory_bytes = space, model, memory_bytes
+        self.gpus = min(gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)
         self._stages = [self._from(state) for state in range(len(space) - 1)]
 

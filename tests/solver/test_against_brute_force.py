@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Ledger
 from planner.profile_file import Profile
 from planner.solver.brute import brute_force
-from planner.solver.search import Path, Search
+from planner.solver.search import Search
 from planner.solver.states import Chain
 from planner.solver.synchronous import SynchronousSearch
 from tests.solver.strategies import profiles
@@ -26,7 +25,9 @@ latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
 
 @pytest.mark.parametrize("name", COST_MODELS)
 @settings(max_examples=300, deadline=None)
-@given(profile=profiles(most_layers=4), gpus=st.integers(1, 4), bandwidth=bandwidths, latency=latencies, memory=memories)
+@given(
+    profile=profiles(most_layers=4), gpus=st.integers(1, 4), bandwidth=bandwidths, latency=latencies, memory=memories
+)
 def test_asynchronous_search_finds_what_brute_force_finds(
     name: CostModelName, profile: Profile, gpus: int, bandwidth: float, latency: float, memory: int | None
 ) -> None:

@@ -1,0 +1,123 @@
+"""The entry point of `plan`: finds the verb, runs it, and turns every failure into a sentence and an exit code.
+
+Only light modules are imported here and by the verbs' `add_parser`, so that help shows at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from planner import __version__
+from planner.cli import quickstart, show, solve, train
+from planner.errors import InputError, PlannerError
+
+VERBS = (solve, show, train, quickstart)
+
+DESCRIPTION = """\
+Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
+your GPUs, and train it that way.
+
+    plan profile model.py                       model on this device  -> profile.json
+    plan solve --gpus 8 --bandwidth 10Gbps      profile and cluster   -> plan.json
+    plan show                                   plan, as a table
+    plan train model.py                         plan                  -> trained model
+
+New here? `plan quickstart` does all of it with a small model.
+"""
+EPILOG = """\
+exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no plan fits, 130 interrupted
+"""
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints look like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message, hint=f"see: {self.prog} --help")
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    parser = Parser(
+        prog="plan",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"plan {__version__}")
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
+    for verb in VERBS:
+        verb.add_parser(subparsers)
+    # On each verb, so that it stands where people add it: at the end.
+    for each in (parser, *subparsers.choices.values()):
+        each.add_argument(
+            "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help="say more; -vv adds tracebacks"
+        )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    Args:
+        argv: arguments without the program's name; those of the process when None.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verbose = False
+    try:
+        args = build_parser().parse_args(arguments)
+        verbose = getattr(args, "verbosity", 0) >= 2
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except PlannerError as error:
+        return _fail(error.message, error.hint, error.exit_code, verbose)
+    except KeyboardInterrupt:
+        return _fail("interrupted", "", INTERRUPTED, verbose)
+    except BrokenPipeError as error:
+        if _reader_left():
+            return 1
+        return _unexpected(error, verbose)
+    except Exception as error:
+        return _unexpected(error, verbose)
+
+
+def _unexpected(error: Exception, verbose: bool) -> int:
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    return _fail(f"unexpected {what}", "this is a mistake in plan; -vv shows where", 1, verbose)
+
+
+def _fail(message: str, hint: str, code: int, verbose: bool) -> int:
+    # Results printed before the failure come before the message.
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    if verbose:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return code
+
+
+def _reader_left() -> bool:
+    """Whether it was stdout that broke, as in `plan show | head`; if so, nothing more is written to it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    # The interpreter flushes once more at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from tabulate import tabulate
+
+from planner.cluster import Cluster
+from planner.plan_file import Plan, Stage
+from planner.units import format_bandwidth, format_bytes, format_seconds
+
+_RESOURCES = {
+    "compute": "the computation of stage {stage}",
+    "link": "the link of stage {stage}",
+    "boundary": "the transfer after stage {stage}",
+}
+_SCHEDULES = {
+    "1f1b": "1f1b with weight stashing",
+    "gpipe": "gpipe, {microbatches} microbatches per minibatch",
+    "naive": "naive, one minibatch at a time",
+}
+
+
+def plan_report(plan: Plan) -> str:
+    """What the plan is, stage by stage, and what to expect of it."""
+    return "\n\n".join((_head(plan), _stage_table(plan), _prediction(plan)))
+
+
+def _head(plan: Plan) -> str:
+    unused = plan.cluster.gpus - plan.workers
+    spare = f" ({unused} of {plan.cluster.gpus} GPUs would not make it faster)" if unused else ""
+    lines = [
+        ("model", plan.model),
+        ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
+        ("schedule", _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches)),
+        ("cluster", _cluster(plan.cluster)),
+    ]
+    return tabulate(lines, tablefmt="plain", disable_numparse=True)
+
+
+def _cluster(cluster: Cluster) -> str:
+    levels = ", ".join(
+        f"{level.size} at {format_bandwidth(level.bandwidth_bytes_per_s)}"
+        + (f" and {format_seconds(level.latency_s)} latency" if level.latency_s else "")
+        for level in cluster.levels
+    )
+    memory = "no memory limit" if cluster.memory_bytes is None else f"{format_bytes(cluster.memory_bytes)} each"
+    return f"{levels}, {memory}"
+
+
+def _stage_table(plan: Plan) -> str:
+    headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "sends", "memory per GPU"]
+    rows = [
+        [
+            number,
+            layer_range(stage.layers),
+            stage.replicas,
+            _ranks(stage),
+            stage.in_flight,
+            format_seconds(stage.forward_s + stage.backward_s + stage.update_s),
+            _sends(plan, number),
+            format_bytes(stage.memory.total_bytes),
+        ]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def layer_range(layers: tuple[str, ...]) -> str:
+    """First to last, and how many: "features.0 .. features.9 (10)"."""
+    return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
+
+
+def _ranks(stage: Stage) -> str:
+    ranks = stage.ranks
+    consecutive = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
+
+
+def _sends(plan: Plan, number: int) -> str:
+    """Activations forward and gradients back, per microbatch."""
+    forward = sum(transfer.output_bytes for transfer in plan.transfers if transfer.source == number)
+    back = sum(transfer.gradient_bytes for transfer in plan.transfers if transfer.target == number)
+    return format_bytes(forward + back)
+
+
+def _prediction(plan: Plan) -> str:
+    predicted, solver = plan.predicted, plan.solver
+    seconds = f"{format_seconds(predicted.seconds_per_minibatch)} per minibatch"
+    if predicted.samples_per_s is not None:
+        seconds = f"{predicted.samples_per_s:.4g} samples/s, {seconds}"
+    place = _RESOURCES[predicted.bottleneck.resource].format(stage=predicted.bottleneck.stage)
+    lines = [
+        ("predicted", seconds),
+        ("limited by", f"{place}, busy {format_seconds(predicted.bottleneck.busy_s)} per minibatch"),
+        ("against one GPU", f"{predicted.speedup_over_one_gpu:.2f}x"),
+        ("against data parallel", f"{predicted.speedup_over_data_parallel:.2f}x on {plan.cluster.gpus} GPUs"),
+        ("communication", _communication(plan)),
+        ("solver", _solver(plan)),
+    ]
+    if solver.cost_model != "resource":
+        lines.insert(1, ("cost model", f"{solver.cost_model}, as published"))
+    return tabulate(lines, tablefmt="plain", disable_numparse=True)
+
+
+def _communication(plan: Plan) -> str:
+    predicted = plan.predicted
+    parts = []
+    if predicted.communication_bytes_per_sample is not None:
+        parts.append(f"{format_bytes(predicted.communication_bytes_per_sample)} per sample")
+    if predicted.data_parallel_communication_bytes_per_sample is not None:
+        parts.append(f"data parallel {format_bytes(predicted.data_parallel_communication_bytes_per_sample)}")
+    if predicted.communication_cut is not None:
+        cut = predicted.communication_cut
+        parts.append(f"{cut:.0%} less than data parallel" if cut >= 0 else f"{-cut:.0%} more than data parallel")
+    return ", ".join(parts) or "none"
+
+
+def _solver(plan: Plan) -> str:
+    solver = plan.solver
+    quality = "optimal" if solver.status == "optimal" else f"feasible, at most {solver.gap:.1%} from optimal"
+    return f"{quality}, {solver.name} in {format_seconds(solver.seconds)}"
