@@ -46,12 +46,14 @@ class PipelineShape:
         channels: the pairs of stages that exchange values.
         schedule: "1f1b", "1f1b-flush", "gpipe" or "naive".
         microbatches: per minibatch; 1 for "1f1b" and "naive".
+        depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     channels: tuple[Channel, ...]
     schedule: str
     microbatches: int = 1
+    depths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "1f1b-flush", "gpipe", "naive"):
@@ -72,6 +74,8 @@ class PipelineShape:
 
     def in_flight(self, stage: int) -> int:
         """Most units between forward and backward on one replica of `stage`."""
+        if self.depths is not None:
+            return self.depths[stage]
         match self.schedule:
             case "naive":
                 return 1

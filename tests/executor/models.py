@@ -19,7 +19,8 @@ class Block(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        # No bias: BatchNorm removes it, and its gradient would be rounding noise, which AdamW blows up.
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
         self.drop = nn.Dropout(0.3)

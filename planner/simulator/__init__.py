@@ -1,0 +1,1 @@
+"""Instruction streams + costs -> times, without running anything."""

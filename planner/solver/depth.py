@@ -1,0 +1,138 @@
+"""How many minibatches a 1f1b stage must have in flight to be as fast as its busiest resource allows.
+
+The published depth, d_s = ceil(sum_{t>=s} r_t / r_s) (NOAM, SOSP'19), keeps all workers busy when messages take no time
+and replicas never wait for each other. Messages do take time, and the replicas of a stage wait for each other in
+every round, so that pipeline can run dry: simulated with equal work per worker and free links, 2-1-1 takes 1.5
+times and 4-3-1 2.2 times as long as its busiest worker. A few more minibatches in flight at the first stages cure that,
+at the price of that many more weight versions and updates of delay.
+
+In a steady state without idle workers, the r_s * d_s minibatches that a stage has outstanding are those of the next
+stage, one per replica, those that wait for the round to end, and those on the wire:
+
+    r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
+
+That is where the choice starts; the simulator of the streams decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
+from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+
+Depths = tuple[int, ...]
+
+TOLERANCE = 0.01  # a pipeline this close to its busiest resource counts as fast as that: timings are no better
+MOST_WORKERS = 128  # beyond, simulating takes too long: the published depths are kept and their waits not priced
+WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """What a depth depends on.
+
+    Args:
+        replicas: per stage.
+        stages: seconds per minibatch, and per round for the all-reduce.
+        transfers: by (source, target) stage.
+        busiest_s: busy seconds per minibatch of the busiest resource: no depth is faster.
+        deepest: per stage, the most minibatches in flight that memory allows.
+    """
+
+    replicas: tuple[int, ...]
+    stages: tuple[StageTimes, ...]
+    transfers: Mapping[tuple[int, int], TransferTimes]
+    busiest_s: float
+    deepest: Depths
+
+
+@dataclass(frozen=True)
+class DepthChoice:
+    """Depths per stage, and what they give."""
+
+    depths: Depths
+    seconds_per_minibatch: float
+
+
+def published_depths(replicas: Sequence[int]) -> Depths:
+    """NOAM for every stage."""
+    return tuple(warm_up_depth(replicas, stage) for stage in range(len(replicas)))
+
+
+def price_depths(times: PipelineTimes, depths: Depths) -> DepthChoice:
+    """Seconds per minibatch of given depths, by simulation of the streams; the busiest resource's when within 1%."""
+    seconds = _simulated_s(times, depths)
+    close = seconds <= times.busiest_s * (1 + TOLERANCE)
+    return DepthChoice(depths, times.busiest_s if close else seconds)
+
+
+def choose_depths(times: PipelineTimes) -> DepthChoice:
+    """The published depths, or deeper ones where every minibatch more in flight gains at least `WORTH`."""
+    published = published_depths(times.replicas)
+    if sum(times.replicas) > MOST_WORKERS:
+        return DepthChoice(published, times.busiest_s)
+    best = price_depths(times, published)
+    for candidate in _deeper(times):
+        if best.seconds_per_minibatch > times.busiest_s:
+            best = min(best, price_depths(times, candidate), key=lambda choice: _regret(choice, published))
+    return _trimmed(times, best)
+
+
+def _regret(choice: DepthChoice, published: Depths) -> float:
+    return choice.seconds_per_minibatch * (1 + WORTH * (choice.depths[0] - published[0]))
+
+
+def _deeper(times: PipelineTimes) -> Iterator[Depths]:
+    """Candidates, from the count at the top of this file and a little beyond."""
+    counted = _counted_depths(times)
+    stages = len(counted)
+    for more in range(3):
+        for upto in range(1, stages) if more else (0,):
+            deeper = [depth + (more if stage < upto else 0) for stage, depth in enumerate(counted)]
+            yield tuple(map(min, deeper, times.deepest))
+
+
+def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
+    """Take back what is in flight for nothing at the first stage, which has the most."""
+    while best.depths[0] > warm_up_depth(times.replicas, 0):
+        less = price_depths(times, (best.depths[0] - 1, *best.depths[1:]))
+        if less.seconds_per_minibatch > best.seconds_per_minibatch:
+            break
+        best = less
+    return best
+
+
+def _counted_depths(times: PipelineTimes) -> Depths:
+    """The inequality at the top of this file, from the last stage to the first."""
+    replicas = times.replicas
+    depths = [1]
+    outstanding = 2.0 * replicas[-1] - 1
+    for stage in reversed(range(len(replicas) - 1)):
+        own_s = sum((times.stages[stage].forward_s, times.stages[stage].backward_s, times.stages[stage].update_s))
+        wire_s = sum(
+            transfer.activation_s + (transfer.gradient_s or 0.0)
+            for (source, target), transfer in times.transfers.items()
+            if source <= stage < target
+        )
+        outstanding += min(own_s / times.busiest_s, replicas[stage]) + replicas[stage] - 1 + wire_s / times.busiest_s
+        depth = math.ceil(outstanding / replicas[stage] * (1 - TOLERANCE))
+        depths.append(max(depth, warm_up_depth(replicas, stage)))
+        outstanding = float(depths[-1] * replicas[stage])
+    return tuple(reversed(depths))
+
+
+def _simulated_s(times: PipelineTimes, depths: Depths) -> float:
+    ranks, first = [], 0
+    for replicas in times.replicas:
+        ranks.append(tuple(range(first, first + replicas)))
+        first += replicas
+    channels = tuple(Channel(*ends, gradient=t.gradient_s is not None) for ends, t in sorted(times.transfers.items()))
+    shape = PipelineShape(tuple(ranks), channels, "1f1b", depths=depths)
+    period = math.lcm(*times.replicas)
+    # Long enough to forget the start, and to see several periods of round-robin where that is possible.
+    minibatches = max(96, 16 * max(times.replicas), min(8 * period, 400))
+    outcome = simulate(shape, times.stages, times.transfers, minibatches)
+    return outcome.seconds_per_unit(period if 8 * period <= minibatches else times.replicas[-1])
