@@ -163,7 +163,7 @@ def price(
         bottleneck = worst if worst.busy_s > 0 else Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
         in_flight = [int(synchronous.in_flight(r)) for r in replicas]
     memory = tuple(
-        _memory(ledger.footprint(stage), flying, flying if schedule == "1f1b" else 1)
+        stage_memory(ledger.footprint(stage), flying, flying if schedule == "1f1b" else 1)
         for stage, flying in zip(stages, in_flight, strict=True)
     )
     return Price(seconds, bottleneck, tuple(in_flight), memory, _sent_bytes(works, replicas, schedule, microbatches))
@@ -185,7 +185,8 @@ def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:
             return Bottleneck(stage=stage - (resource == "cut_before"), resource="boundary", busy_s=busy_s)
 
 
-def _memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
+def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
+    """What one replica of a stage holds, by use."""
     return StageMemory(
         weights_bytes=int(footprint.weight_bytes) * versions,
         gradients_bytes=int(footprint.gradient_bytes),

@@ -116,6 +116,7 @@ class StageReplica:
             channels=tuple(Channel(t.source, t.target, self._returns_gradient(t)) for t in plan.transfers),
             schedule=plan.schedule,
             microbatches=plan.microbatches,
+            depths=tuple(stage.in_flight for stage in plan.stages),
         )
 
     def _returns_gradient(self, transfer: Transfer) -> bool:

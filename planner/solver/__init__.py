@@ -14,6 +14,7 @@ from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
 from planner.profile_file import REMEDY, Profile
 from planner.solver.assemble import assemble
+from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.infeasible import explain
 from planner.solver.search import Path, Search
 from planner.solver.states import Chain, StateSpace
@@ -29,6 +30,7 @@ def solve(
     cost_model: CostModelName = "resource",
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
+    depth: DepthRule = "auto",
 ) -> Plan:
     """The fastest plan for training the profiled model on the cluster.
 
@@ -38,6 +40,8 @@ def solve(
         cost_model: `resource`, or one of the two published ones, to compare against.
         schedule: what the plan is for; it decides what a plan costs and holds.
         microbatches: per minibatch, for `gpipe`.
+        depth: of 1f1b, under the resource model: "published" keeps as many minibatches in flight as PipeDream does,
+            "auto" more where workers would otherwise wait for messages or for each other.
 
     Returns:
         A plan on as few GPUs as are needed for its speed. `solver.status` is `optimal` when every legal cut was
@@ -58,12 +62,14 @@ def solve(
     if path is None:
         raise explain(ledger, cluster, task.fits)
     stages, cost = task.priced(path)
+    bound_s = cost.seconds_per_minibatch if space.complete else min(task.relaxed_s(), cost.seconds_per_minibatch)
+    if schedule == "1f1b" and cost_model == "resource":
+        cost = price_with_depths(ledger, stages, cluster, cost, depth)
     seconds = cost.seconds_per_minibatch
-    bound_s = seconds if space.complete else min(task.relaxed_s(), seconds)
     report = SolverReport(
         name="search",
         cost_model=cost_model,
-        status="optimal" if space.complete else "feasible",
+        status="optimal" if seconds <= bound_s else "feasible",
         lower_bound_s=bound_s,
         gap=(seconds - bound_s) / seconds,
         seconds=time.perf_counter() - started,

@@ -18,15 +18,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from planner.cluster import Cluster
+from planner.cost import link_of, ring_all_reduce_s
+from planner.pricing import Candidate, Ledger, Price, stage_memory
 from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
 from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+from planner.solver.assemble import transfers
 
 Depths = tuple[int, ...]
+DepthRule = Literal["auto", "published"]
 
 TOLERANCE = 0.01  # a pipeline this close to its busiest resource counts as fast as that: timings are no better
 MOST_WORKERS = 128  # beyond, simulating takes too long: the published depths are kept and their waits not priced
+UNLIMITED = 2**30
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
 
 
@@ -57,6 +64,58 @@ class DepthChoice:
     seconds_per_minibatch: float
 
 
+def price_with_depths(
+    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price, rule: DepthRule
+) -> Price:
+    """`price` with the depths of `rule`: their memory, and seconds that count what they leave the workers waiting.
+
+    Args:
+        price: of the stages at the published depths, by the resource model, which sees no waiting.
+        rule: "published", or "auto" to go deeper where that pays and memory allows it.
+    """
+    times = _pipeline_times(ledger, stages, cluster, price)
+    if sum(times.replicas) > MOST_WORKERS:
+        return price
+    choice = choose_depths(times) if rule == "auto" else price_depths(times, price.in_flight)
+    memory = tuple(
+        stage_memory(ledger.footprint(stage), depth, depth) for stage, depth in zip(stages, choice.depths, strict=True)
+    )
+    return replace(price, seconds_per_minibatch=choice.seconds_per_minibatch, in_flight=choice.depths, memory=memory)
+
+
+def _pipeline_times(ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price) -> PipelineTimes:
+    link = link_of(cluster)
+    works = [ledger.work(stage) for stage in stages]
+    wires = {
+        (t.source, t.target): TransferTimes(
+            t.output_bytes / link.bandwidth_bytes_per_s + link.latency_s,
+            t.gradient_bytes / link.bandwidth_bytes_per_s + link.latency_s if t.gradient_bytes else None,
+        )
+        for t in transfers(ledger, stages)
+    }
+    deepest = tuple(
+        UNLIMITED
+        if cluster.memory_bytes is None
+        else max(depth, int(ledger.footprint(stage).most_in_flight(cluster.memory_bytes, stashing=True)))
+        for stage, depth in zip(stages, price.in_flight, strict=True)
+    )
+    return PipelineTimes(
+        replicas=tuple(stage.replicas for stage in stages),
+        stages=tuple(
+            StageTimes(
+                float(work.forward_s),
+                float(work.backward_s),
+                float(work.update_s),
+                float(ring_all_reduce_s(work.trainable_bytes, stage.replicas, link)),
+            )
+            for work, stage in zip(works, stages, strict=True)
+        ),
+        transfers=wires,
+        busiest_s=price.bottleneck.busy_s,
+        deepest=deepest,
+    )
+
+
 def published_depths(replicas: Sequence[int]) -> Depths:
     """NOAM for every stage."""
     return tuple(warm_up_depth(replicas, stage) for stage in range(len(replicas)))
@@ -72,8 +131,6 @@ def price_depths(times: PipelineTimes, depths: Depths) -> DepthChoice:
 def choose_depths(times: PipelineTimes) -> DepthChoice:
     """The published depths, or deeper ones where every minibatch more in flight gains at least `WORTH`."""
     published = published_depths(times.replicas)
-    if sum(times.replicas) > MOST_WORKERS:
-        return DepthChoice(published, times.busiest_s)
     best = price_depths(times, published)
     for candidate in _deeper(times):
         if best.seconds_per_minibatch > times.busiest_s:
