@@ -71,14 +71,19 @@ def format_seconds(seconds: float) -> str:
     """Seconds for people: 0.0123 -> "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds / 1e-9)} ns" if seconds else "0 s"
 
 
 def _scaled(value: float, unit: str) -> str:
     prefix = max((p for p, size in _DECIMAL.items() if abs(value) >= size), key=lambda p: _DECIMAL[p], default="")
     scaled = value / _DECIMAL[prefix]
-    return f"{scaled:.0f} {prefix}{unit}" if scaled >= 1000 else f"{scaled:.3g} {prefix}{unit}"
+    return f"{_digits(scaled)} {prefix}{unit}"
+
+
+def _digits(value: float) -> str:
+    """Three of them, never as 1e+03."""
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _positive(value: float, what: str, text: str) -> float:

@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _reader_left():
             return 1
         return _unexpected(error, verbose)
+    except OSError as error:
+        return _fail(f"the system refused: {error}", "-vv shows where", 1, verbose)
     except Exception as error:
         return _unexpected(error, verbose)
 

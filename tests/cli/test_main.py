@@ -1,0 +1,174 @@
+"""The command line from outside: files, exit codes, streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner import __version__
+from planner.cli import main as cli
+from planner.profile_file import save_profile
+from tests.samples import layer, profile
+
+MODEL = profile(
+    layer("a", 0.2, 0.4, output_bytes=1000, saved_bytes=10**9),
+    layer("b", 0.1, 0.2, weight_bytes=10**8, saved_bytes=10**9),
+)
+SOLVE = ("solve", "--gpus", "3", "--bandwidth", "1Gbps")
+
+
+def plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "planner", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_profile(MODEL, tmp_path / "profile.json")
+    return tmp_path
+
+
+def test_defaults_chain_solve_and_show(folder: Path) -> None:
+    solved = plan(*SOLVE, cwd=folder)
+    assert solved.returncode == 0, solved.stderr
+    assert "2-1 on 3 GPUs" in solved.stdout
+    assert "written to plan.json" in solved.stderr
+    shown = plan("show", cwd=folder)
+    assert shown.stdout == solved.stdout
+    assert shown.stderr == ""
+
+
+def test_json_is_all_there_is_on_stdout(folder: Path) -> None:
+    solved = json.loads(plan(*SOLVE, "--json", cwd=folder).stdout)
+    assert solved["config"] == "2-1"
+    assert json.loads((folder / "plan.json").read_text()) == solved
+    assert json.loads(plan("show", "--json", cwd=folder).stdout) == solved
+    assert json.loads(plan("show", "profile.json", "--json", cwd=folder).stdout)["layers"][0]["name"] == "a"
+
+
+def test_schedules(folder: Path) -> None:
+    gpipe = json.loads(plan(*SOLVE, "--json", "--schedule", "gpipe", cwd=folder).stdout)
+    assert (gpipe["schedule"], gpipe["microbatches"]) == ("gpipe", 12)
+    naive = json.loads(plan(*SOLVE, "--json", "--schedule", "naive", cwd=folder).stdout)
+    assert naive["config"] == "1"
+
+
+def with_change(old: str, new: str) -> str:
+    text = MODEL.model_dump_json()
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "code", "complaint"),
+    [
+        (SOLVE, None, 2, "there is no file 'profile.json'"),
+        ((*SOLVE, "--profile", "."), None, 2, "cannot be read"),
+        (SOLVE, with_change('"forward_s":0.2', '"forward_s":-0.2'), 2, "layers[0].forward_s = -0.2"),
+        (SOLVE, with_change('"forward_s":0.2', '"forward_s":NaN'), 2, "layers[0].forward_s = nan"),
+        (SOLVE, with_change('"op":', '"colour":1,"op":'), 2, "layers[0].colour = 1: unknown field"),
+        (SOLVE, with_change('"schema_version":1', '"schema_version":2'), 2, "schema_version 2"),
+        (SOLVE, "{", 2, "is not JSON"),
+        (("solve", "--gpus", "8", "--bandwidth", "10Gb"), "", 2, "bandwidth '10Gb' is not a rate"),
+        (("solve", "--gpus", "0", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of 0 GPUs"),
+        (("solve", "--gpus", "-3", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of -3 GPUs"),
+        (("solve", "--gpus", "two", "--bandwidth", "1Gbps"), "", 2, "invalid int value: 'two'"),
+        (("solve", "--gpus", "8"), "", 2, "required: --bandwidth"),
+        ((*SOLVE, "--memory", "16"), "", 2, "size '16' is not a number of bytes"),
+        ((*SOLVE, "--latency", "50"), "", 2, "time '50' has no unit"),
+        ((*SOLVE, "--memory", "1GB"), MODEL.model_dump_json(), 3, "no plan fits 3 GPUs of 1 GB"),
+        ((*SOLVE, "-o", "profile.json/plan.json"), MODEL.model_dump_json(), 1, "cannot be written"),
+        ((*SOLVE, "--microbatches", "4"), MODEL.model_dump_json(), 2, "4 microbatches have no meaning"),
+        ((*SOLVE, "--cost-model", "paper", "--schedule", "gpipe"), MODEL.model_dump_json(), 2, "cost model 'paper'"),
+        (("show",), "", 2, "there is no file 'plan.json'"),
+        (("show", "profile.json"), '{"schema_version": 2, "stages": []}', 2, "schema_version 2, this version reads 1"),
+        (("frobnicate",), "", 2, "invalid choice: 'frobnicate'"),
+        ((), "", 2, "required: VERB"),
+    ],
+)
+def test_wrong_input_is_one_sentence_a_hint_and_a_code(
+    tmp_path: Path, arguments: tuple[str, ...], content: str | None, code: int, complaint: str
+) -> None:
+    if content is not None:
+        (tmp_path / "profile.json").write_text(content)
+    done = plan(*arguments, cwd=tmp_path)
+    assert done.returncode == code
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert complaint in error
+    assert hint.startswith("hint: ")
+    assert done.stdout == ""
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_traceback_is_shown_only_on_demand(tmp_path: Path) -> None:
+    assert "Traceback" in plan("show", "none.json", "-vv", cwd=tmp_path).stderr
+    assert "Traceback" not in plan("show", "none.json", "-v", cwd=tmp_path).stderr
+
+
+def test_version_and_help(tmp_path: Path) -> None:
+    assert plan("--version", cwd=tmp_path).stdout == f"plan {__version__}\n"
+    shown = plan("solve", "--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert "--bandwidth RATE" in shown.stdout
+
+
+def test_a_reader_that_leaves_is_no_mistake(folder: Path) -> None:
+    many = profile(*(layer(f"layer{i}") for i in range(5000)), edges=[])
+    save_profile(many, folder / "many.json")
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "planner", "show", "many.json"],
+        cwd=folder,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (ZeroDivisionError("x"), 1, "error: unexpected ZeroDivisionError: x\nhint: this is a mistake in plan"),
+        (OSError(28, "No space left on device"), 1, "error: the system refused: [Errno 28] No space left on device"),
+    ],
+)
+def test_other_failures(
+    failure: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: object) -> int:
+        raise failure
+
+    monkeypatch.setattr("planner.cli.show.run", fail)
+    assert cli.main(["show"]) == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_help_and_solve_do_not_import_what_is_slow(folder: Path) -> None:
+    check = "import sys; from planner.cli.main import main; code = main({}); print(*sys.modules, file=sys.stderr)"
+    for arguments, absent in [(["show", "none"], {"torch"}), ([*SOLVE], {"torch", "networkx", "pulp"})]:
+        done = subprocess.run(
+            [sys.executable, "-c", check.format(arguments)], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert absent.isdisjoint(done.stderr.split())
+    built = "import sys; from planner.cli.main import build_parser; build_parser(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", built], cwd=folder, capture_output=True, text=True, check=True)
+    assert {"torch", "numpy", "pydantic"}.isdisjoint(done.stdout.split())

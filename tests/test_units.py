@@ -1,0 +1,73 @@
+"""Quantities with units."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.errors import UnitError
+from planner.units import (
+    format_bandwidth,
+    format_bytes,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("10Gbps", 1.25e9), ("10 Gbit/s", 1.25e9), ("1.25GB/s", 1.25e9), ("800Mb/s", 1e8), ("1GiB/s", 2**30), ("8bps", 1)],
+)
+def test_bandwidth_tells_bits_from_bytes(text: str, bytes_per_s: float) -> None:
+    assert parse_bandwidth(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["10Gb", "10G", "10", "", "Gbps", "-1Gbps", "0Gbps", "1e999Gbps", "nanGbps", "10gbps"])
+def test_bandwidth_without_a_clear_meaning_is_refused(text: str) -> None:
+    with pytest.raises(UnitError) as caught:
+        parse_bandwidth(text)
+    assert repr(text)[1:-1] in caught.value.message
+
+
+@pytest.mark.parametrize(("text", "count"), [("16GB", 16 * 10**9), ("16GiB", 16 * 2**30), ("1.5 kB", 1500), ("7B", 7)])
+def test_sizes_are_decimal_unless_marked_binary(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["16", "16G", "16Gb", "0GB", "-1GB", "GB", "16 GB/s"])
+def test_sizes_without_a_unit_are_refused(text: str) -> None:
+    with pytest.raises(UnitError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("50us", 5e-5), ("50µs", 5e-5), ("0.1ms", 1e-4), ("2s", 2), ("0s", 0)])
+def test_times(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["50", "50m", "-1s", "us"])
+def test_times_without_a_unit_are_refused(text: str) -> None:
+    with pytest.raises(UnitError):
+        parse_seconds(text)
+
+
+@given(st.floats(1, 1e15))
+def test_what_is_shown_reads_back_to_three_digits(value: float) -> None:
+    assert parse_bandwidth(format_bandwidth(value)) == pytest.approx(value, rel=6e-3)
+    assert parse_bytes(format_bytes(value)) == pytest.approx(value, rel=6e-3, abs=1)
+
+
+@given(st.floats(1e-9, 1e6))
+def test_times_shown_read_back_to_three_digits(seconds: float) -> None:
+    assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=6e-3)
+
+
+def test_zero_and_small_values_show() -> None:
+    assert format_seconds(0) == "0 s"
+    assert format_bytes(0) == "0 B"
+    assert format_bytes(999_999) == "1000 kB"
+    assert format_seconds(0.9999) == "1000 ms"
+    assert format_seconds(123456) == "123456 s"
