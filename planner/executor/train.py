@@ -26,6 +26,7 @@ from planner.model.capture import capture
 from planner.model.file import ModelFile, load_model_file
 from planner.model.stage import StageModule, build_stage
 from planner.plan_file import Plan, Transfer
+from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import (
     Instruction,
     Receive,
@@ -67,6 +68,29 @@ def check_world(job: Job) -> None:
         )
 
 
+def check_schedule(plan: Plan) -> None:
+    """The plan's depths must let its streams run: a plan edited by hand may deadlock.
+
+    Raises:
+        PlanError: when they do not.
+    """
+    shape = PipelineShape(
+        ranks=tuple(stage.ranks for stage in plan.stages),
+        channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in plan.transfers),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        depths=tuple(stage.in_flight for stage in plan.stages),
+    )
+    try:
+        check_streams(shape, minibatches=4 * max(plan.replicas) * max(stage.in_flight for stage in plan.stages))
+    except ScheduleError:
+        depths = [stage.in_flight for stage in plan.stages]
+        raise PlanError(
+            f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
+            hint="make the plan again with: plan solve",
+        ) from None
+
+
 def train_worker(job: Job, on_progress: ProgressCallback | None = None) -> TrainResult | None:
     """Run this process's part of `job`; the environment is torchrun's.
 
@@ -77,6 +101,7 @@ def train_worker(job: Job, on_progress: ProgressCallback | None = None) -> Train
         PlannerError: for anything wrong with the model, the plan or the other workers.
     """
     check_world(job)
+    check_schedule(job.plan)
     torch.set_num_threads(job.plan.device.threads or 1)
     part = StageReplica(job, load_model_file(job.model), local_device())
     join_group(part.device)

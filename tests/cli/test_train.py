@@ -100,6 +100,13 @@ def test_a_plan_without_a_model_is_refused(folder: Path) -> None:
     assert_one_sentence(plan_train(folder, "model.py", "--plan", "imported.json"), 2, "imported profile")
 
 
+def test_a_plan_edited_into_a_deadlock_is_refused(folder: Path) -> None:
+    plan = load_plan(folder / "plan.json")
+    starving = plan.stages[1].model_copy(update={"in_flight": 5})
+    save_plan(plan.model_copy(update={"stages": (plan.stages[0], starving)}), folder / "deadlock.json")
+    assert_one_sentence(plan_train(folder, "model.py", "--plan", "deadlock.json"), 2, "in_flight [2, 5]")
+
+
 def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
     assert_one_sentence(plan_train(folder, "model.py", "--steps", "0"), 2, "--steps 0")
     assert_one_sentence(plan_train(folder, "model.py", "--epochs", "2"), 2, "--epochs needs a dataset()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,17 +64,18 @@ def make_plan(
     replicas: Sequence[int],
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
-    cuts: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
 ) -> Plan:
-    """The plan with `replicas` per stage, cut before the layers at `cuts`, or else into equally many layers."""
+    """The plan with `replicas` per stage of equally many layers; `depths` in flight, or what the schedule has."""
     layers = len(profile.layers)
-    if cuts is None:
-        cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
+    cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
     groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]
     ledger = Ledger(profile)
     cluster = flat_cluster(sum(replicas), 1e9)
     stages = candidates(groups, replicas)
     cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)
+    if depths is not None:
+        cost = replace(cost, in_flight=tuple(depths))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )

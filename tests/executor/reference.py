@@ -65,8 +65,12 @@ def delayed_updates(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     forward_loss: ForwardLoss,
     minibatches: int,
+    depths: Sequence[int] | None = None,
 ) -> tuple[list[float], Weights]:
-    """Losses by minibatch, and the weights at the end, of asynchronous 1F1B with weight stashing."""
+    """Losses by minibatch, and the weights at the end, of asynchronous 1F1B with weight stashing.
+
+    `depths` are the d_s of the formula where they are not the published ones.
+    """
     by_name = dict(model.named_parameters())
     stages = []
     for index, names in enumerate(stage_parameters):
@@ -74,7 +78,7 @@ def delayed_updates(
         stage = _ReferenceStage(
             names=list(names),
             replicas=replicas[index],
-            depth=-(-sum(replicas[index:]) // replicas[index]),
+            depth=-(-sum(replicas[index:]) // replicas[index]) if depths is None else depths[index],
             newest=newest,
             optimizer=make_optimizer(list(newest.values())) if newest else None,
         )

@@ -42,12 +42,13 @@ def run_cases(
     minibatches: int,
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
+    depths: tuple[int, ...] | None = None,
 ) -> list[tuple[ModelFile, Job, TrainResult, Weights]]:
     """Train all cases in one set of processes; the jobs, their results and the weights at the end."""
     jobs = []
     for model, optimizer in cases:
         path = write_model(folder, model, optimizer)
-        plan = make_plan(structural_profile(path, BATCH_SIZE), replicas, schedule, microbatches)
+        plan = make_plan(structural_profile(path, BATCH_SIZE), replicas, schedule, microbatches, depths)
         weights = str(folder / f"{model}-{optimizer}.pt")
         jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
     results = run_jobs(jobs, folder)
@@ -59,15 +60,21 @@ def run_cases(
 
 
 @pytest.mark.parametrize(
-    ("replicas", "minibatches"),
-    [((1, 1), 9), ((1, 1, 1), 9), ((2, 1), 9), ((2, 1, 1), 10), ((1, 2), 7)],
-    ids=["1-1", "1-1-1", "2-1", "2-1-1", "1-2"],
+    ("replicas", "minibatches", "depths"),
+    [
+        ((1, 1), 9, None),
+        ((1, 1, 1), 9, None),
+        ((2, 1), 9, None),
+        ((2, 1, 1), 10, None),
+        ((1, 2), 7, (5, 1)),
+    ],
+    ids=["1-1", "1-1-1", "2-1", "2-1-1", "1-2-deeper"],
 )
 def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
-    replicas: tuple[int, ...], minibatches: int, tmp_path: Path
+    replicas: tuple[int, ...], minibatches: int, depths: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
     """SGD, momentum and AdamW; BatchNorm, dropout, skips, integers; partial last rounds (9 = 4 * 2 + 1)."""
-    for model_file, job, result, weights in run_cases(tmp_path, CASES, replicas, minibatches):
+    for model_file, job, result, weights in run_cases(tmp_path, CASES, replicas, minibatches, depths=depths):
         whole = unsplit(model_file)
         owner = {
             name: layer for layer in structural_profile(model_file.path, BATCH_SIZE).layers for name in layer.parameters
@@ -84,7 +91,9 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
             [name for name in dict(whole.named_parameters()) if stage_of[owner[name].name] == stage]
             for stage in range(len(replicas))
         ]
-        losses, expected = delayed_updates(whole, names, replicas, model_file.optimizer, forward_loss, minibatches)
+        losses, expected = delayed_updates(
+            whole, names, replicas, model_file.optimizer, forward_loss, minibatches, depths
+        )
         assert [entry.loss for entry in result.losses] == losses, job.model
         for name, tensor in expected.items():
             assert torch.equal(weights[name], tensor), (job.model, name)
