@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.cluster import flat_cluster
+from planner.cost import Work
 from planner.errors import InputError
 from planner.pricing import Ledger, candidates, price
 from tests.samples import layer, profile
@@ -18,15 +19,19 @@ SKIP = profile(
 )
 
 
+def each(work: Work, *names: str) -> tuple[float, ...]:
+    return tuple(float(getattr(work, name)) for name in names)
+
+
 def test_a_value_travels_along_the_stages_that_use_it() -> None:
     ledger = Ledger(SKIP)
     first, second, third = (ledger.work(stage) for stage in candidates([[0], [1], [2]], [1, 1, 1]))
     # a goes to b, which hands it on to c beside its own output; gradients return the same way.
-    assert (first.received_bytes, first.sent_bytes) == (10, 10)
-    assert (second.received_bytes, second.sent_bytes) == (10 + 30, 30 + 10)
-    assert (third.received_bytes, third.sent_bytes) == (30, 30)
-    assert (second.received_messages, second.sent_messages) == (3, 3)
-    assert (second.cut_before_bytes, second.cut_after_bytes) == (10, 30)
+    assert each(first, "received_bytes", "sent_bytes") == (10, 10)
+    assert each(second, "received_bytes", "sent_bytes") == (10 + 30, 30 + 10)
+    assert each(third, "received_bytes", "sent_bytes") == (30, 30)
+    assert each(second, "received_messages", "sent_messages") == (3, 3)
+    assert each(second, "cut_before_bytes", "cut_after_bytes") == (10, 30)
 
 
 def test_a_value_that_only_passes_by_costs_the_stage_nothing() -> None:
@@ -37,15 +42,15 @@ def test_a_value_that_only_passes_by_costs_the_stage_nothing() -> None:
         edges=[("a", "c"), ("b", "c")],
     )
     middle = Ledger(passing).work(candidates([[0], [1], [2]], [1, 1, 1])[1])
-    assert (middle.received_bytes, middle.sent_bytes) == (20, 20)  # b's own value and its gradient
-    assert (middle.cut_before_bytes, middle.cut_after_bytes) == (10, 30)  # the published models charge what is live
+    assert each(middle, "received_bytes", "sent_bytes") == (20, 20)  # b's own value and its gradient
+    assert each(middle, "cut_before_bytes", "cut_after_bytes") == (10, 30)  # the published models charge what is live
 
 
 def test_values_without_gradient_return_none() -> None:
     tokens = profile(layer("a", output_bytes=10, gradient=False), layer("b"))
     first, second = (Ledger(tokens).work(stage) for stage in candidates([[0], [1]], [1, 1]))
-    assert (first.sent_bytes, first.received_bytes, first.received_messages) == (10, 0, 0)
-    assert (second.received_bytes, second.sent_bytes) == (10, 0)
+    assert each(first, "sent_bytes", "received_bytes", "received_messages") == (10, 0, 0)
+    assert each(second, "received_bytes", "sent_bytes") == (10, 0)
 
 
 def test_1f1b() -> None:
