@@ -1,0 +1,1 @@
+"""Models and data that come with the package, so that everything can be tried without a download."""
