@@ -20,6 +20,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Run the worker that the environment describes."""
     _die_with_parent()
+    # Ctrl-C is for the launcher to tell of; a worker just ends.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     code, result = run_worker(job)
     if result is not None and job.result_path is not None:

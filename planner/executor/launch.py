@@ -142,13 +142,20 @@ def _place(error: BaseException) -> str:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Keep the launcher's own log lines off the screen: `launch` says what happened in one sentence."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    # Some of them have a level of their own, so their common parent's does not reach them.
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger)
+    ]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
