@@ -147,6 +147,10 @@ class CostModel(ABC):
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         """Replica counts >= 2, in increasing order, one of which is the fewest that meets the target, if any is."""
 
+    @abstractmethod
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        """Fewest GPUs before and after cuts that these bytes cross, for any plan within the target."""
+
     def stage_s(self, work: Work, replicas: ArrayLike) -> Floats:
         """Seconds per minibatch: the busiest resource."""
         first, *others = self.resources_s(work, replicas).values()
@@ -210,6 +214,12 @@ class ResourceModel(CostModel):
         reduce = larger_root(target_s - steps_s, work.forward_s + work.update_s + ring_s - steps_s, ring_s)
         return [simple, np.maximum(simple, reduce)]
 
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        """Some stage before sends each value and some stage after receives it; its gradient returns."""
+        busier = np.maximum(output_bytes, gradient_bytes) / (self.link.bandwidth_bytes_per_s * target_s)
+        fewest = np.ceil(busier * (1 - _SLACK))
+        return fewest, fewest
+
 
 class PublishedModel(CostModel):
     """PipeDream's published optimizer (optimizer_graph_hierarchical.py, one level).
@@ -240,6 +250,11 @@ class PublishedModel(CostModel):
         stage = larger_root(target_s, work.compute_s + ring_s, ring_s)
         return [np.maximum(np.maximum(stage, cuts / target_s), work.compute_s / target_s)]
 
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        """Replicas that the stage after the cut needs; the stage before it may be the first, which is not charged."""
+        after = np.ceil(2 * output_bytes / (self.link.bandwidth_bytes_per_s * target_s) * (1 - _SLACK))
+        return np.ones_like(after), after
+
 
 class PaperModel(CostModel):
     """The equation of the SOSP 2019 paper (section 3.1): stage max(C, 2(r-1)·W/B) / r, boundary 2·a / B."""
@@ -258,6 +273,11 @@ class PaperModel(CostModel):
         # The all-reduce's share grows with r here, so the fewest replicas that compute in time are the only hope.
         return [np.asarray(work.compute_s / target_s)]
 
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        """Replicas do not help: a cut is within the target or not."""
+        within = 2 * output_bytes / self.link.bandwidth_bytes_per_s <= target_s
+        return np.ones_like(output_bytes), np.where(within, 1.0, float(IMPOSSIBLE))
+
 
 def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
     """Larger root of a·r² - b·r + c; 0 where there is none, or where `a` is not positive."""
@@ -269,7 +289,7 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
 
 
 class SynchronousModel:
-    """A pipeline that drains after every minibatch of m microbatches (gpipe), or after every microbatch (naive).
+    """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush), or after each (naive).
 
         gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
         naive   Σ_s (latency_s + U_s + AR_s)
@@ -277,7 +297,7 @@ class SynchronousModel:
     latency_s: forward, backward and the transfers into the stage, both ways, of one microbatch. busy_s: the busiest
     of a replica's processor and of its link each way, for one microbatch. With one replica each this is the
     Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce that the last backward
-    does not hide, and the update.
+    does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than 1f1b has in flight.
     """
 
     def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
@@ -313,10 +333,16 @@ class SynchronousModel:
         """The stage's part of the maximum."""
         return np.asarray(np.max(np.stack(np.broadcast_arrays(*self.resources_s(work, replicas).values())), axis=0))
 
-    def in_flight(self, replicas: ArrayLike) -> Integers:
+    def in_flight(self, replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
         """Microbatches whose activations one replica holds at once."""
         share = -(-self.microbatches // np.asarray(replicas, dtype=np.int64))
-        return np.asarray(share if self.schedule == "gpipe" else np.ones_like(share))
+        match self.schedule:
+            case "naive":
+                return np.ones_like(share)
+            case "1f1b-flush":
+                return np.minimum(share, in_flight_1f1b(replicas, gpus_after))
+            case _:
+                return share
 
 
 def cost_model(name: CostModelName, link: Link) -> CostModel:
@@ -342,8 +368,8 @@ def check_combination(name: CostModelName, schedule: ScheduleName, microbatches:
         raise InputError(
             f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use --cost-model resource"
         )
-    if schedule != "gpipe" and microbatches > 1:
+    if schedule not in ("gpipe", "1f1b-flush") and microbatches > 1:
         raise InputError(
             f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
-            hint="use --schedule gpipe, or leave --microbatches out",
+            hint="use --schedule gpipe or 1f1b-flush, or leave --microbatches out",
         )

@@ -161,7 +161,7 @@ def price(
         seconds = sum(sums) + worst.busy_s
         slowest = max(range(len(sums)), key=sums.__getitem__)
         bottleneck = worst if worst.busy_s > 0 else Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
-        in_flight = [int(synchronous.in_flight(r)) for r in replicas]
+        in_flight = [int(synchronous.in_flight(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     memory = tuple(
         stage_memory(ledger.footprint(stage), flying, flying if schedule == "1f1b" else 1)
         for stage, flying in zip(stages, in_flight, strict=True)
@@ -201,11 +201,11 @@ def _sent_bytes(works: Sequence[Work], replicas: Sequence[int], schedule: Schedu
     """Bytes all workers send for one minibatch: transfers both ways, and the stages' all-reduces.
 
     A ring of r workers moves 2(r-1)·W in all, once per round of r minibatches under 1f1b and naive, once per minibatch
-    under gpipe.
+    under gpipe and 1f1b-flush.
     """
     transfers = sum(float(work.sent_bytes) for work in works) * microbatches
     rings = [2 * (r - 1) * float(work.trainable_bytes) for work, r in zip(works, replicas, strict=True)]
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "1f1b-flush"):
         return transfers + sum(rings)
     return transfers + sum(ring / r for ring, r in zip(rings, replicas, strict=True))
 

@@ -59,16 +59,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "gpipe", "naive"],
+        choices=["1f1b", "1f1b-flush", "gpipe", "naive"],
         default="1f1b",
-        help="1f1b: asynchronous, with weight stashing; gpipe: the pipeline drains after every minibatch; naive: one "
-        "minibatch at a time (default: %(default)s)",
+        help="1f1b: asynchronous, with weight stashing; gpipe and 1f1b-flush: the pipeline drains after every "
+        "minibatch, 1f1b-flush in less memory; naive: one minibatch at a time (default: %(default)s)",
     )
     parser.add_argument(
         "--microbatches",
         type=int,
         metavar="M",
-        help=f"per minibatch, for gpipe (default: {MICROBATCHES_PER_GPU} per GPU)",
+        help=f"per minibatch, for gpipe and 1f1b-flush (default: {MICROBATCHES_PER_GPU} per GPU)",
     )
     parser.add_argument(
         "--depth",
@@ -122,4 +122,4 @@ def _memory(given: int | None, profile: Profile) -> int | None:
 def _microbatches(given: int | None, schedule: str, gpus: int) -> int:
     if given is not None:
         return given
-    return MICROBATCHES_PER_GPU * gpus if schedule == "gpipe" else 1
+    return MICROBATCHES_PER_GPU * gpus if schedule in ("gpipe", "1f1b-flush") else 1

@@ -4,10 +4,14 @@ With the maximum bounded by X, each stage takes the fewest replicas that respect
 sum, and a shortest path over (state, GPUs left) gives the least sum. Lowering X below each answer's maximum walks along
 the answers that trade sum against maximum, until the sum alone is no better than the best total. O(states²·GPUs) per
 answer.
+
+Under 1f1b-flush a stage holds the more the more GPUs follow it. Where memory is limited, a stage on r replicas
+therefore allows only so many GPUs after it, and more replicas may allow more: every count is tried, not the fewest only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +28,11 @@ class _Stages:
     others: Integers  # where they end
     sum_s: Floats
     max_s: Floats  # by replicas - 1 and stage; not a number where memory does not suffice
+    after: Integers  # most GPUs that may follow, by replicas - 1 and stage
 
 
 class SynchronousSearch:
-    """Finds the fastest gpipe or naive plan over a space of states."""
+    """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states."""
 
     def __init__(self, space: StateSpace, model: SynchronousModel, gpus: int, memory_bytes: int | None) -> None:
         # More replicas than microbatches idle, and naive runs one microbatch at a time.
@@ -59,13 +64,10 @@ class SynchronousSearch:
         choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
         for state in range(last - 1, -1, -1):
             stages = self._stages[state]
-            meets = stages.max_s <= limit_s
-            usable = np.flatnonzero(meets.any(axis=0))
-            fewest = meets[:, usable].argmax(axis=0) + 1
             follow, chosen = np.zeros((2, self.gpus + 1), dtype=np.int64)
-            for r in np.unique(fewest):
-                some = usable[fewest == r]
-                totals = stages.sum_s[some, None] + sums[stages.others[some], : self.gpus + 1 - r]
+            for r, some in self._replicas_to_try(stages, limit_s):
+                after = np.minimum(np.arange(self.gpus + 1 - r), stages.after[r - 1, some, None])
+                totals = stages.sum_s[some, None] + sums[stages.others[some, None], after]
                 pick = totals.argmin(axis=0)
                 least = totals[pick, np.arange(totals.shape[1])]
                 better = np.flatnonzero(least < sums[state, r:])
@@ -77,16 +79,32 @@ class SynchronousSearch:
         enough = int(np.argmax(sums[0] <= sums[0, self.gpus] * (1 + RESOLUTION)))
         return self._trace(choices, enough)
 
+    def _replicas_to_try(self, stages: _Stages, limit_s: float) -> Iterator[tuple[int, Integers]]:
+        """Replica counts, and the stages for which each is worth a try."""
+        meets = stages.max_s <= limit_s
+        usable = np.flatnonzero(meets.any(axis=0))
+        fewest = meets[:, usable].argmax(axis=0) + 1
+        for r in range(1, len(meets) + 1):
+            more_room = meets[r - 1, usable] & (stages.after[fewest - 1, usable] < self.gpus) & (fewest < r)
+            some = usable[(fewest == r) | more_room]
+            if len(some):
+                yield r, some
+
     def _from(self, state: int) -> _Stages:
         others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
         work = self.space.work(state, others)
         shape = (len(self._replicas), len(others))
         max_s = np.array(np.broadcast_to(self.model.max_s(work, self._replicas[:, None]), shape))
+        after = np.full(shape, self.gpus, dtype=np.int64)
         if self.memory_bytes is not None:
             footprint = self.space.footprint(state, others, work)
-            held = footprint.total_bytes(self.model.in_flight(self._replicas)[:, None], 1)
+            # With nothing after it a stage holds least, with everything most.
+            held = footprint.total_bytes(self.model.in_flight(self._replicas, 0)[:, None], 1)
             max_s[held > self.memory_bytes] = np.nan
-        return _Stages(others, np.broadcast_to(self.model.sum_s(work), others.shape), max_s)
+            most = footprint.most_in_flight(self.memory_bytes, stashing=False)
+            least_room = self.model.in_flight(self._replicas, self.gpus)[:, None] > most
+            after = np.where(least_room, np.maximum(most - 1, 0) * self._replicas[:, None], after)
+        return _Stages(others, np.broadcast_to(self.model.sum_s(work), others.shape), max_s, after)
 
     def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float]:
         states, replicas, sums, most_s = [0], [], 0.0, 0.0
@@ -98,5 +116,5 @@ class SynchronousSearch:
             column = int(np.searchsorted(stages.others, states[-1]))
             sums += float(stages.sum_s[column])
             most_s = max(most_s, float(stages.max_s[replicas[-1] - 1, column]))
-            gpus -= replicas[-1]
+            gpus = min(gpus - replicas[-1], int(stages.after[replicas[-1] - 1, column]))
         return Path(tuple(states), tuple(replicas), sums + most_s), sums

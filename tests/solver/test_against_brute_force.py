@@ -44,7 +44,7 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     assert (found.gpus, len(found.replicas)) == (expected.gpus, len(expected.stages))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "naive"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "naive"])
 @settings(max_examples=300, deadline=None)
 @given(
     profile=profiles(most_layers=4),
@@ -64,7 +64,7 @@ def test_synchronous_search_finds_what_brute_force_finds(
     memory: int | None,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    microbatches = microbatches if schedule == "gpipe" else 1
+    microbatches = 1 if schedule == "naive" else microbatches
     ledger = Ledger(profile)
     model = SynchronousModel(link_of(cluster), schedule, microbatches)
     found = SynchronousSearch(Chain(ledger), model, gpus, memory).best()
