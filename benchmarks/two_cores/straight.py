@@ -12,6 +12,7 @@ from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, candidates, price
 from planner.profile_file import Profile
 from planner.solver.assemble import assemble
+from planner.solver.depth import price_with_depths
 from planner.solver.states import uncut_groups
 
 
@@ -26,6 +27,8 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, mi
         stages = candidates(halves, (1, 1))
         priced.append((stages, price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)))
     stages, cost = min(priced, key=lambda pair: pair[1].seconds_per_minibatch)
+    if schedule == "1f1b":
+        cost = price_with_depths(ledger, stages, cluster, cost, "auto")
     seconds = cost.seconds_per_minibatch
     report = SolverReport(
         name="every cut into two stages",
