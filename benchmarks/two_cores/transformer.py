@@ -66,4 +66,4 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.001, momentum=0.9)

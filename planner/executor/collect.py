@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -45,7 +46,10 @@ def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
     for part in parts:
         for minibatch, loss in json.loads(part):
             total[minibatch] += loss
-    return tuple(Loss(minibatch=minibatch, loss=total[minibatch]) for minibatch in sorted(total))
+    return tuple(
+        Loss(minibatch=minibatch, loss=total[minibatch] if math.isfinite(total[minibatch]) else None)
+        for minibatch in sorted(total)
+    )
 
 
 def gather_state(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

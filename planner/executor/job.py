@@ -42,10 +42,10 @@ class WorkerReport(Record):
 
 
 class Loss(Record):
-    """Loss of one minibatch, before the update it caused."""
+    """Loss of one minibatch, before the update it caused; None where it is no finite number, which JSON cannot say."""
 
     minibatch: int
-    loss: float
+    loss: float | None
 
 
 class TrainResult(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -28,8 +29,10 @@ def loss_window(losses: tuple[Loss, ...]) -> int:
 def loss_ends(losses: tuple[Loss, ...]) -> tuple[float, float]:
     """Mean loss of the first and of the last minibatches."""
     window = loss_window(losses)
-    first = sum(entry.loss for entry in losses[:window]) / window
-    last = sum(entry.loss for entry in losses[-window:]) / window
+    first, last = (
+        sum(math.nan if entry.loss is None else entry.loss for entry in part) / window
+        for part in (losses[:window], losses[-window:])
+    )
     return first, last
 
 
@@ -72,6 +75,9 @@ def _workers(result: TrainResult) -> str:
 def _loss(result: TrainResult) -> str:
     if result.random_data:
         return "Trained on random batches: the model file has no dataset(), so the loss means nothing."
+    diverged = next((entry.minibatch for entry in result.losses if entry.loss is None), None)
+    if diverged is not None:
+        return f"The loss is no finite number from minibatch {diverged} on: lower the learning rate."
     first, last = loss_ends(result.losses)
     window = loss_window(result.losses)
     return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"
