@@ -14,6 +14,7 @@ from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
 from planner.profile_file import REMEDY, Profile
 from planner.solver.assemble import assemble
+from planner.solver.branches import search_beyond
 from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.infeasible import explain
 from planner.solver.search import Path, Search
@@ -45,7 +46,8 @@ def solve(
 
     Returns:
         A plan on as few GPUs as are needed for its speed. `solver.status` is `optimal` when every legal cut was
-        searched, else `feasible` with a bound.
+        searched, else `feasible` with a bound. Plans for models that can be trained cut along the profile's order; for
+        imported profiles, which cannot, other orders of their branches count as well.
 
     Raises:
         InfeasibleError: when no plan fits the memory, with the smallest change that would.
@@ -61,8 +63,9 @@ def solve(
     path = task.best()
     if path is None:
         raise explain(ledger, cluster, task.fits)
+    task, path, bound_s = task.beyond_the_order(path)
     stages, cost = task.priced(path)
-    bound_s = cost.seconds_per_minibatch if space.complete else min(task.relaxed_s(), cost.seconds_per_minibatch)
+    bound_s = min(bound_s, cost.seconds_per_minibatch)
     if schedule == "1f1b" and cost_model == "resource":
         cost = price_with_depths(ledger, stages, cluster, cost, depth)
     seconds = cost.seconds_per_minibatch
@@ -90,6 +93,28 @@ class _Task:
     def best(self) -> Path | None:
         """The best path on the cluster."""
         return self._search(self.cluster.gpus, self.cluster.memory_bytes).best()
+
+    def beyond_the_order(self, path: Path) -> tuple[_Task, Path, float]:
+        """The best path over all cuts as far as it can be told, the task whose states it has, and a lower bound.
+
+        A stage of a model that is to be trained is a run of consecutive layers, so that for one of those other cuts
+        only bound what is possible.
+        """
+        if self.space.complete:
+            return self, path, path.seconds
+        if self.schedule != "1f1b":
+            return self, path, self.relaxed_s()
+        model = cost_model(self.model, self._link)
+        ledger, cluster = self.space.ledger, self.cluster
+        beyond = search_beyond(ledger, model, cluster.gpus, cluster.memory_bytes, path.seconds)
+        if not beyond.decided:
+            return self, path, self.relaxed_s()
+        if beyond.path is None or beyond.space is None:
+            return self, path, path.seconds
+        if ledger.profile.graph_hash is not None:
+            return self, path, beyond.path.seconds
+        task = _Task(beyond.space, cluster, self.model, self.schedule, self.microbatches)
+        return task, beyond.path, beyond.path.seconds
 
     def fits(self, gpus: int, memory_bytes: int) -> tuple[Sequence[Candidate], Price] | None:
         """Any plan that fits other GPUs of this kind."""

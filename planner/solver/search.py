@@ -26,6 +26,7 @@ from planner.solver.states import StateSpace
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
 _SLACK = 1e-9
+_CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,20 @@ class Search:
 
     def __init__(self, space: StateSpace, model: CostModel, gpus: int, memory_bytes: int | None) -> None:
         self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
+        self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
+        self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
 
-    def best(self) -> Path | None:
+    def best(self, below_s: float | None = None) -> Path | None:
         """The fastest plan; among equally fast ones the one with fewest GPUs, then fewest stages.
 
-        None when nothing fits the memory. Otherwise optimal over the space, up to `RESOLUTION`.
+        Args:
+            below_s: look for plans faster than this only.
+
+        Returns:
+            None when nothing fits the memory, or nothing is that fast. Otherwise optimal over the space, up to
+            `RESOLUTION`.
         """
-        best = self.within(self.any_time_s())
+        best = self.within(self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION))
         if best is None:
             return None
         alone = self._data_parallel()
@@ -69,7 +77,9 @@ class Search:
                 low_s = target_s
             else:
                 best = better
-            strict = not strict and best.seconds - low_s < 1e-2 * best.seconds
+                if best.seconds - low_s < _CLOSE * best.seconds:
+                    self._tighten(target_s)
+            strict = not strict and best.seconds - low_s < _CLOSE * best.seconds
         tidy = self.within(best.seconds * (1 + RESOLUTION))
         assert tidy is not None
         return tidy
@@ -88,7 +98,7 @@ class Search:
         """A plan with the fewest GPUs that meets the target (positive), or None when there are not enough."""
         space, last = self.space, len(self.space) - 1
         before_s = space.compute_s
-        room = np.floor(self.gpus - before_s / target_s + _SLACK).astype(np.int64)  # for what comes after each state
+        room = np.minimum(np.floor(self.gpus - before_s / target_s + _SLACK).astype(np.int64), self._room)
         gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
         stages = np.zeros(last + 1, dtype=np.int64)
         follow = np.zeros(last + 1, dtype=np.int64)
@@ -118,7 +128,30 @@ class Search:
             reached[start] = state
         if gpus[0] > self.gpus:
             return None
+        self._suffix = gpus
         return self._trace(follow, replicas)
+
+    def _tighten(self, target_s: float) -> None:
+        """Bound the GPUs before each state by a walk forward, after a walk back that met the target.
+
+        Faster plans need at least as many GPUs before each state, so the bound holds for all smaller targets, and keeps
+        their walks to the few states that could still be on a plan. Memory is left out, which only loosens it.
+        """
+        prefix = np.where(self._suffix < IMPOSSIBLE, self.gpus + 1, IMPOSSIBLE)
+        prefix[0] = 0
+        useful = np.flatnonzero(self._suffix <= self.gpus)
+        target_s *= 1 + 4 * RESOLUTION  # the last walk asks for a little more than the best time
+        for number, state in enumerate(useful):
+            others = useful[number + 1 :]
+            least = np.maximum(
+                np.ceil((self.space.compute_s[others] - self.space.compute_s[state]) / target_s - _SLACK), 1
+            )
+            others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
+            others = self.space.among_later(int(state), others)
+            if len(others):
+                r = self.model.fewest_replicas(self.space.work(int(state), others), target_s)
+                prefix[others] = np.minimum(prefix[others], prefix[state] + r)
+        self._room = np.minimum(self._room, self.gpus - prefix)
 
     def _suffixes(self, state: int, others: Integers, target_s: float, after: Integers) -> tuple[Integers, Integers]:
         work = self.space.work(state, others)

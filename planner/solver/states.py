@@ -27,6 +27,7 @@ from planner.pricing import Ledger
 _TIMES = ("forward_s", "backward_s", "update_s")
 _FRONTS = ("output_bytes", "gradient_bytes", "outputs", "gradients")
 _BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
+COUNTED = _TIMES + _BYTES  # what adds up over the layers of a stage
 
 
 class StateSpace(ABC):
@@ -106,7 +107,7 @@ class Chain(StateSpace):
         layers = ledger.profile.layers
         groups = uncut_groups(ledger)
         self._ends = np.array([0, *(group[-1] + 1 for group in groups)])
-        sums = {name: np.concatenate(([0.0], np.cumsum(_column(ledger, name))))[self._ends] for name in _TIMES + _BYTES}
+        sums = {name: np.concatenate(([0.0], np.cumsum(column(ledger, name))))[self._ends] for name in COUNTED}
         fronts = np.zeros((len(_FRONTS), len(layers) + 1))
         for value in ledger.traffic:
             live = slice(value.producer + 1, value.users[-1] + 1)  # produced, and some user still to come
@@ -170,7 +171,8 @@ def is_linear(ledger: Ledger, groups: list[tuple[int, ...]]) -> bool:
     return all((number, number + 1) in links for number in range(len(groups) - 1))
 
 
-def _column(ledger: Ledger, name: str) -> Floats:
+def column(ledger: Ledger, name: str) -> Floats:
+    """One quantity of every layer."""
     return np.array([getattr(layer, name) for layer in ledger.profile.layers], dtype=np.float64)
 
 

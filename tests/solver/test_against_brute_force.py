@@ -11,7 +11,8 @@ from planner.cost import SynchronousModel, cost_model, link_of
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Ledger
 from planner.profile_file import Profile
-from planner.solver.brute import brute_force
+from planner.solver.brute import brute_force, downsets
+from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.search import Search
 from planner.solver.states import Chain
 from planner.solver.synchronous import SynchronousSearch
@@ -74,3 +75,43 @@ def test_synchronous_search_finds_what_brute_force_finds(
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", COST_MODELS)
+@settings(max_examples=200, deadline=None)
+@given(
+    profile=profiles(most_layers=4),
+    gpus=st.integers(1, 4),
+    bandwidth=bandwidths,
+    latency=latencies,
+    memory=memories,
+    hint=st.floats(1.0, 2.0),
+)
+def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
+    name: CostModelName,
+    profile: Profile,
+    gpus: int,
+    bandwidth: float,
+    latency: float,
+    memory: int | None,
+    hint: float,
+) -> None:
+    cluster = flat_cluster(gpus, bandwidth, memory, latency)
+    ledger, model = Ledger(profile), cost_model(name, link_of(cluster))
+    words = enumerate_downsets(ledger, 1000)
+    assert words is not None
+    space = Downsets(ledger, words, complete=True)
+    assert {frozenset(space.layers(0, state)) for state in range(len(space))} == set(downsets(ledger))
+    found = Search(space, model, gpus, memory).best()
+    expected = brute_force(ledger, cluster, model=name)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+    assert (found.gpus, len(found.replicas)) == (expected.gpus, len(expected.stages))
+    # Among the cuts worth a look, given a plan that is not quite as good, the best one is still there.
+    known_s = found.seconds * hint
+    again = Search(space.worth(model, gpus, known_s * (1 + 1e-9)), model, gpus, memory).best(known_s * (1 + 1e-9))
+    assert again is not None
+    assert again.seconds == pytest.approx(found.seconds, rel=1e-9)
