@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from planner.errors import PlannerError
@@ -76,6 +76,7 @@ def library_bytes() -> Tensor:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_TEXT_FILES]
     if not files:
         raise PlannerError(
-            "this Python comes without the sources of its standard library", hint="give the model file its own dataset()"
+            "this Python comes without the sources of its standard library",
+            hint="give the model file its own dataset()",
         )
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

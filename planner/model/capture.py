@@ -82,11 +82,7 @@ class _TrainingForward(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         output = self.get_submodule(MODEL)(*args, **kwargs)
-        loss = self._loss(output, target) if self._loss is not None else _own_loss(output)
-        if not isinstance(loss, Tensor):
-            raise CaptureError(
-                f"loss(output, target) returned a {type(loss).__name__}, not a tensor", hint="return the mean loss"
-            )
+        loss = loss_of(output, target, self._loss)
         self.output.leaves, self.output.spec = tree_flatten(output)
         return (loss, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
 
@@ -97,6 +93,20 @@ class _Output:
     def __init__(self) -> None:
         self.leaves: list[Any] = []
         self.spec: TreeSpec = tree_flatten(None)[1]
+
+
+def loss_of(output: Any, target: Any, loss: Loss | None) -> Tensor:
+    """The loss of a model's output, which may bring its own.
+
+    Raises:
+        CaptureError: when there is none, or it is no tensor.
+    """
+    value = loss(output, target) if loss is not None else _own_loss(output)
+    if not isinstance(value, Tensor):
+        raise CaptureError(
+            f"loss(output, target) returned a {type(value).__name__}, not a tensor", hint="return the mean loss"
+        )
+    return value
 
 
 def _own_loss(output: Any) -> Any:

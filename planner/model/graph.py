@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +28,10 @@ class ValueSpec:
     def shape(self, batch_size: int) -> tuple[int, ...]:
         """Shape for a batch of `batch_size` samples."""
         return tuple(evaluate(size, batch_size) for size in self.sizes)
+
+    def size_bytes(self, batch_size: int) -> int:
+        """Bytes for a batch of `batch_size` samples."""
+        return math.prod(self.shape(batch_size)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,18 @@ class LayerGraph:
                 if target != source:
                     edges[ValueEdge(self.layers[source].name, node.name, self.layers[target].name)] = None
         return tuple(sorted(edges, key=lambda edge: self.position[edge.source]))
+
+    @cached_property
+    def loss_path(self) -> frozenset[fx.Node]:
+        """Operations that the loss is computed from."""
+        path: set[fx.Node] = set()
+        pending = [self.loss]
+        while pending:
+            node = pending.pop()
+            if node not in path:
+                path.add(node)
+                pending += node.all_input_nodes
+        return frozenset(path)
 
     def names_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
         """`parameters` and every other name of those that are tied."""

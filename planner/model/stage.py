@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,19 @@ from planner.model.size import evaluate_number, is_symbolic, samples_in
 LOSS = "loss"  # the key under which a stage returns the loss
 
 
+class LayerObserver(Protocol):
+    """Is told when each layer has run."""
+
+    def after_layer(self, index: int, value: Tensor | None) -> None:
+        """Layer `index` of the graph has run; `value` is the last of its results that a gradient returns to."""
+        ...
+
+
+def _notify(observer: LayerObserver | None, index: int, value: Tensor | None) -> None:
+    if observer is not None:
+        observer.after_layer(index, value)
+
+
 class StageModule(nn.Module):
     """Consecutive layers of a model.
 
@@ -31,6 +44,7 @@ class StageModule(nn.Module):
         needs_batch: whether `forward` reads model inputs or targets.
         has_loss: whether `forward` returns the loss.
         layer_names: the layers.
+        observer: told of every layer's end; only in a stage built with `observable`.
     """
 
     _parts: _Parts
@@ -44,6 +58,7 @@ class StageModule(nn.Module):
             self.__dict__[registry] = getattr(parts.weights, registry)
         self._parts = parts
         self._key = RandomKey()
+        self.observer: LayerObserver | None = None
 
     @property
     def received(self) -> tuple[ValueSpec, ...]:
@@ -92,7 +107,8 @@ class StageModule(nn.Module):
         size = parts.batch_size(inputs, values)
         parts.check(inputs, values, size)
         numbers = [evaluate_number(expression, size) for expression in parts.numbers]
-        results = parts.code(parts.weights, self._device(inputs, values), self._key, *inputs, *values, *numbers)
+        context = (self._device(inputs, values), self._key, self.observer)
+        results = parts.code(parts.weights, *context, *inputs, *values, *numbers)
         return dict(zip(parts.results, results, strict=True))
 
     def _device(self, inputs: list[Any], values: list[Tensor]) -> torch.device:
@@ -108,7 +124,7 @@ class _Parts:
 
     layers: tuple[GraphLayer, ...]
     weights: nn.Module
-    code: Callable[..., tuple[Tensor, ...]]  # (weights, device, key, *inputs, *received, *numbers) -> results
+    code: Callable[..., tuple[Tensor, ...]]  # (weights, device, key, observer, *inputs, *received, *numbers)
     batch_spec: Any
     inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
     received: tuple[ValueSpec, ...]
@@ -156,20 +172,23 @@ class _Parts:
         return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
 
 
-def build_stage(graph: LayerGraph, layer_names: Sequence[str], keep: Sequence[str] = ()) -> StageModule:
+def build_stage(
+    graph: LayerGraph, layer_names: Sequence[str], keep: Sequence[str] = (), *, observable: bool = False
+) -> StageModule:
     """The stage of `graph` that computes the layers named.
 
     Args:
         graph: stays usable; stages share its parameters.
         layer_names: consecutive layers.
         keep: further values made here that `forward` returns, for instance the model's outputs.
+        observable: whether the stage tells its `observer` of every layer.
 
     Raises:
         CaptureError: when a layer is unknown, or the layers are not consecutive.
     """
     first, last = _range(graph, layer_names)
     builder = _Builder(graph, first, last)
-    return StageModule(builder.build(keep))
+    return StageModule(builder.build(keep, observable))
 
 
 def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
@@ -196,7 +215,7 @@ class _Builder:
         self._new = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
 
-    def build(self, keep: Sequence[str]) -> _Parts:
+    def build(self, keep: Sequence[str], observable: bool) -> _Parts:
         graph = self._graph
         used = dict.fromkeys(
             source for layer in self._layers for node in layer.nodes for source in node.all_input_nodes
@@ -213,6 +232,8 @@ class _Builder:
                 self._new.call_function(reseed, (self._key, self._device, index))
             for node in layer.nodes:
                 self._copy(node)
+            if observable:
+                self._new.call_function(_notify, (self._observer, index, self._last_on_gradient_path(layer)))
         has_loss = graph.loss in self._copies
         results = [*sent, graph.loss] if has_loss else sent
         self._new.output(tuple(self._copies[node] for node in results))
@@ -233,6 +254,7 @@ class _Builder:
     def _declare(self, inputs: list[fx.Node], received: list[fx.Node]) -> None:
         self._device = self._new.placeholder("device")
         self._key = self._new.placeholder("random_key")
+        self._observer = self._new.placeholder("observer")
         for node in (*inputs, *received):
             self._copies[node] = self._new.placeholder(node.name)
 
@@ -256,6 +278,13 @@ class _Builder:
             lambda leaf: self._device if isinstance(leaf, torch.device) else leaf, (copy.args, copy.kwargs)
         )
         self._copies[node] = copy
+
+    def _last_on_gradient_path(self, layer: GraphLayer) -> fx.Node | None:
+        for node in reversed(layer.nodes):
+            spec = self._graph.specs.get(node)
+            if spec is not None and spec.requires_grad and node in self._graph.loss_path:
+                return self._copies[node]
+        return None
 
     def _attribute(self, node: fx.Node) -> str:
         names = self._graph.names

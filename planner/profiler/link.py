@@ -1,0 +1,126 @@
+"""The speed of the link between two processes on this machine, as the executor uses it: point to point over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import WorkerError
+
+DEFAULT_MESSAGE_BYTES = 4_000_000
+DEFAULT_TIMEOUT_S = 60.0
+_LATENCY_ROUNDS = 200
+_BANDWIDTH_SECONDS = 1.0
+_RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Of one direction while the other carries as much.
+
+    Attributes:
+        bandwidth_bytes_per_s: from long messages, latency taken out.
+        latency_s: half the round trip of a short message.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+def measure_link(
+    *, message_bytes: int = DEFAULT_MESSAGE_BYTES, interface: str = "lo", timeout_s: float = DEFAULT_TIMEOUT_S
+) -> LinkSpeed:
+    """Measure between two processes on this machine; takes a few seconds.
+
+    Args:
+        message_bytes: length of the long messages.
+        interface: network interface, unless GLOO_SOCKET_IFNAME names one.
+        timeout_s: for everything; both processes have ended when this function returns or raises.
+
+    Raises:
+        WorkerError: when a process fails or does not end in time.
+    """
+    environment = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"} | dict(os.environ)
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory(prefix="plan-link-") as folder:
+        # Processes of their own, not forks: a caller that has used PyTorch's threads cannot fork safely.
+        command = [sys.executable, "-m", __name__, folder, str(message_bytes), str(timeout_s)]
+        workers = [
+            subprocess.Popen(
+                [*command, str(rank)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(2)
+        ]
+        try:
+            for rank, worker in enumerate(workers):
+                _, error = worker.communicate(timeout=max(0.0, deadline - time.monotonic()))
+                if worker.returncode:
+                    reason = (error.strip().splitlines() or [f"exit code {worker.returncode}"])[-1]
+                    raise WorkerError(
+                        f"the link cannot be measured, process {rank} failed: {reason}",
+                        hint="name the network interface in GLOO_SOCKET_IFNAME",
+                    )
+        except subprocess.TimeoutExpired:
+            raise WorkerError(
+                f"the link was not measured within {timeout_s:g} s",
+                hint="is the network interface in GLOO_SOCKET_IFNAME up?",
+            ) from None
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        return LinkSpeed(**json.loads((Path(folder) / _RESULT).read_text(encoding="utf-8")))
+
+
+def _worker(folder: Path, message_bytes: int, timeout_s: float, rank: int) -> None:
+    torch.set_num_threads(1)
+    store = (folder / "store").as_uri()
+    dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
+    try:
+        speed = _measure(rank, message_bytes)
+        if rank == 0:
+            (folder / _RESULT).write_text(json.dumps(asdict(speed)), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(rank: int, message_bytes: int) -> LinkSpeed:
+    # Each direction has a group of its own, as in the executor.
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    latency_s = _median_round(rank, 64, groups, rounds=_LATENCY_ROUNDS)
+    once_s = _median_round(rank, message_bytes, groups, rounds=5)
+    rounds = torch.tensor([max(5, int(_BANDWIDTH_SECONDS / once_s))])
+    dist.broadcast(rounds, src=0)
+    long_s = _median_round(rank, message_bytes, groups, rounds=int(rounds))
+    return LinkSpeed(message_bytes / max(long_s - latency_s, 1e-9), latency_s)
+
+
+def _median_round(rank: int, size: int, groups: list[dist.ProcessGroup | None], rounds: int) -> float:
+    """Median seconds to exchange messages of `size` bytes, both ways at once."""
+    outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    times = []
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        receive = dist.irecv(incoming, src=1 - rank, group=groups[1 - rank])
+        send = dist.isend(outgoing, dst=1 - rank, group=groups[rank])
+        for work in (receive, send):
+            assert work is not None
+            work.wait()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+if __name__ == "__main__":
+    _worker(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

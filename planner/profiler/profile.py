@@ -1,0 +1,215 @@
+"""Model file + device -> Profile."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+
+import planner
+from planner.errors import InputError
+from planner.model.batch import Batch
+from planner.model.capture import capture
+from planner.model.file import ModelFile
+from planner.model.graph import GraphLayer, LayerGraph
+from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value, WholeStep
+from planner.profiler.measure import Effort, Measurement, Progress, StepTimes, measure
+
+DEFAULT_SECONDS = 20.0
+DEFAULT_REPEATS = 50
+LEAST_REPEATS = 3
+WARMUP_CPU, WARMUP_CUDA = 2, 10
+
+
+def profile_model(
+    model_file: ModelFile,
+    batch_size: int,
+    *,
+    device: str = "cpu",
+    threads: int = 1,
+    seconds: float = DEFAULT_SECONDS,
+    repeats: int = DEFAULT_REPEATS,
+    warmup: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure what each layer of a model costs in training.
+
+    Times are medians over whole training steps with marks between the layers; in between, the model is run as
+    the user wrote it, for `whole_step`. Weights are not trained: the optimizer steps with a learning rate of zero.
+
+    Args:
+        model_file: the model, its loss and its optimizer.
+        batch_size: samples of the (micro)batch to measure with.
+        device: "cpu", "cuda" or "cuda:N".
+        threads: intra-op threads on a CPU: the cores that one worker will have.
+        seconds: time to measure for, warm-up and capture not counted; at least three steps are measured.
+        repeats: at most so many steps.
+        warmup: steps that do not count; 2 on a CPU, 10 on a GPU.
+        seed: of the weights and the example batch.
+        progress: told the phase and how much of it is done, 0 to 1.
+
+    Raises:
+        ModelFileError, CaptureError: when the model file or the model cannot be used.
+        InputError: when there is no such device, or a number makes no sense.
+    """
+    for name, number in (("batch size", batch_size), ("threads", threads), ("repeats", repeats)):
+        if number < 1:
+            raise InputError(f"{name} {number} is less than 1", hint="give a positive whole number")
+    target = _device(device)
+    report = progress or (lambda _phase, _fraction: None)
+    if warmup is None:
+        warmup = WARMUP_CUDA if target.type == "cuda" else WARMUP_CPU
+    with _threads(threads), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        report("capturing", 0.0)
+        batch = model_file.example_batch(batch_size)
+        graph = capture(model_file.build_model(), batch, model_file.loss if model_file.has_loss else None)
+        effort = Effort(seconds, repeats, min(LEAST_REPEATS, repeats), warmup)
+        measured = measure(graph, model_file, batch, target, effort, report)
+    return _profile(model_file, graph, batch, measured, _describe(target, threads))
+
+
+def _profile(model_file: ModelFile, graph: LayerGraph, batch: Batch, measured: Measurement, device: Device) -> Profile:
+    whole = WholeStep(
+        forward_s=median(measured.whole.forward_s),
+        backward_s=median(measured.whole.backward_s),
+        update_s=median(measured.whole.update_s),
+    )
+    alone_s = sum(update.seconds for update in measured.updates)
+    # Stepping layer by layer pays the optimizer's overhead per layer; a stage pays it once.
+    share = whole.update_s / alone_s if alone_s else 0.0
+    held = _Held(graph, batch.size)
+    layers = tuple(
+        held.layer(layer, times, update.seconds * share, update.state_bytes, saved)
+        for layer, times, update, saved in zip(
+            graph.layers, measured.layers, measured.updates, measured.saved_bytes, strict=True
+        )
+    )
+    return Profile(
+        model=model_file.name,
+        graph_hash=graph.hash,
+        device=device,
+        dtype=_dtype(graph),
+        microbatch_size=batch.size,
+        layers=layers,
+        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in held.parameters),
+        whole_step=whole,
+        provenance=Provenance(
+            tool=f"planner {planner.__version__}",
+            torch=torch.__version__,
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            repeats=len(measured.whole.forward_s),
+            source="measured",
+        ),
+    )
+
+
+class _Held:
+    """Bytes of layers; what is tied counts in the first layer that uses it."""
+
+    def __init__(self, graph: LayerGraph, batch_size: int) -> None:
+        self._graph = graph
+        self._batch_size = batch_size
+        self.parameters = dict(graph.model.named_parameters())
+        self._buffers = dict(graph.model.named_buffers())
+        self._counted: set[str] = set()
+
+    def layer(
+        self, layer: GraphLayer, times: StepTimes, update_s: float, optimizer_bytes: int, saved_bytes: int
+    ) -> Layer:
+        weights = [self.parameters[name] for name in self._new(layer.parameters)]
+        buffers = [self._buffers[name] for name in self._new(layer.buffers)]
+        return Layer(
+            name=layer.name,
+            op=layer.op,
+            forward_s=median(times.forward_s),
+            backward_s=median(times.backward_s),
+            update_s=update_s,
+            forward_spread_s=_interquartile_range(times.forward_s),
+            backward_spread_s=_interquartile_range(times.backward_s),
+            outputs=self._outputs(layer),
+            weight_bytes=sum(weight.nbytes for weight in weights),
+            gradient_bytes=sum(weight.nbytes for weight in weights if weight.requires_grad),
+            optimizer_bytes=optimizer_bytes,
+            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+            saved_bytes=saved_bytes,
+            parameters=layer.parameters,
+        )
+
+    def _new(self, names: tuple[str, ...]) -> list[str]:
+        new = [name for name in names if name not in self._counted]
+        self._counted.update(new)
+        return new
+
+    def _outputs(self, layer: GraphLayer) -> tuple[Value, ...]:
+        specs = [self._graph.values[node.name] for node in layer.nodes if node.name in self._graph.values]
+        sizes = [(spec, spec.size_bytes(self._batch_size)) for spec in specs]
+        return tuple(
+            Value(name=spec.name, output_bytes=size, gradient_bytes=size if spec.requires_grad else 0)
+            for spec, size in sizes
+        )
+
+
+def _interquartile_range(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+def _dtype(graph: LayerGraph) -> str | None:
+    """The dtype that most weights have."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in graph.model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"'{name}' is not a device", hint="give cpu, cuda or cuda:0") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device '{name}' is neither a CPU nor a CUDA GPU", hint="give cpu, cuda or cuda:0")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"there is no device '{name}': PyTorch sees {torch.cuda.device_count()} GPUs",
+            hint="give --device cpu, or install PyTorch with CUDA on a machine with a GPU",
+        )
+    return device
+
+
+def _describe(device: torch.device, threads: int) -> Device:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(kind="cpu", name=_cpu_name(), threads=threads, memory_bytes=memory_bytes)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
