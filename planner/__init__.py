@@ -3,7 +3,7 @@
 The verbs of the command line as functions:
 
     import planner
-    profile = planner.load_profile("profile.json")
+    profile = planner.profile(planner.load_model_file("model.py"), batch_size=32)
     plan = planner.solve(profile, planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9))
     planner.save_plan(plan, "plan.json")
 
@@ -20,9 +20,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
+    from planner.model.file import load_model_file
     from planner.pipedream import read_profile as load_profile
     from planner.plan_file import Plan, load_plan, save_plan
     from planner.profile_file import Profile, save_profile
+    from planner.profiler import profile_model as profile
     from planner.solver import solve
 
 _HOMES = {
@@ -34,8 +36,10 @@ _HOMES = {
     "Profile": ("planner.profile_file", "Profile"),
     "WorkerError": ("planner.errors", "WorkerError"),
     "flat_cluster": ("planner.cluster", "flat_cluster"),
+    "load_model_file": ("planner.model.file", "load_model_file"),
     "load_plan": ("planner.plan_file", "load_plan"),
     "load_profile": ("planner.pipedream", "read_profile"),
+    "profile": ("planner.profiler", "profile_model"),
     "save_plan": ("planner.plan_file", "save_plan"),
     "save_profile": ("planner.profile_file", "save_profile"),
     "solve": ("planner.solver", "solve"),
@@ -50,8 +54,10 @@ __all__ = [
     "Profile",
     "WorkerError",
     "flat_cluster",
+    "load_model_file",
     "load_plan",
     "load_profile",
+    "profile",
     "save_plan",
     "save_profile",
     "solve",

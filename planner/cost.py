@@ -203,10 +203,12 @@ class ResourceModel(CostModel):
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         ring_s = 2 * work.trainable_bytes / bandwidth
-        busier_bytes = np.maximum(work.received_bytes, work.sent_bytes)
-        busier_messages = np.maximum(work.received_messages, work.sent_messages)
+        busier_s = np.maximum(
+            work.received_bytes / bandwidth + work.received_messages * latency,
+            work.sent_bytes / bandwidth + work.sent_messages * latency,
+        )
         # T·r² - (x + 2W/B)·r + 2W/B >= 0, whose left side grows from r = 2 on.
-        link = larger_root(target_s, busier_bytes / bandwidth + busier_messages * latency + ring_s, ring_s)
+        link = larger_root(target_s, busier_s + ring_s, ring_s)
         simple = np.maximum(work.compute_s / target_s, link)
         # (F + U + AR) / r <= T, with AR's latency 2(r-1)a: (T - 2a)·r² - (F + U + 2W/B - 2a)·r + 2W/B >= 0.
         # Below 2a the parabola opens downwards: fewer replicas are better, so `simple` is the only candidate.

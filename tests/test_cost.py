@@ -78,7 +78,9 @@ def test_synchronous_models() -> None:
     # Three replicas take 3, 2 and 2 microbatches; the all-reduce of 10 s hides behind 4 s of backward.
     assert gpipe.resources_s(EXAMPLE, 3)["compute"][0] == pytest.approx(2 * 6 + (10 - 4) + 1)
     assert gpipe.resources_s(EXAMPLE, 3)["receive"][0] == pytest.approx(2 * 4 + (10 - 4) + 1)
-    assert list(gpipe.in_flight(np.array([1, 3, 7]))) == [7, 3, 1]
+    assert list(gpipe.in_flight(np.array([1, 3, 7]), 0)) == [7, 3, 1]
+    flush = SynchronousModel(Link(10.0, 0.5), "1f1b-flush", 7)
+    assert list(flush.in_flight(np.array([1, 3, 7]), 4)) == [5, 3, 1]  # as 1f1b, but no more than there are
     naive = SynchronousModel(Link(10.0, 0.5), "naive", 1)
     assert naive.sum_s(EXAMPLE)[0] == pytest.approx(2 + 4 + 1 + 2.5 + 0.75)
     assert naive.max_s(EXAMPLE, 1) == 0

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from planner import __version__
-from planner.cli import quickstart, show, solve, train
+from planner.cli import profile, quickstart, show, solve, train
 from planner.errors import InputError, PlannerError
 
-VERBS = (solve, show, train, quickstart)
+VERBS = (profile, solve, show, train, quickstart)
 
 DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over

@@ -87,7 +87,8 @@ def _prediction(plan: Plan) -> str:
     predicted, solver = plan.predicted, plan.solver
     seconds = f"{format_seconds(predicted.seconds_per_minibatch)} per minibatch"
     if predicted.samples_per_s is not None:
-        seconds = f"{predicted.samples_per_s:.4g} samples/s, {seconds}"
+        rate = predicted.samples_per_s
+        seconds = f"{rate:,.0f} samples/s, {seconds}" if rate >= 1000 else f"{rate:.4g} samples/s, {seconds}"
     place = _RESOURCES[predicted.bottleneck.resource].format(stage=predicted.bottleneck.stage)
     lines = [
         ("predicted", seconds),

@@ -6,7 +6,8 @@ the answers that trade sum against maximum, until the sum alone is no better tha
 answer.
 
 Under 1f1b-flush a stage holds the more the more GPUs follow it. Where memory is limited, a stage on r replicas
-therefore allows only so many GPUs after it, and more replicas may allow more: all counts are tried, not just the fewest.
+therefore allows only so many GPUs after it, and more replicas may allow more: all counts are tried, not only the
+fewest.
 """
 
 from __future__ import annotations

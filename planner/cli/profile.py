@@ -1,0 +1,81 @@
+"""`plan profile`: model file on this device -> profile."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+DESCRIPTION = """\
+Measure what each layer of the model costs in training on this device: forward, backward and update time, bytes of
+outputs and weights. The other verbs work from the profile that this writes, here or on another machine.
+
+    plan profile model.py --batch-size 32
+"""
+DEFAULT_BATCH_SIZE = 32
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure what each layer of a model costs on this device",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=DEFAULT_BATCH_SIZE,
+        metavar="N",
+        help="samples per minibatch, or per microbatch where a schedule divides minibatches (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, save, and print the profile."""
+    from planner.model.file import load_model_file
+    from planner.profile_file import save_profile
+    from planner.profiler import profile_model
+    from planner.report.profile import profile_report
+
+    progress = _ProgressLine() if sys.stderr.isatty() else None
+    try:
+        profile = profile_model(
+            load_model_file(args.model), args.batch_size, device=args.device, threads=args.threads, progress=progress
+        )
+    finally:
+        if progress is not None:
+            progress.end()
+    save_profile(profile, args.output)
+    print(profile.model_dump_json(indent=1) if args.json else profile_report(profile))
+    print(f"written to {args.output}", file=sys.stderr)
+    return 0
+
+
+class _ProgressLine:
+    """One line on stderr, rewritten: the phase and how much of it is done."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def __call__(self, phase: str, done: float) -> None:
+        line = f"{phase} {done:.0%}"
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def end(self) -> None:
+        """Clear the line."""
+        sys.stderr.write("\r" + " " * self._width + "\r")
+        sys.stderr.flush()

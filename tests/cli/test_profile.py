@@ -1,0 +1,64 @@
+"""`plan profile` from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import planner
+from tests.cli.test_main import plan
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def example_batch(batch_size):
+    return (torch.randn(batch_size, 8),), torch.randint(0, 4, (batch_size,))
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def test_a_profile_is_made_shown_and_solved(folder: Path) -> None:
+    made = plan("profile", "model.py", "--batch-size", "4", "--json", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    assert made.stderr == "written to profile.json\n"  # no progress where nobody watches
+    content = json.loads(made.stdout)
+    assert content["microbatch_size"] == 4
+    assert [layer["op"] for layer in content["layers"][:3]] == ["Linear", "ReLU", "Linear"]
+    assert planner.load_profile(folder / "profile.json").digest
+    assert "sum of layers" in plan("show", "profile.json", cwd=folder).stdout
+    solved = plan("solve", "--gpus", "2", "--bandwidth", "10Gbps", "--json", cwd=folder)
+    assert json.loads(solved.stdout)["graph_hash"] == content["graph_hash"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("none.py",), "there is no model file 'none.py'"),
+        (("model.py:other",), "other"),
+        (("model.py", "--batch-size", "0"), "batch size 0"),
+        (("model.py", "--device", "tpu"), "'tpu' is not a device"),
+    ],
+)
+def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    done = plan("profile", *arguments, cwd=folder)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "profile.json").exists()
