@@ -32,15 +32,39 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Link:
-    """What one device sends while it receives as much."""
+    """What one device sends while it receives as much, by itself and in an all-reduce.
+
+    `overlap`: whether it does so while it computes.
+    """
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
+    all_reduce_bandwidth_bytes_per_s: float | None = None  # where it differs
+    overlap: bool = True
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Bandwidth within an all-reduce."""
+        return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
+
+    def handling_s(self, moved_bytes: ArrayLike) -> Floats:
+        """Seconds of the processor for messages of so many bytes, received and sent; none where they overlap.
+
+        The bandwidth is of both directions at once, so a byte takes half of its time.
+        """
+        cost = 0.0 if self.overlap else 0.5 / self.bandwidth_bytes_per_s
+        return np.asarray(np.asarray(moved_bytes, dtype=np.float64) * cost)
 
 
 def link_of(cluster: Cluster) -> Link:
     """The slowest link of the cluster, which prices every transfer."""
-    return Link(cluster.slowest_bandwidth_bytes_per_s, max(level.latency_s for level in cluster.levels))
+    reduces = [level.all_reduce_bandwidth_bytes_per_s for level in cluster.levels]
+    return Link(
+        cluster.slowest_bandwidth_bytes_per_s,
+        max(level.latency_s for level in cluster.levels),
+        min((bandwidth for bandwidth in reduces if bandwidth is not None), default=None),
+        cluster.overlap,
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +152,7 @@ def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Lin
     """
     size, r = np.asarray(trainable_bytes, dtype=np.float64), np.asarray(replicas, dtype=np.float64)
     steps = np.where(size > 0, 2 * (r - 1), 0.0)
-    return np.asarray(steps / r * size / link.bandwidth_bytes_per_s + steps * link.latency_s)
+    return np.asarray(steps / r * size / link.ring_bytes_per_s + steps * link.latency_s)
 
 
 class CostModel(ABC):
@@ -184,6 +208,9 @@ class ResourceModel(CostModel):
         compute        (F + U + max(Bw, AR)) / r,  AR = ring all-reduce, overlapped with the replica's own backward
         link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
 
+    Where the processors themselves move the messages, nothing overlaps, and the processor's time is
+    (F + U + Bw + AR + bytes received and sent / 2B) / r.
+
     A value that several later stages use travels along them, so each crosses every link at most once.
     """
 
@@ -193,27 +220,35 @@ class ResourceModel(CostModel):
         r = np.asarray(replicas, dtype=np.float64)
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
-        ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / bandwidth
+        ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / self.link.ring_bytes_per_s
+        hidden_s = np.minimum(work.backward_s, reduce_s) if self.link.overlap else 0.0
         return {
-            "compute": (work.forward_s + work.update_s + np.maximum(work.backward_s, reduce_s)) / r,
+            "compute": (self._processor_s(work) + work.backward_s + reduce_s - hidden_s) / r,
             "receive": (work.received_bytes / bandwidth + work.received_messages * latency) / r + ring_s,
             "send": (work.sent_bytes / bandwidth + work.sent_messages * latency) / r + ring_s,
         }
 
+    def _processor_s(self, work: Work) -> Floats:
+        """What no all-reduce hides behind."""
+        return work.forward_s + work.update_s + self.link.handling_s(work.received_bytes + work.sent_bytes)
+
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
-        ring_s = 2 * work.trainable_bytes / bandwidth
+        ring_s = 2 * work.trainable_bytes / self.link.ring_bytes_per_s
         busier_s = np.maximum(
             work.received_bytes / bandwidth + work.received_messages * latency,
             work.sent_bytes / bandwidth + work.sent_messages * latency,
         )
         # T·r² - (x + 2W/B)·r + 2W/B >= 0, whose left side grows from r = 2 on.
         link = larger_root(target_s, busier_s + ring_s, ring_s)
-        simple = np.maximum(work.compute_s / target_s, link)
+        base_s = self._processor_s(work)
+        simple = np.maximum((base_s + work.backward_s) / target_s, link)
         # (F + U + AR) / r <= T, with AR's latency 2(r-1)a: (T - 2a)·r² - (F + U + 2W/B - 2a)·r + 2W/B >= 0.
+        # Without overlap the backward stands beside F + U.
         # Below 2a the parabola opens downwards: fewer replicas are better, so `simple` is the only candidate.
         steps_s = np.where(work.trainable_bytes > 0, 2 * latency, 0.0)
-        reduce = larger_root(target_s - steps_s, work.forward_s + work.update_s + ring_s - steps_s, ring_s)
+        exposed_s = base_s if self.link.overlap else base_s + work.backward_s
+        reduce = larger_root(target_s - steps_s, exposed_s + ring_s - steps_s, ring_s)
         return [simple, np.maximum(simple, reduce)]
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
@@ -323,10 +358,11 @@ class SynchronousModel:
             return {"compute": 0.0 * r * work.forward_s}
         more = np.ceil(self.microbatches / r) - 1
         reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
-        end_s = np.maximum(reduce_s - work.backward_s, 0.0) + work.update_s
+        end_s = (np.maximum(reduce_s - work.backward_s, 0.0) if self.link.overlap else reduce_s) + work.update_s
+        handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         return {
-            "compute": more * (work.forward_s + work.backward_s) + end_s,
+            "compute": more * (work.forward_s + work.backward_s + handling_s) + end_s,
             "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
             "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
         }

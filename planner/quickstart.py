@@ -32,7 +32,12 @@ class QuickstartResult(Record):
 
 def default_workers() -> int:
     """Cores that this process may use, up to `MOST_WORKERS`."""
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    return min(MOST_WORKERS, available_cores())
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def quickstart(
@@ -62,7 +67,15 @@ def quickstart(
     link = measure_link()
     # The workers share this machine's memory.
     memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // workers
-    cluster = flat_cluster(workers, link.bandwidth_bytes_per_s, memory_bytes, link.latency_s)
+    cluster = flat_cluster(
+        workers,
+        link.bandwidth_bytes_per_s,
+        memory_bytes,
+        link.latency_s,
+        all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
+        # gloo's threads need cores too, and take the workers' where there are no others.
+        overlap=available_cores() >= 2 * workers,
+    )
     plan = solve(profile, cluster)
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")

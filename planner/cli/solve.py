@@ -47,6 +47,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SIZE",
         help="of each GPU: 16GB (10^9) or 16GiB (2^30) (default: that of the profiled GPU; no limit for a CPU)",
     )
+    cluster.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="messages do not travel while devices compute: for CPU workers that use every core of their host",
+    )
     parser.add_argument(
         "--profile",
         type=Path,
@@ -97,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
     from planner.solver import solve
 
     profile = read_profile(args.profile)
-    cluster = flat_cluster(args.gpus, args.bandwidth, _memory(args.memory, profile), args.latency)
+    cluster = flat_cluster(
+        args.gpus, args.bandwidth, _memory(args.memory, profile), args.latency, overlap=not args.no_overlap
+    )
     plan = solve(
         profile,
         cluster,

@@ -62,7 +62,7 @@ def _train(
         torch.manual_seed(job.seed * 1_000_003 + minibatch)
         batch = data.batch(Unit(minibatch)).to(device)
         loss = model_file.loss(ddp(*batch.args, **batch.kwargs), batch.target)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         log.losses.append((minibatch, float(loss.detach())))

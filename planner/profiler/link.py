@@ -22,6 +22,8 @@ DEFAULT_MESSAGE_BYTES = 4_000_000
 DEFAULT_TIMEOUT_S = 60.0
 _LATENCY_ROUNDS = 200
 _BANDWIDTH_SECONDS = 1.0
+_ALL_REDUCES = 10
+BUCKET_BYTES = 25_000_000  # as the executor's buckets
 _RESULT = "result.json"
 
 
@@ -32,10 +34,12 @@ class LinkSpeed:
     Attributes:
         bandwidth_bytes_per_s: from long messages, latency taken out.
         latency_s: half the round trip of a short message.
+        all_reduce_bandwidth_bytes_per_s: bytes that each process sends in an all-reduce, per second.
     """
 
     bandwidth_bytes_per_s: float
     latency_s: float
+    all_reduce_bandwidth_bytes_per_s: float
 
 
 def measure_link(
@@ -103,7 +107,19 @@ def _measure(rank: int, message_bytes: int) -> LinkSpeed:
     rounds = torch.tensor([max(5, int(_BANDWIDTH_SECONDS / once_s))])
     dist.broadcast(rounds, src=0)
     long_s = _median_round(rank, message_bytes, groups, rounds=int(rounds))
-    return LinkSpeed(message_bytes / max(long_s - latency_s, 1e-9), latency_s)
+    return LinkSpeed(message_bytes / max(long_s - latency_s, 1e-9), latency_s, _all_reduce_bytes_per_s())
+
+
+def _all_reduce_bytes_per_s() -> float:
+    """With two processes a ring moves each bucket's bytes once: 2(r-1)/r = 1."""
+    bucket = torch.ones(BUCKET_BYTES // 4)
+    times = []
+    for _ in range(_ALL_REDUCES):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(bucket)
+        times.append(time.perf_counter() - start)
+    return BUCKET_BYTES / median(times)
 
 
 def _median_round(rank: int, size: int, groups: list[dist.ProcessGroup | None], rounds: int) -> float:

@@ -110,15 +110,13 @@ class _Task:
             return self, path, self.relaxed_s()
         model = cost_model(self.model, self._link)
         ledger, cluster = self.space.ledger, self.cluster
-        beyond = search_beyond(ledger, model, cluster.gpus, cluster.memory_bytes, path.seconds)
-        if not beyond.decided:
-            return self, path, self.relaxed_s()
-        if beyond.path is None or beyond.space is None:
-            return self, path, path.seconds
-        if ledger.profile.graph_hash is not None:
-            return self, path, beyond.path.seconds
+        beyond = search_beyond(ledger, model, cluster.gpus, cluster.memory_bytes, self.space, path)
+        fastest = beyond.path or path
+        bound_s = fastest.seconds if beyond.decided else self.relaxed_s()
+        if beyond.path is None or beyond.space is None or ledger.profile.graph_hash is not None:
+            return self, path, bound_s
         task = _Task(beyond.space, cluster, self.model, self.schedule, self.microbatches)
-        return task, beyond.path, beyond.path.seconds
+        return task, beyond.path, bound_s
 
     def fits(self, gpus: int, memory_bytes: int) -> tuple[Sequence[Candidate], Price] | None:
         """Any plan that fits other GPUs of this kind."""
@@ -137,7 +135,13 @@ class _Task:
             for i, j, r in zip(path.states, path.states[1:], path.replicas, strict=False)
         ]
         # Memory was the search's business; the number of GPUs may be a supposed one.
-        cluster = flat_cluster(path.gpus, self._link.bandwidth_bytes_per_s, latency_s=self._link.latency_s)
+        cluster = flat_cluster(
+            path.gpus,
+            self._link.bandwidth_bytes_per_s,
+            latency_s=self._link.latency_s,
+            all_reduce_bandwidth_bytes_per_s=self._link.all_reduce_bandwidth_bytes_per_s,
+            overlap=self._link.overlap,
+        )
         return stages, price(
             self.space.ledger,
             stages,

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cluster import Cluster
-from planner.cost import link_of, ring_all_reduce_s
+from planner.cost import Link, link_of, ring_all_reduce_s
+from planner.plan_file import Transfer
 from planner.pricing import Candidate, Ledger, Price, stage_memory
 from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
 from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
@@ -85,13 +86,13 @@ def price_with_depths(
 
 def _pipeline_times(ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price) -> PipelineTimes:
     link = link_of(cluster)
-    works = [ledger.work(stage) for stage in stages]
+    moved = transfers(ledger, stages)
     wires = {
         (t.source, t.target): TransferTimes(
             t.output_bytes / link.bandwidth_bytes_per_s + link.latency_s,
             t.gradient_bytes / link.bandwidth_bytes_per_s + link.latency_s if t.gradient_bytes else None,
         )
-        for t in transfers(ledger, stages)
+        for t in moved
     }
     deepest = tuple(
         UNLIMITED
@@ -101,18 +102,24 @@ def _pipeline_times(ledger: Ledger, stages: Sequence[Candidate], cluster: Cluste
     )
     return PipelineTimes(
         replicas=tuple(stage.replicas for stage in stages),
-        stages=tuple(
-            StageTimes(
-                float(work.forward_s),
-                float(work.backward_s),
-                float(work.update_s),
-                float(ring_all_reduce_s(work.trainable_bytes, stage.replicas, link)),
-            )
-            for work, stage in zip(works, stages, strict=True)
-        ),
+        stages=tuple(_stage_times(ledger, stage, index, moved, link) for index, stage in enumerate(stages)),
         transfers=wires,
         busiest_s=price.bottleneck.busy_s,
         deepest=deepest,
+    )
+
+
+def _stage_times(ledger: Ledger, stage: Candidate, index: int, moved: Sequence[Transfer], link: Link) -> StageTimes:
+    work = ledger.work(stage)
+    own = [t for t in moved if index in (t.source, t.target)]
+    # Handling the messages is the processor's work where it does not overlap.
+    backward_s = float(work.backward_s + link.handling_s(sum(t.gradient_bytes for t in own)))
+    all_reduce_s = float(ring_all_reduce_s(work.trainable_bytes, stage.replicas, link))
+    return StageTimes(
+        forward_s=float(work.forward_s + link.handling_s(sum(t.output_bytes for t in own))),
+        backward_s=backward_s,
+        update_s=float(work.update_s),
+        all_reduce_s=all_reduce_s if link.overlap or not all_reduce_s else backward_s + all_reduce_s,
     )
 
 

@@ -18,6 +18,7 @@ from planner.pricing import Ledger, Traffic
 from planner.solver.states import COUNTED, StateSpace, column, uncut_groups, value_weights
 
 _WORD = 64
+_BLOCK = 16_384
 _SLACK = 1e-9
 Words = NDArray[np.uint64]
 
@@ -30,18 +31,22 @@ class Downsets(StateSpace):
         words: a downset per row, as a bit set of layer positions.
         complete: whether no downset that matters is missing.
         """
-        member = to_bits(words, len(ledger.profile.layers))
+        count = len(ledger.profile.layers)
+        bits = to_bits(words, count)
         # By size, so that every downset stands after those it contains; then by content, for repeatable answers.
-        order = np.lexsort((*words.T, member.sum(axis=1)))
-        self._words, self._member = words[order], member[order]
-        sums = {name: self._member @ column(ledger, name) for name in COUNTED}
+        order = np.lexsort((*words.T, bits.sum(axis=1)))
+        self._words = words[order]
+        self._columns = np.ascontiguousarray(bits[order].T)  # a row of zeros and ones per layer
+        quantities = np.stack([column(ledger, name) for name in COUNTED])
+        sums = dict(zip(COUNTED, self._weighted(quantities), strict=True))
         fronts = np.zeros((4, len(words)))
         for value in ledger.traffic:
-            fronts += value_weights(value.output_bytes, value.gradient_bytes)[:, None] * self._live(value)
+            weights = value_weights(value.output_bytes, value.gradient_bytes)
+            fronts[:, self._live(value)] += weights[:, None]
         super().__init__(ledger, sums, fronts)
         self.complete = complete
         self._producers = [value.producer for value in ledger.traffic]
-        self._users = to_words([value.users for value in ledger.traffic], len(ledger.profile.layers))
+        self._users = to_words([value.users for value in ledger.traffic], count)
         self._size = [float(value.output_bytes + value.gradient_bytes) for value in ledger.traffic]
         self._messages = [1.0 + (value.gradient_bytes > 0) for value in ledger.traffic]
 
@@ -57,7 +62,7 @@ class Downsets(StateSpace):
         """Live values none of whose users stands between the state and the others."""
         size, messages = np.zeros((2, len(others)))
         own = self._words[state]
-        needed = ((own & self._users) != self._users).any(axis=1) & (self._member[state, self._producers] > 0)
+        needed = ((own & self._users) != self._users).any(axis=1) & (self._columns[self._producers, state] > 0)
         for number in np.flatnonzero(needed):
             users = self._users[number]
             untouched = np.ones(len(others), dtype=bool)
@@ -69,22 +74,49 @@ class Downsets(StateSpace):
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """By their bits."""
-        return tuple(int(index) for index in np.flatnonzero(self._member[other] > self._member[state]))
+        return tuple(int(index) for index in np.flatnonzero(self._columns[:, other] > self._columns[:, state]))
 
-    def worth(self, model: CostModel, gpus: int, target_s: float) -> Downsets:
-        """Those that a plan for `gpus` within the target may cut at."""
+    def worth(self, model: CostModel, gpus: int, target_s: float) -> Integers:
+        """The states at which a plan for `gpus` within the target may cut."""
         before_s = self.compute_s
         before, after = model.fewest_around_cut(self._outputs, self._gradients, target_s)
         before = np.maximum(before, np.ceil(before_s / target_s - _SLACK))
         after = np.maximum(after, np.ceil((before_s[-1] - before_s) / target_s - _SLACK))
         keep = np.maximum(before, 1) + np.maximum(after, 1) <= gpus
         keep[[0, -1]] = True
-        return Downsets(self.ledger, self._words[keep], self.complete)
+        return np.flatnonzero(keep)
+
+    def nearest(self, states: Integers, cuts: Sequence[Sequence[int]], most: int) -> Integers:
+        """Of the states, about `most` that differ least from one of the cuts (layers before it), and both ends.
+
+        Layers count by their compute time, and a little by themselves.
+        """
+        layers_s = sum(column(self.ledger, name) for name in ("forward_s", "backward_s", "update_s"))
+        weights = np.asarray(layers_s / np.mean(layers_s) + 1.0)
+        chosen = {0, len(self) - 1}
+        for cut in cuts:
+            sign = np.ones(len(weights))
+            sign[list(cut)] = -1
+            distance = self._weighted((weights * sign)[None, :])[0][states]
+            chosen.update(states[np.argsort(distance, kind="stable")[: most // len(cuts)]].tolist())
+        return np.array(sorted(chosen))
+
+    def only(self, states: Integers, complete: bool) -> Downsets:
+        """A space of these states, which must include both ends."""
+        return Downsets(self.ledger, self._words[states], complete)
+
+    def _weighted(self, weights: Floats) -> Floats:
+        """Sums over each state's layers, for each row of weights; in blocks, since bits become floats for it."""
+        sums = np.empty((len(weights), self._columns.shape[1]))
+        for start in range(0, sums.shape[1], _BLOCK):
+            block = slice(start, start + _BLOCK)
+            sums[:, block] = weights @ self._columns[:, block].astype(np.float64)
+        return sums
 
     def _live(self, value: Traffic) -> NDArray[np.bool_]:
         """The downsets at which a value is made and still needed."""
-        used = self._member[:, list(value.users)].all(axis=1)
-        return (self._member[:, value.producer] > 0) & ~used
+        used = np.bitwise_and.reduce(self._columns[list(value.users)], axis=0)
+        return self._columns[value.producer] > used
 
 
 def enumerate_downsets(ledger: Ledger, most: int) -> Words | None:
