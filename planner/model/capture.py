@@ -162,7 +162,7 @@ def _spec(node: fx.Node, reader: SizeReader, observed: Observed) -> ValueSpec | 
     sizes = reader.sizes(value)
     if sizes is None:
         return None
-    return ValueSpec(node.name, value.dtype, observed.requires_grad[node], sizes)
+    return ValueSpec(node.name, value.dtype, observed.requires_grad[node], sizes, observed.orders[node])
 
 
 def _outputs(

@@ -39,7 +39,7 @@ def _lines(graph: LayerGraph) -> list[str]:
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
         spec = graph.specs.get(node)
-        value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]}" if spec else ""
+        value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}" if spec else ""
         lines.append(f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}")
     return lines
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from planner.model.names import Names
@@ -18,16 +18,35 @@ from planner.model.size import Size, SizeReader, evaluate
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """A tensor that one layer makes and later ones use."""
+    """A tensor that one layer makes and later ones use.
+
+    Attributes:
+        name: in the graph.
+        dtype: element type.
+        requires_grad: whether a gradient returns.
+        sizes: of the dimensions.
+        order: dimensions from the outermost in memory to the innermost; (0, 1, ...) where it is contiguous. Kernels
+            sum in another order for other layouts, so a copy in another order gives other last digits downstream.
+    """
 
     name: str
     dtype: torch.dtype
     requires_grad: bool
     sizes: tuple[Size, ...]
+    order: tuple[int, ...]
 
     def shape(self, batch_size: int) -> tuple[int, ...]:
         """Shape for a batch of `batch_size` samples."""
         return tuple(evaluate(size, batch_size) for size in self.sizes)
+
+    def to_wire(self, value: Tensor) -> Tensor:
+        """`value`, or its gradient, seen in its memory order: what a message should copy."""
+        return value.permute(self.order)
+
+    def from_wire(self, copy: Tensor) -> Tensor:
+        """The value again, from a contiguous copy of what `to_wire` gave."""
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return copy.permute(inverse)
 
     def size_bytes(self, batch_size: int) -> int:
         """Bytes for a batch of `batch_size` samples."""

@@ -22,9 +22,13 @@ _WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
 
 @dataclass(frozen=True)
 class Observed:
-    """By node: whether its value carries a gradient, the memory it lies in, and the memory it writes."""
+    """By node: whether its value carries a gradient, the memory it lies in, and the memory it writes.
+
+    `orders` gives a tensor's dimensions from the outermost in memory to the innermost.
+    """
 
     requires_grad: Mapping[fx.Node, bool]
+    orders: Mapping[fx.Node, tuple[int, ...]]
     storages: Mapping[fx.Node, frozenset[int]]
     writes: Mapping[fx.Node, frozenset[int]]
 
@@ -36,7 +40,7 @@ def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
         fake = [mode.from_tensor(leaf, static_shapes=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             observer.run(*fake, enable_io_processing=False)
-    return Observed(observer.requires_grad, observer.storages, observer.writes)
+    return Observed(observer.requires_grad, observer.orders, observer.storages, observer.writes)
 
 
 class _Observer(fx.Interpreter):
@@ -46,6 +50,7 @@ class _Observer(fx.Interpreter):
         self._mode = mode
         self._attributes: dict[int, Tensor] = {}
         self.requires_grad: dict[fx.Node, bool] = {}
+        self.orders: dict[fx.Node, tuple[int, ...]] = {}
         self.storages: dict[fx.Node, frozenset[int]] = {}
         self.writes: dict[fx.Node, frozenset[int]] = {}
 
@@ -53,6 +58,8 @@ class _Observer(fx.Interpreter):
         value = super().run_node(n)
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         self.requires_grad[n] = any(tensor.requires_grad for tensor in tensors)
+        if isinstance(value, Tensor):
+            self.orders[n] = _memory_order(value)
         self.storages[n] = frozenset(_storage(tensor) for tensor in tensors)
         written = [self.env[node] for node in _written_nodes(n, self.module)]
         self.writes[n] = frozenset(_storage(leaf) for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
@@ -64,6 +71,14 @@ class _Observer(fx.Interpreter):
             return value
         # Tied parameters must stay one tensor.
         return self._attributes.setdefault(id(value), self._mode.from_tensor(value, static_shapes=True))
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    # Sizes of one have any stride, expanded dimensions none: where they stand does not matter, so they stay in place.
+    strides: tuple[int, ...] = tuple(tensor.stride())
+    moved = [d for d, size in enumerate(tensor.shape) if size > 1 and strides[d] > 0]
+    outermost_first = iter(sorted(moved, key=lambda d: (-strides[d], d)))
+    return tuple(next(outermost_first) if d in moved else d for d in range(tensor.dim()))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """GPT-2 small (Radford et al. 2019): 12 blocks, 124 million parameters, the embedding tied to the output.
 
-Trained on the sources of the Python standard library, byte by byte. Bytes need 256 of the 50,257 tokens; the rest of the
-vocabulary is there because its weights and its arithmetic are part of the model's cost.
+Trained on the sources of the Python standard library, byte by byte. Bytes need 256 of the 50,257 tokens; the rest of
+the vocabulary is there because its weights and its arithmetic are part of the cost of the model.
 """
 
 from __future__ import annotations

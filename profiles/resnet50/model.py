@@ -68,6 +68,9 @@ class ResNet50(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, Bottleneck):
+                # Each block starts as its shortcut (Goyal et al. 2017, section 5.1).
+                nn.init.zeros_(module.bn3.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
@@ -93,7 +96,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Momentum SGD."""
-    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=1e-4)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)
 
 
 def dataset() -> Digits:

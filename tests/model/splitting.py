@@ -1,0 +1,123 @@
+"""Running a model in stages as workers would: values cross as copies, gradients return by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, fx, nn
+
+from planner.model.batch import Batch
+from planner.model.graph import LayerGraph, ValueSpec
+from planner.model.stage import StageModule, build_stage
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward and backward leaves behind."""
+
+    loss: Tensor
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def cut_evenly(graph: LayerGraph, stages: int) -> list[list[str]]:
+    """Names of the layers of each of `stages` stages; as many as there are layers at most."""
+    names = [layer.name for layer in graph.layers]
+    bounds = [round(k * len(names) / stages) for k in range(stages + 1)]
+    return [names[a:b] for a, b in pairwise(bounds) if b > a]
+
+
+def run_split(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]], key: tuple[int, int, int] | None) -> Step:
+    """Forward through the stages of `cut`, backward through them in reverse; the model's buffers are put back."""
+    model = graph.model
+    for parameter in model.parameters():
+        parameter.grad = None
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    keep = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
+    stages = [build_stage(graph, names, keep=keep) for names in cut]
+    received, results = _forward(stages, batch, key)
+    _backward(stages, received, results)
+    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(before[name])
+    values = {name: value for result in results for name, value in result.items()}
+    return Step(
+        loss=values["loss"].detach(),
+        outputs={name: values[name].detach() for name in keep},
+        gradients={name: parameter.grad for name, parameter in model.named_parameters()},
+        buffers=after,
+    )
+
+
+def _forward(
+    stages: Sequence[StageModule], batch: Batch, key: tuple[int, int, int] | None
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    wire: dict[str, Tensor] = {}
+    all_received, results = [], []
+    for stage in stages:
+        received = {}
+        for spec in stage.received:
+            received[spec.name] = _through_a_message(spec, wire[spec.name]).requires_grad_(spec.requires_grad)
+        if key is not None:
+            stage.set_random_key(*key)
+        result = stage(batch if stage.needs_batch else None, received)
+        for spec in stage.sent:
+            value = result[spec.name]
+            assert value.requires_grad == spec.requires_grad, spec
+            assert tuple(value.shape) == spec.shape(batch.size), spec
+            assert value.dtype == spec.dtype, spec
+        wire.update(result)
+        all_received.append(received)
+        results.append(result)
+    return all_received, results
+
+
+def _backward(
+    stages: Sequence[StageModule], received: list[dict[str, Tensor]], results: list[dict[str, Tensor]]
+) -> None:
+    gradients: dict[str, Tensor] = {}
+    for stage, values, result in reversed(list(zip(stages, received, results, strict=True))):
+        roots: list[Tensor] = [result["loss"]] if stage.has_loss else []
+        seeds: list[Tensor | None] = [None] if stage.has_loss else []
+        for spec in stage.sent:
+            if spec.requires_grad and spec.name in gradients:
+                roots.append(result[spec.name])
+                seeds.append(gradients.pop(spec.name))
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        for spec in stage.received:
+            gradient = values[spec.name].grad
+            if gradient is not None:
+                gradients[spec.name] = _through_a_message(spec, gradient)
+
+
+def _through_a_message(spec: ValueSpec, value: Tensor) -> Tensor:
+    """What a message does to a value: memory of its own, without gaps and without history."""
+    copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
+    return spec.from_wire(copy)
+
+
+def assert_same(one: Step, other: Step) -> None:
+    """Equal to the bit, in everything."""
+    assert torch.equal(one.loss, other.loss)
+    for mine, theirs in ((one.outputs, other.outputs), (one.buffers, other.buffers)):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert torch.equal(mine[name], theirs[name]), name
+    assert one.gradients.keys() == other.gradients.keys()
+    for name, gradient in one.gradients.items():
+        theirs_gradient = other.gradients[name]
+        if gradient is None or theirs_gradient is None:
+            assert gradient is theirs_gradient, name
+        else:
+            assert torch.equal(gradient, theirs_gradient), name
+
+
+def run_eager(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's output as the user would compute it."""
+    output: Tensor = model(*batch.args, **batch.kwargs)
+    return output
