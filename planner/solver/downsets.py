@@ -116,7 +116,7 @@ class Downsets(StateSpace):
     def _live(self, value: Traffic) -> NDArray[np.bool_]:
         """The downsets at which a value is made and still needed."""
         used = np.bitwise_and.reduce(self._columns[list(value.users)], axis=0)
-        return self._columns[value.producer] > used
+        return np.asarray(self._columns[value.producer] > used)
 
 
 def enumerate_downsets(ledger: Ledger, most: int) -> Words | None:

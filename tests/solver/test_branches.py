@@ -1,0 +1,109 @@
+"""Cuts that the profile's order does not have."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cluster import flat_cluster
+from planner.cost import Link, ResourceModel
+from planner.pipedream import load_graph_txt
+from planner.pricing import Ledger
+from planner.profile_file import Profile
+from planner.solver import branches, solve
+from planner.solver.branches import search_beyond
+from planner.solver.brute import brute_force
+from planner.solver.downsets import Downsets, enumerate_downsets
+from planner.solver.search import Search
+from planner.solver.states import Chain
+from tests.samples import layer, profile
+from tests.solver.strategies import profiles
+from tests.solver.test_solve import ANCHORS, PUBLISHED_BYTES_PER_S
+
+
+def two_towers() -> Profile:
+    """Two towers of two layers and a head; the profile's order alternates between the towers.
+
+    Cutting after the first tower and before the second divides the work evenly, but is no prefix of the order.
+    """
+    return profile(
+        layer("a1", 1, 1, output_bytes=4),
+        layer("b1", 3, 3, output_bytes=400, weight_bytes=1000),
+        layer("a2", 5, 5, output_bytes=4),
+        layer("b2", 2, 2, output_bytes=4),
+        layer("head", 1, 1),
+        edges=[("a1", "a2"), ("b1", "b2"), ("a2", "head"), ("b2", "head")],
+    )
+
+
+def test_a_plan_may_cut_where_the_order_does_not() -> None:
+    imported = two_towers().model_copy(update={"graph_hash": None})
+    plan = solve(imported, flat_cluster(2, 4.0), depth="published")
+    assert [stage.layers for stage in plan.stages] == [("a1", "a2"), ("b1", "b2", "head")]
+    assert plan.predicted.bottleneck.busy_s == 12
+    assert plan.solver.lower_bound_s == pytest.approx(12)
+
+
+def test_a_plan_that_will_be_trained_keeps_the_order_and_says_what_that_costs() -> None:
+    plan = solve(two_towers(), flat_cluster(2, 4.0), depth="published")
+    order = [layer.name for layer in two_towers().layers]
+    assert [name for stage in plan.stages for name in stage.layers] == order
+    assert plan.solver.status == "feasible"
+    assert plan.solver.lower_bound_s == pytest.approx(12)
+
+
+def test_downsets_of_a_ladder() -> None:
+    words = enumerate_downsets(Ledger(two_towers()), 100)
+    assert words is not None
+    assert len(words) == 3 * 3 + 1  # progress on each tower, and everything
+    assert enumerate_downsets(Ledger(two_towers()), 9) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(model=profiles(most_layers=4), gpus=st.integers(2, 4), bandwidth=st.sampled_from([0.5, 2.0, 8.0]))
+def test_searching_nearby_only_is_honest(model: Profile, gpus: int, bandwidth: float) -> None:
+    """With room for a few states only, what is found is never better than the best, and decided means best."""
+    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth)
+    priced = ResourceModel(Link(bandwidth))
+    chain = Chain(ledger)
+    known = Search(chain, priced, gpus, None).best()
+    assert known is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branches, "MOST_STATES", 4)
+        patch.setattr(branches, "NEAR_STATES", 3)
+        beyond = search_beyond(ledger, priced, gpus, None, chain, known)
+    expected = brute_force(ledger, cluster)
+    assert expected is not None
+    best_s = expected.price.seconds_per_minibatch
+    found_s = (beyond.path or known).seconds
+    assert best_s <= found_s * (1 + 1e-9) <= known.seconds * (1 + 2e-9)
+    if beyond.decided:
+        assert found_s == pytest.approx(best_s, rel=1e-9)
+
+
+def test_the_empty_and_the_whole_are_always_there() -> None:
+    ledger = Ledger(two_towers())
+    words = enumerate_downsets(ledger, 100)
+    assert words is not None
+    space = Downsets(ledger, words, complete=True)
+    assert space.layers(0, len(space) - 1) == (0, 1, 2, 3, 4)
+    hopeless = space.worth(ResourceModel(Link(1e-9)), 2, 1.0)
+    assert list(hopeless) == [0, len(space) - 1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "seconds", "status"),
+    [
+        (4, 0.18427, "optimal"),
+        pytest.param(8, 0.10149, "feasible", marks=pytest.mark.slow),
+        pytest.param(16, 0.05852, "feasible", marks=pytest.mark.slow),
+    ],
+)
+def test_inception_is_better_than_the_best_of_three_orders(gpus: int, seconds: float, status: str) -> None:
+    path = ANCHORS / "inception_v3.txt"
+    if not path.is_file():
+        pytest.skip(f"the published profiles are not at {ANCHORS}")
+    plan = solve(load_graph_txt(path), flat_cluster(gpus, PUBLISHED_BYTES_PER_S), cost_model="pipedream")
+    assert plan.predicted.seconds_per_minibatch < seconds
+    assert plan.solver.status == status
