@@ -188,16 +188,19 @@ class CostModel(ABC):
         The closed form gives the candidates and the formula itself decides, so a stage that is said to meet the
         target does, to the last bit. One replica is a case of its own: the second one brings the all-reduce.
         """
-        floor = np.asarray(at_least, dtype=np.float64)
-        answer = np.where((self.stage_s(work, 1) <= target_s) & (floor <= 1), 1.0, float(IMPOSSIBLE))
-        if answer.max() <= 1:
+        floor = np.minimum(np.asarray(at_least, dtype=np.float64), IMPOSSIBLE)
+        answer = np.full(np.broadcast_shapes(work.compute_s.shape, floor.shape), float(IMPOSSIBLE))
+        if alone := bool(np.any(work.compute_s <= target_s)):
+            answer[(self.stage_s(work, 1) <= target_s) & (floor <= 1)] = 1.0
+        if alone and answer.max() <= 1:
             return answer.astype(np.int64)
-        floor = np.minimum(np.maximum(floor, 2.0), IMPOSSIBLE)
         for bound in self._lower_bounds(work, target_s):
-            least = np.maximum(np.ceil(np.minimum(bound, IMPOSSIBLE) * (1 - _SLACK)), floor)
+            least = np.maximum(np.ceil(np.minimum(bound, IMPOSSIBLE) * (1 - _SLACK)), np.maximum(floor, 2.0))
             for replicas in (least, least + 1):  # the second undoes a rounding slack that was too generous
-                missing = answer >= IMPOSSIBLE
-                meets = missing & (replicas < IMPOSSIBLE) & (self.stage_s(work, replicas) <= target_s)
+                missing = (answer >= IMPOSSIBLE) & (replicas < IMPOSSIBLE)
+                if not missing.any():
+                    break
+                meets = missing & (self.stage_s(work, replicas) <= target_s)
                 answer = np.where(meets, replicas, answer)
         return answer.astype(np.int64)
 
@@ -249,7 +252,8 @@ class ResourceModel(CostModel):
         steps_s = np.where(work.trainable_bytes > 0, 2 * latency, 0.0)
         exposed_s = base_s if self.link.overlap else base_s + work.backward_s
         reduce = larger_root(target_s - steps_s, exposed_s + ring_s - steps_s, ring_s)
-        return [simple, np.maximum(simple, reduce)]
+        both = np.maximum(simple, reduce)
+        return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         """Some stage before sends each value and some stage after receives it; its gradient returns."""

@@ -68,7 +68,7 @@ class Search:
         if alone is not None and alone.seconds < best.seconds:
             best = alone
         low_s = float(self.space.compute_s[-1]) / self.gpus * (1 - RESOLUTION)
-        strict = False
+        strict, halvings, patience = False, 0, 1
         while low_s < (goal_s := best.seconds * (1 - RESOLUTION)):
             # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
             target_s = goal_s if strict else (low_s + best.seconds) / 2
@@ -79,7 +79,12 @@ class Search:
                 best = better
                 if best.seconds - low_s < _CLOSE * best.seconds:
                     self._tighten(target_s)
-            strict = not strict and best.seconds - low_s < _CLOSE * best.seconds
+            if strict:
+                # Something better existed. The more often it does, the more halvings between such questions.
+                strict, halvings, patience = False, 0, 2 * patience
+            elif best.seconds - low_s < _CLOSE * best.seconds:
+                halvings += 1
+                strict = halvings >= patience
         tidy = self.within(best.seconds * (1 + RESOLUTION))
         assert tidy is not None
         return tidy
