@@ -44,11 +44,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
+    from planner.executor.memory import keep_freed_pages
     from planner.model.file import load_model_file
     from planner.profile_file import save_profile
     from planner.profiler import profile_model
     from planner.report.profile import profile_report
 
+    keep_freed_pages()  # as the workers do
     progress = _ProgressLine() if sys.stderr.isatty() else None
     try:
         profile = profile_model(

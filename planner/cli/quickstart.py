@@ -34,12 +34,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Run the tour and print the comparison."""
     from planner.errors import InputError
+    from planner.executor.memory import keep_freed_pages
     from planner.quickstart import default_workers, quickstart
     from planner.report.training import quickstart_report
 
     for option, value in (("--gpus", args.gpus), ("--steps", args.steps)):
         if value is not None and value < 1:
             raise InputError(f"{option} {value} is too few", hint=f"give {option} 1 or more")
+    keep_freed_pages()  # as the workers do
     result = quickstart(
         folder=args.output,
         workers=default_workers() if args.gpus is None else args.gpus,

@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     # torchrun sets these for each process it starts.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from planner.cli.worker import run_worker
+        from planner.executor.memory import keep_freed_pages
 
+        keep_freed_pages()
         code, result = run_worker(job)
         if result is not None:
             print_result(result, args.json)

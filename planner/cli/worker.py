@@ -22,6 +22,9 @@ def main() -> int:
     _die_with_parent()
     # Ctrl-C is for the launcher to tell of; a worker just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from planner.executor.memory import keep_freed_pages
+
+    keep_freed_pages()
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     code, result = run_worker(job)
     if result is not None and job.result_path is not None:

