@@ -14,14 +14,17 @@ from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
 from planner.profile_file import REMEDY, Profile
 from planner.solver.assemble import assemble
-from planner.solver.branches import search_beyond
+from planner.solver.branches import MOST_STATES, search_beyond
 from planner.solver.depth import DepthRule, price_with_depths
+from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import explain
 from planner.solver.search import Path, Search
 from planner.solver.states import Chain, StateSpace
 from planner.solver.synchronous import SynchronousSearch
 
 __all__ = ["solve"]
+
+MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
 
 _ROUNDING = 1e-9  # the search and the price add the same numbers in different order
 
@@ -63,6 +66,8 @@ def solve(
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     task = _Task(space, cluster, cost_model, schedule, microbatches)
     path = task.best()
+    if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
+        task, path = wider, wider.best()
     if path is None:
         raise explain(ledger, cluster, task.fits)
     task, path, bound_s = task.beyond_the_order(path)
@@ -101,22 +106,44 @@ class _Task:
     def beyond_the_order(self, path: Path) -> tuple[_Task, Path, float]:
         """The best path over all cuts as far as it can be told, the task whose states it has, and a lower bound.
 
-        A stage of a model that is to be trained is a run of consecutive layers, so that for one of those other cuts
-        only bound what is possible.
+        For a model that keeps its order, other cuts only bound what is possible.
         """
         if self.space.complete:
             return self, path, path.seconds
         if self.schedule != "1f1b":
-            return self, path, self.relaxed_s()
+            return self._beyond_drained(path)
         model = cost_model(self.model, self._link)
         ledger, cluster = self.space.ledger, self.cluster
         beyond = search_beyond(ledger, model, cluster.gpus, cluster.memory_bytes, self.space, path)
         fastest = beyond.path or path
         bound_s = fastest.seconds if beyond.decided else self.relaxed_s()
-        if beyond.path is None or beyond.space is None or ledger.profile.graph_hash is not None:
+        if beyond.path is None or beyond.space is None or self.keeps_order:
             return self, path, bound_s
-        task = _Task(beyond.space, cluster, self.model, self.schedule, self.microbatches)
-        return task, beyond.path, bound_s
+        return self._over(beyond.space), beyond.path, bound_s
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether stages must be runs of consecutive layers: the executor builds no others."""
+        return self.space.ledger.profile.graph_hash is not None
+
+    def over_all_cuts(self) -> _Task | None:
+        """The same task over every cut of the graph, or None where those are too many."""
+        most = MOST_STATES if self.schedule == "1f1b" else MOST_DRAINED_STATES
+        words = enumerate_downsets(self.space.ledger, most)
+        return None if words is None else self._over(Downsets(self.space.ledger, words, complete=True))
+
+    def _over(self, space: StateSpace) -> _Task:
+        return _Task(space, self.cluster, self.model, self.schedule, self.microbatches)
+
+    def _beyond_drained(self, path: Path) -> tuple[_Task, Path, float]:
+        """`beyond_the_order` for schedules that drain."""
+        wider = self.over_all_cuts()
+        best = None if wider is None else wider.best()
+        if wider is None or best is None:
+            return self, path, self.relaxed_s()
+        if best.seconds >= path.seconds * (1 - _ROUNDING):
+            return self, path, path.seconds
+        return (self, path, best.seconds) if self.keeps_order else (wider, best, best.seconds)
 
     def fits(self, gpus: int, memory_bytes: int) -> tuple[Sequence[Candidate], Price] | None:
         """Any plan that fits other GPUs of this kind."""

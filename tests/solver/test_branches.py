@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
 from planner.cost import Link, ResourceModel
+from planner.errors import InfeasibleError
 from planner.pipedream import load_graph_txt
+from planner.plan_file import ScheduleName
 from planner.pricing import Ledger
 from planner.profile_file import Profile
 from planner.solver import branches, solve
@@ -17,6 +19,7 @@ from planner.solver.brute import brute_force
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.search import Search
 from planner.solver.states import Chain
+from planner.units import parse_bytes
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 from tests.solver.test_solve import ANCHORS, PUBLISHED_BYTES_PER_S
@@ -107,3 +110,33 @@ def test_inception_is_better_than_the_best_of_three_orders(gpus: int, seconds: f
     plan = solve(load_graph_txt(path), flat_cluster(gpus, PUBLISHED_BYTES_PER_S), cost_model="pipedream")
     assert plan.predicted.seconds_per_minibatch < seconds
     assert plan.solver.status == status
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3), ("naive", 1)])
+@settings(max_examples=100, deadline=None)
+@given(
+    model=profiles(most_layers=4),
+    gpus=st.integers(1, 3),
+    bandwidth=st.sampled_from([0.5, 2.0, 8.0]),
+    memory=st.one_of(st.none(), st.integers(1, 150)),
+)
+def test_solve_finds_what_brute_force_finds_over_all_cuts(
+    schedule: ScheduleName, microbatches: int, model: Profile, gpus: int, bandwidth: float, memory: int | None
+) -> None:
+    cluster = flat_cluster(gpus, bandwidth, memory)
+    expected = brute_force(Ledger(model), cluster, schedule=schedule, microbatches=microbatches)
+    try:
+        plan = solve(model, cluster, schedule=schedule, microbatches=microbatches, depth="published")
+    except InfeasibleError as error:
+        assert expected is None
+        smallest = parse_bytes(error.hint.split("--memory ")[1].split(";")[0])
+        enough = flat_cluster(gpus, bandwidth, smallest)
+        assert brute_force(Ledger(model), enough, schedule=schedule, microbatches=microbatches) is not None
+        return
+    assert expected is not None
+    best_s = expected.price.seconds_per_minibatch
+    found_s = plan.predicted.bottleneck.busy_s if schedule == "1f1b" else plan.predicted.seconds_per_minibatch
+    assert found_s == pytest.approx(best_s, rel=1e-9)
+    assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch * (1 + 1e-9)
+    if schedule != "1f1b":
+        assert plan.solver.status == "optimal"
