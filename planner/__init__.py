@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from planner.api import profile, train
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
     from planner.model.file import load_model_file
     from planner.pipedream import read_profile as load_profile
     from planner.plan_file import Plan, load_plan, save_plan
     from planner.profile_file import Profile, save_profile
-    from planner.profiler import profile_model as profile
     from planner.solver import solve
 
 _HOMES = {
@@ -39,10 +39,11 @@ _HOMES = {
     "load_model_file": ("planner.model.file", "load_model_file"),
     "load_plan": ("planner.plan_file", "load_plan"),
     "load_profile": ("planner.pipedream", "read_profile"),
-    "profile": ("planner.profiler", "profile_model"),
+    "profile": ("planner.api", "profile"),
     "save_plan": ("planner.plan_file", "save_plan"),
     "save_profile": ("planner.profile_file", "save_profile"),
     "solve": ("planner.solver", "solve"),
+    "train": ("planner.api", "train"),
 }
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "save_plan",
     "save_profile",
     "solve",
+    "train",
 ]
 
 

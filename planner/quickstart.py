@@ -16,7 +16,6 @@ from planner.profile_file import save_profile
 MOST_WORKERS = 8  # a tour, not a load test
 BATCH_SIZE = 16
 PROFILE_SECONDS = 15.0
-WORKER_MODULE = "planner.cli.worker"
 
 
 class QuickstartResult(Record):
@@ -80,9 +79,9 @@ def quickstart(
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")
     job = Job(model=str(model_path), plan=plan, steps=steps, show_progress=show_progress)
-    pipeline = launch(job, WORKER_MODULE)
+    pipeline = launch(job)
     on_phase(f"Training {steps} minibatches with DistributedDataParallel on {plan.workers} workers ...")
-    data_parallel = launch(job.model_copy(update={"baseline": "data-parallel"}), WORKER_MODULE)
+    data_parallel = launch(job.model_copy(update={"baseline": "data-parallel"}))
     predicted = plan.predicted.samples_per_s
     return QuickstartResult(
         folder=str(folder),

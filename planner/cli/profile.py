@@ -44,23 +44,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
+    from planner.api import profile
     from planner.executor.memory import keep_freed_pages
-    from planner.model.file import load_model_file
     from planner.profile_file import save_profile
-    from planner.profiler import profile_model
     from planner.report.profile import profile_report
 
     keep_freed_pages()  # as the workers do
     progress = _ProgressLine() if sys.stderr.isatty() else None
     try:
-        profile = profile_model(
-            load_model_file(args.model), args.batch_size, device=args.device, threads=args.threads, progress=progress
+        measured = profile(
+            args.model, batch_size=args.batch_size, device=args.device, threads=args.threads, progress=progress
         )
     finally:
         if progress is not None:
             progress.end()
-    save_profile(profile, args.output)
-    print(profile.model_dump_json(indent=1) if args.json else profile_report(profile))
+    save_profile(measured, args.output)
+    print(measured.model_dump_json(indent=1) if args.json else profile_report(measured))
     print(f"written to {args.output}", file=sys.stderr)
     return 0
 

@@ -53,14 +53,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Train, then print predicted against measured."""
-    from planner.executor.job import Job
+    from planner.api import make_job, run_job
     from planner.plan_file import load_plan
 
-    job = Job(
-        model=args.model,
-        plan=load_plan(args.plan),
-        steps=_positive(args.steps, "--steps"),
-        epochs=_positive(args.epochs, "--epochs"),
+    job = make_job(
+        args.model,
+        load_plan(args.plan),
+        steps=args.steps,
+        epochs=args.epochs,
         seed=args.seed,
         baseline=args.baseline,
         save_weights=args.save_weights,
@@ -68,25 +68,20 @@ def run(args: argparse.Namespace) -> int:
     )
     # torchrun sets these for each process it starts.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from planner.cli.worker import run_worker
-        from planner.executor.memory import keep_freed_pages
-
-        keep_freed_pages()
-        code, result = run_worker(job)
-        if result is not None:
-            print_result(result, args.json)
-        return code
-    print_result(launch_job(job), args.json)
+        return _run_as_worker(job, args.json)
+    print_result(run_job(job), args.json)
     return 0
 
 
-def launch_job(job: Job) -> TrainResult:
-    """Run `job` in worker processes on this host."""
-    from planner.executor.launch import launch
-    from planner.model.file import load_model_file
+def _run_as_worker(job: Job, as_json: bool) -> int:
+    from planner.cli.worker import run_worker
+    from planner.executor.memory import keep_freed_pages
 
-    load_model_file(job.model)  # a mistake in it shows here, before any process starts
-    return launch(job, worker_module="planner.cli.worker")
+    keep_freed_pages()
+    code, result = run_worker(job)
+    if result is not None:
+        print_result(result, as_json)
+    return code
 
 
 def print_result(result: TrainResult, as_json: bool) -> None:
@@ -94,11 +89,3 @@ def print_result(result: TrainResult, as_json: bool) -> None:
     from planner.report.training import training_report
 
     print(result.model_dump_json(indent=1) if as_json else training_report(result))
-
-
-def _positive(value: int | None, option: str) -> int | None:
-    from planner.errors import InputError
-
-    if value is not None and value < 1:
-        raise InputError(f"{option} {value} trains nothing", hint=f"give {option} 1 or more")
-    return value

@@ -9,6 +9,8 @@ from pydantic import Field
 from planner.files import Record
 from planner.plan_file import Plan
 
+BaselineName = Literal["data-parallel"]
+
 
 class Job(Record):
     """One training run; every worker gets the same.
@@ -22,7 +24,7 @@ class Job(Record):
     steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
     epochs: Annotated[int, Field(ge=1)] | None = None
     seed: int = 0
-    baseline: Literal["data-parallel"] | None = None
+    baseline: BaselineName | None = None
     save_weights: str | None = None
     show_progress: bool = False
     result_path: str | None = None  # where rank 0 leaves the result for the launching process

@@ -29,12 +29,14 @@ GRACE_S = 3.0  # how long a worker that lost its peer waits before it ends, so t
 SHUTDOWN_S = "10"  # seconds, from SIGTERM to SIGKILL for the workers left when one has failed
 
 
-def launch(job: Job, worker_module: str) -> TrainResult:
+WORKER_MODULE = "planner.cli.worker"
+
+
+def launch(job: Job) -> TrainResult:
     """Run `job` on this host, one process per worker.
 
     Args:
         job: the run; its `result_path` and `failure_folder` are set here.
-        worker_module: module that is run as `python -m worker_module JOB_FILE` in each process.
 
     Returns:
         What rank 0 measured.
@@ -61,7 +63,7 @@ def launch(job: Job, worker_module: str) -> TrainResult:
         )
         with _quiet_launcher(), _environment():
             try:
-                elastic_launch(config, sys.executable)("-m", worker_module, str(job_path))
+                elastic_launch(config, sys.executable)("-m", WORKER_MODULE, str(job_path))
             except ChildFailedError as cause:
                 raise _explain(cause.failures, Path(folder), job) from None
             except SignalException as cause:

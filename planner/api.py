@@ -1,0 +1,116 @@
+"""The verbs that run PyTorch, as functions: `planner.profile` and `planner.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from planner.errors import InputError
+from planner.executor.job import BaselineName, Job, TrainResult
+from planner.executor.launch import launch
+from planner.model.file import load_model_file
+from planner.plan_file import Plan
+from planner.profile_file import Profile
+from planner.profiler import profile_model
+from planner.profiler.measure import Progress
+
+DEFAULT_BATCH_SIZE = 32
+
+
+def profile(
+    model: str | Path,
+    *,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    device: str = "cpu",
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure what each layer of a model costs in training on this device.
+
+    Args:
+        model: "model.py", or "model.py:builder" for another function than build_model.
+        batch_size: samples per minibatch, or per microbatch where a schedule divides minibatches.
+        device: "cpu", "cuda" or "cuda:N".
+        threads: intra-op threads on a CPU: the cores that one worker will have.
+        progress: told the phase and how much of it is done, 0 to 1.
+
+    Raises:
+        ModelFileError, CaptureError: when the model file or the model cannot be used.
+        InputError: when there is no such device, or a number makes no sense.
+    """
+    return profile_model(load_model_file(model), batch_size, device=device, threads=threads, progress=progress)
+
+
+def train(
+    model: str | Path,
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seed: int = 0,
+    baseline: BaselineName | None = None,
+    save_weights: str | Path | None = None,
+    show_progress: bool = False,
+) -> TrainResult:
+    """Train in worker processes on this host, as `plan` says.
+
+    Args:
+        model: the model file that the plan was made for.
+        plan: from `solve` or `load_plan`.
+        steps: minibatches.
+        epochs: passes over dataset(); without steps and epochs one pass, or 100 minibatches where there is no dataset.
+        seed: of weights, data order and dropout.
+        baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead.
+        save_weights: file for the trained weights, by original name.
+        show_progress: whether the workers write a progress line to stderr.
+
+    Raises:
+        PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
+    """
+    job = make_job(
+        model,
+        plan,
+        steps=steps,
+        epochs=epochs,
+        seed=seed,
+        baseline=baseline,
+        save_weights=save_weights,
+        show_progress=show_progress,
+    )
+    return run_job(job)
+
+
+def run_job(job: Job) -> TrainResult:
+    """Run `job` in worker processes on this host."""
+    load_model_file(job.model)  # a mistake in it shows here, before any process starts
+    return launch(job)
+
+
+def make_job(
+    model: str | Path,
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seed: int = 0,
+    baseline: BaselineName | None = None,
+    save_weights: str | Path | None = None,
+    show_progress: bool = False,
+) -> Job:
+    """The job of `train`, checked.
+
+    Raises:
+        InputError: for lengths that train nothing.
+    """
+    for option, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and value < 1:
+            raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")
+    return Job(
+        model=str(model),
+        plan=plan,
+        steps=steps,
+        epochs=epochs,
+        seed=seed,
+        baseline=baseline,
+        save_weights=None if save_weights is None else str(save_weights),
+        show_progress=show_progress,
+    )
