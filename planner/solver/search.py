@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.cost import IMPOSSIBLE, CostModel, Floats, Integers, fewest_for_memory
-from planner.solver.states import StateSpace
+from planner.solver.states import Coarse, StateSpace
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
 _SLACK = 1e-9
+_ROUGH_STATES = 300
 _CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
 
 
@@ -61,13 +62,19 @@ class Search:
             None when nothing fits the memory, or nothing is that fast. Otherwise optimal over the space, up to
             `RESOLUTION`.
         """
-        best = self.within(self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION))
+        start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
+        if (rough := self._rough(below_s)) is not None:
+            start_s = rough.seconds
+        best = self.within(start_s)
         if best is None:
             return None
+        if rough is not None:
+            self._tighten(start_s)
         alone = self._data_parallel()
         if alone is not None and alone.seconds < best.seconds:
             best = alone
         low_s = float(self.space.compute_s[-1]) / self.gpus * (1 - RESOLUTION)
+        tighten_at_s = _CLOSE * best.seconds
         strict, halvings, patience = False, 0, 1
         while low_s < (goal_s := best.seconds * (1 - RESOLUTION)):
             # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
@@ -77,8 +84,9 @@ class Search:
                 low_s = target_s
             else:
                 best = better
-                if best.seconds - low_s < _CLOSE * best.seconds:
+                if best.seconds - low_s < tighten_at_s:
                     self._tighten(target_s)
+                    tighten_at_s = (best.seconds - low_s) / 4  # a walk's price each time, so only when it pays
             if strict:
                 # Something better existed. The more often it does, the more halvings between such questions.
                 strict, halvings, patience = False, 0, 2 * patience
@@ -88,6 +96,13 @@ class Search:
         tidy = self.within(best.seconds * (1 + RESOLUTION))
         assert tidy is not None
         return tidy
+
+    def _rough(self, below_s: float | None) -> Path | None:
+        """The best plan that cuts at a few states only, when there are many: the time to beat from the start."""
+        if len(self.space) <= 2 * _ROUGH_STATES:
+            return None
+        states = np.unique(np.linspace(0, len(self.space) - 1, _ROUGH_STATES).astype(np.int64))
+        return Search(Coarse(self.space, states), self.model, self.gpus, self.memory_bytes).best(below_s)
 
     def any_time_s(self) -> float:
         """A time that every stage on any number of these GPUs meets."""

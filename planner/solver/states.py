@@ -100,6 +100,41 @@ class StateSpace(ABC):
         )
 
 
+class Coarse(StateSpace):
+    """Some states of another space, among them both ends: a smaller question whose answer is a start for the other."""
+
+    complete = False
+
+    def __init__(self, space: StateSpace, states: Integers) -> None:
+        self._space, self.states = space, states
+        self.ledger = space.ledger
+        self.compute_s = space.compute_s[states]
+
+    def largest_front(self) -> tuple[float, float]:
+        """That of the other space, which bounds it."""
+        return self._space.largest_front()
+
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """As in the other space, whose order is kept."""
+        return np.searchsorted(self.states, self._space.among_later(int(self.states[state]), self.states[others]))
+
+    def passing(self, state: int, others: Integers) -> tuple[Floats, Floats] | None:
+        """As in the other space."""
+        return self._space.passing(int(self.states[state]), self.states[others])
+
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """As in the other space."""
+        return self._space.layers(int(self.states[state]), int(self.states[other]))
+
+    def work(self, state: int, others: Integers) -> Work:
+        """As in the other space."""
+        return self._space.work(int(self.states[state]), self.states[others])
+
+    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
+        """As in the other space."""
+        return self._space.footprint(int(self.states[state]), self.states[others], work)
+
+
 class Chain(StateSpace):
     """Prefixes of the profile's order that may be cut: those not forbidden by `no_cut_after`."""
 

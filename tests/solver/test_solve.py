@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
+from planner.cost import Link, ResourceModel
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.pipedream import load_graph_txt
 from planner.plan_file import ScheduleName
@@ -21,6 +22,7 @@ from planner.solver import solve
 from planner.solver.assemble import transfers
 from planner.solver.brute import brute_force
 from planner.solver.infeasible import round_up
+from planner.solver.search import Search
 from planner.solver.states import Chain
 from planner.units import parse_bytes
 from tests.samples import layer, profile
@@ -225,3 +227,20 @@ def test_thousands_of_gpus_do_not_cost_more_than_a_few() -> None:
     plan = solve(model, flat_cluster(16384, 1e6))
     assert plan.predicted.speedup_over_one_gpu == pytest.approx(16384, rel=0.3)
     assert plan.workers <= 16384
+
+
+def test_a_rough_start_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    layers = [
+        layer(f"l{i}", float(f), float(f), output_bytes=int(o), weight_bytes=int(w), saved_bytes=int(w))
+        for i, (f, o, w) in enumerate(rng.integers(1, 30, (60, 3)))
+    ]
+    edges = [(f"l{i}", f"l{j}") for i in range(59) for j in (i + 1, i + 1 + int(rng.integers(0, 5))) if j < 60]
+    ledger = Ledger(profile(*layers, edges=sorted(set(edges))))
+    for memory in (None, 900):
+        answers = []
+        for rough in (5, 300):
+            monkeypatch.setattr("planner.solver.search._ROUGH_STATES", rough)
+            answers.append(Search(Chain(ledger), ResourceModel(Link(20.0, 0.1)), 40, memory).best())
+        assert answers[0] is not None
+        assert answers[0] == answers[1]
