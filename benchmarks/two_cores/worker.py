@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
+from planner.executor.memory import keep_freed_pages
+
 WARM_UP_STEPS = 5
 BATCHES = 8  # random minibatches, used in turn, as `plan train` does: making a new one each time would be timed too
 Step = Callable[[], None]
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True, help="length of the measured window")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_pages()  # as `plan train` does: the schedules are compared here, not the allocators
     dist.init_process_group("gloo")
     module = importlib.import_module(f"benchmarks.two_cores.{arguments.model}")
     step, samples = STEPS[arguments.contender](module, arguments)
