@@ -244,3 +244,17 @@ def test_a_rough_start_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatc
             answers.append(Search(Chain(ledger), ResourceModel(Link(20.0, 0.1)), 40, memory).best())
         assert answers[0] is not None
         assert answers[0] == answers[1]
+
+
+def test_memory_may_force_replicas_however_slow_their_all_reduce() -> None:
+    """No two layers fit one GPU, and the first fits only with two minibatches in flight: 2-1-1 is all there is."""
+    model = profile(
+        *(
+            layer(name, output_bytes=size, weight_bytes=100, saved_bytes=50)
+            for name, size in [("a", 1), ("b", 1), ("c", 0)]
+        )
+    )
+    cluster = flat_cluster(4, 1e9, 450, all_reduce_bandwidth_bytes_per_s=1e-6)
+    plan = solve(model, cluster, depth="published")
+    assert plan.config == "2-1-1"
+    assert max(stage.memory.total_bytes for stage in plan.stages) <= 450
