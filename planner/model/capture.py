@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.digest import graph_digest
-from planner.model.failure import capture_failure, refuse_custom_autograd, silent_tracer
+from planner.model.failure import capture_failure, refuse_assignments, refuse_custom_autograd, silent_tracer
 from planner.model.graph import Input, LayerGraph, ValueSpec
 from planner.model.layers import group_layers
 from planner.model.names import MODEL, Names
@@ -44,7 +44,10 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None) -> LayerGraph:
     module = _export(forward, example)
     _clean(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    observed = observe(module, example.flatten()[0])
+    try:
+        observed = observe(module, example.flatten()[0])
+    except Exception as cause:  # whatever the tracer's operations raise on tensors without data
+        raise capture_failure(cause, model) from cause
     names = Names(model, module)
     _check_weights_unchanged(module, names, observed)
     reader = SizeReader(placeholders)
@@ -81,7 +84,9 @@ class _TrainingForward(nn.Module):
         self.output = _Output()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
-        output = self.get_submodule(MODEL)(*args, **kwargs)
+        model = self.get_submodule(MODEL)
+        with refuse_assignments(model):
+            output = model(*args, **kwargs)
         loss = loss_of(output, target, self._loss)
         self.output.leaves, self.output.spec = tree_flatten(output)
         return (loss, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
@@ -157,7 +162,7 @@ def _is_number(node: fx.Node, reader: SizeReader) -> bool:
 
 def _spec(node: fx.Node, reader: SizeReader, observed: Observed) -> ValueSpec | None:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or node not in observed.orders:
         return None
     sizes = reader.sizes(value)
     if sizes is None:

@@ -12,11 +12,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planner.errors import CaptureError, PlannerError
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch._export")
+_FUNCTION_HINTS = {
+    "CheckpointFunction": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
+    "BackwardHookFunction": "remove the module's backward hooks; hooks on its parameters work",
+}
 _DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape", "DataDependentOutput")
 
 
@@ -44,10 +49,16 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
 def refuse_custom_autograd() -> Iterator[None]:
     """Raise when a model uses its own torch.autograd.Function: tracing would drop its backward without a word."""
 
-    def refuse(cls: type, *_args: Any, **_kwargs: Any) -> Any:
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch._library"):  # the backward of a registered operation, which is kept
+            return apply.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(
-            f"the model uses its own autograd function '{cls.__name__}', whose backward cannot be captured",
-            hint="write it with ordinary tensor operations, or register it with torch.library.custom_op",
+            f"the model uses the autograd function '{cls.__name__}', whose backward cannot be captured",
+            hint=_FUNCTION_HINTS.get(
+                cls.__name__, "write it with ordinary tensor operations, or register it with torch.library.custom_op"
+            ),
         )
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
@@ -55,14 +66,42 @@ def refuse_custom_autograd() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def refuse_assignments(model: nn.Module) -> Iterator[None]:
+    """Raise when the traced forward replaces a tensor that `model` holds: tracing would drop the new one.
+
+    Tensors under new names, kept for somebody to look at, are taken away again: they are the tracer's.
+    """
+    before = _held_tensors(model)
+    yield
+    for (holder, name), tensor in _held_tensors(model).items():
+        old = before.get((holder, name))
+        if old is None:
+            delattr(holder, name)
+        elif old is not tensor:
+            raise CaptureError(
+                f"{type(holder).__name__} assigns 'self.{name}' in forward, and the next minibatch would not see it",
+                hint=f"make it a buffer and change it in place, with self.{name}.copy_(...)",
+            )
+
+
+def _held_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in {**vars(module), **module._buffers}.items()
+        if isinstance(value, Tensor)
+    }
+
+
+@contextlib.contextmanager
 def silent_tracer() -> Iterator[None]:
     """Keep the tracer's own reports off the terminal: what matters of them is in the error."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._export")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -31,9 +31,9 @@ class _Run:
     """Consecutive operations on their way to a layer."""
 
     scope: str | None
+    call: str  # a module that is called twice makes two layers
     name: str
     op: str
-    leaf: bool
     nodes: list[fx.Node]
 
 
@@ -76,8 +76,8 @@ def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
     runs: list[_Run] = []
     pending: list[fx.Node] = []  # light operations that open a module: they go with what follows
 
-    def start(scope: str | None, name: str, op: str, leaf: bool, node: fx.Node) -> None:
-        runs.append(_Run(scope, name, op, leaf, [*pending, node]))
+    def start(scope: str | None, name: str, op: str, node: fx.Node) -> None:
+        runs.append(_Run(scope, _call(node), name, op, [*pending, node]))
         pending.clear()
 
     for index, node in enumerate(operations):
@@ -86,14 +86,14 @@ def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
             if runs and runs[-1].scope is _LOSS:
                 runs[-1].nodes.append(node)
             else:
-                start(_LOSS, "loss", "loss", False, node)
+                start(_LOSS, "loss", "loss", node)
         elif scope in leaves and scope:
-            if runs and runs[-1].scope == scope:
+            if runs and runs[-1].call == _call(node) and not pending:
                 runs[-1].nodes.append(node)
             else:
-                start(scope, scope, type(model.get_submodule(scope)).__name__, True, node)
+                start(scope, scope, type(model.get_submodule(scope)).__name__, node)
         elif not _is_light(node):
-            start(scope or "", _join(scope or "", _op_name(node)), "aten." + _op_name(node), False, node)
+            start(scope or "", _join(scope or "", _op_name(node)), "aten." + _op_name(node), node)
         elif runs and not pending and _encloses(scope or "", runs[-1].scope):
             runs[-1].nodes.append(node)
         else:
@@ -101,7 +101,7 @@ def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
     if pending and runs:
         runs[-1].nodes += pending
     elif pending:
-        start("", "forward", "forward", False, pending.pop())
+        start("", "forward", "forward", pending.pop())
     return runs
 
 
@@ -110,6 +110,11 @@ def _scope(node: fx.Node) -> str | None:
     paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     inside = [path for path in paths if path == MODEL or path.startswith(MODEL + ".")]
     return inside[-1].removeprefix(MODEL).removeprefix(".").split("@")[0] if inside else _LOSS
+
+
+def _call(node: fx.Node) -> str:
+    """Which call of which module ran `node`: the tracer numbers them."""
+    return str(next(reversed(node.meta.get("nn_module_stack", {"": None}))))
 
 
 def _encloses(scope: str, other: str | None) -> bool:
@@ -123,8 +128,11 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Whether an operation is element-wise, a view, made from nothing, or listed."""
+    """Whether an operation is element-wise, a view, made from nothing, listed, or about indices and masks."""
     target = node.target
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return True
     if not isinstance(target, torch._ops.OpOverload):
         return not isinstance(target, torch._ops.HigherOrderOperator)
     schema = target._schema

@@ -24,7 +24,7 @@ _WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
 class Observed:
     """By node: whether its value carries a gradient, the memory it lies in, and the memory it writes.
 
-    `orders` gives a tensor's dimensions from the outermost in memory to the innermost.
+    `orders` gives the dimensions of a value that can be sent, from the outermost in memory to the innermost.
     """
 
     requires_grad: Mapping[fx.Node, bool]
@@ -40,7 +40,7 @@ def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
         fake = [mode.from_tensor(leaf, static_shapes=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             observer.run(*fake, enable_io_processing=False)
-    return Observed(observer.requires_grad, observer.orders, observer.storages, observer.writes)
+    return Observed(observer.requires_grad(), observer.orders, observer.storages, observer.writes)
 
 
 class _Observer(fx.Interpreter):
@@ -49,21 +49,24 @@ class _Observer(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self._mode = mode
         self._attributes: dict[int, Tensor] = {}
-        self.requires_grad: dict[fx.Node, bool] = {}
         self.orders: dict[fx.Node, tuple[int, ...]] = {}
         self.storages: dict[fx.Node, frozenset[int]] = {}
         self.writes: dict[fx.Node, frozenset[int]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        self.requires_grad[n] = any(tensor.requires_grad for tensor in tensors)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not _is_wrapped(value) and not _depends_on_data(value):
             self.orders[n] = _memory_order(value)
-        self.storages[n] = frozenset(_storage(tensor) for tensor in tensors)
-        written = [self.env[node] for node in _written_nodes(n, self.module)]
-        self.writes[n] = frozenset(_storage(leaf) for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
+        self.storages[n] = _storages(value)
+        self.writes[n] = _storages([self.env[node] for node in _written_nodes(n, self.module)])
         return value
+
+    def requires_grad(self) -> dict[fx.Node, bool]:
+        """As it is when all has run: an in-place operation can give a gradient to a value made before it."""
+        return {
+            node: any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+            for node, value in self.env.items()
+        }
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -81,8 +84,24 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(next(outermost_first) if d in moved else d for d in range(tensor.dim()))
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _storages(value: Any) -> frozenset[int]:
+    tensors = (_unwrapped(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return frozenset(int(tensor.untyped_storage()._cdata) for tensor in tensors)
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor exists inside torch.vmap or torch.func only."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    while _is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _depends_on_data(tensor: Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:

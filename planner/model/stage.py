@@ -153,7 +153,7 @@ class _Parts:
                 samples = samples_in(size, value)
                 if samples is not None:
                     return samples
-        return 0  # nothing depends on it
+        return 0  # the graph knows no batch
 
     def check(self, inputs: Sequence[Any], received: Sequence[Tensor], size: int) -> None:
         """Wrong shapes must not reach the captured operations, which trust them."""
@@ -225,6 +225,11 @@ class _Builder:
         received = [node for node in graph.crossing if node in used and owner[node] < self._first]
         made = [node for layer in self._layers for node in layer.nodes]
         sent = [node for node in (*received, *made) if graph.last_use(node) > self._last or node.name in keep]
+        if not any(
+            _tells_batch_size(graph.specs.get(node)) for node in (*received, *(leaf.node for _, leaf in inputs))
+        ):
+            # Layers that use no input may still ask how large the batch is.
+            inputs += [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tells_batch_size(leaf.spec)][:1]
         self._declare([leaf.node for _, leaf in inputs], received)
         numbers = self._declare_numbers(used)
         for index, layer in enumerate(self._layers, start=self._first):
@@ -298,6 +303,10 @@ class _Builder:
         else:
             self._weights.add_module(place, constant)
         return place
+
+
+def _tells_batch_size(spec: ValueSpec | None) -> bool:
+    return spec is not None and any(samples_in(size, 0) is not None for size in spec.sizes)
 
 
 def _weights(graph: LayerGraph, layers: Sequence[GraphLayer]) -> nn.Module:

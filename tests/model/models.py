@@ -107,6 +107,73 @@ class Mixed(nn.Module):
         return {"scores": self.head(x), "hidden": hidden}
 
 
+class ConstantFirst(nn.Module):
+    """Opens with layers that read no input, only how large the batch is, and hands integers across cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types = nn.Embedding(4, 8)
+        self.words = nn.Embedding(32, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 10)
+        self.register_buffer("type_ids", torch.tensor([[0, 1, 2, 3, 0, 1]]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        type_ids = torch.as_tensor(self.type_ids).expand(tokens.shape[0], -1)
+        x = self.types(type_ids)
+        x = torch.tanh(self.body(x + self.words(tokens)))
+        scores: Tensor = self.head((x + self.types(type_ids.flip(1))).mean(1))
+        return scores
+
+
+class SharedNorm(nn.Module):
+    """One BatchNorm called twice: its statistics must stay in one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.layers[1](self.layers[0](x)))
+        x = self.norm(self.layers[2](x))
+        scores: Tensor = self.head(torch.relu(self.layers[3](x)))
+        return scores
+
+
+class Experts(nn.Module):
+    """Sends rows to one of two layers by their values: shapes inside depend on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.expert = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        rows = torch.nonzero(x.sum(1) > 0).squeeze(1)
+        x = x.index_add(0, rows, self.expert(x[rows]))
+        scores: Tensor = self.head(x)
+        return scores
+
+
+class WrittenInPlace(nn.Module):
+    """A value without gradient that gets one by being written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[:, :3] = self.left(x)[:, :3]
+        y[:, 3:] = self.right(x)[:, 3:]
+        scores: Tensor = self.head(y)
+        return scores
+
+
 class OwnLoss(nn.Module):
     """Computes its loss itself when it is given labels."""
 
@@ -134,6 +201,14 @@ def _mixed(batch_size: int) -> Batch:
     return Batch((tokens[:, :-1],), {"scale": torch.rand(batch_size)}, tokens[:, 1:])
 
 
+def _rows(batch_size: int) -> Batch:
+    return Batch((torch.randn(batch_size, 6),), {}, torch.randint(0, 4, (batch_size,)))
+
+
+def _words(batch_size: int) -> Batch:
+    return Batch((torch.randint(0, 32, (batch_size, 6)),), {}, torch.randint(0, 10, (batch_size,)))
+
+
 def _labelled(batch_size: int) -> Batch:
     return Batch((torch.randn(batch_size, 6),), {"labels": torch.randint(0, 4, (batch_size,))}, None)
 
@@ -149,5 +224,9 @@ CASES = {
     "gpt2": Case(lambda: GPT2(64, 16, 16, 2, 2), lambda size: _tokens(size, 64), _per_token),
     "lstm": Case(lambda: LSTMLanguageModel(12), lambda size: _tokens(size, 256), _per_token),
     "mixed": Case(Mixed, _mixed, lambda output, target: _per_token(output["scores"], target)),
+    "constant first": Case(ConstantFirst, _words, F.cross_entropy),
+    "shared norm": Case(SharedNorm, _rows, F.cross_entropy),
+    "experts": Case(Experts, _rows, F.cross_entropy),
+    "written in place": Case(WrittenInPlace, _rows, F.cross_entropy),
     "own loss": Case(OwnLoss, _labelled, None),
 }

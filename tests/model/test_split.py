@@ -25,8 +25,8 @@ def _graph(case: str) -> LayerGraph:
 @pytest.mark.parametrize("stages", [3, 7, 1000])
 @pytest.mark.parametrize("case", CASES)
 def test_split_equals_unsplit(case: str, stages: int, batch_size: int) -> None:
-    if case == "resnet" and batch_size == 1:
-        batch_size = 2
+    if batch_size == 1 and case in ("resnet", "shared norm"):
+        pytest.skip("BatchNorm has no statistics of one sample")
     graph = _graph(case)
     torch.manual_seed(2)
     batch = CASES[case].batch(batch_size)
