@@ -19,9 +19,9 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Bytes needed since construction, on top of `already_bytes` that were allocated before.
 
-    On a CUDA device: the allocator's peak. On a CPU: growth of the resident set's high-water mark, which also
-    counts the libraries' own workspaces; pages that the C library kept from before are returned first, so
-    that reusing them shows as growth.
+    On a CUDA device: the allocator's peak. On a CPU: growth of the resident set's high-water mark, less the pages of
+    files, which are the libraries' code as it is first used. Workspaces of the libraries count. Pages that the C
+    library kept from before are returned first, so that reusing them shows as growth.
     """
 
     def __init__(self, device: torch.device, already_bytes: int) -> None:
@@ -35,13 +35,14 @@ class PeakMemory:
             _return_free_pages()
             _reset_high_water_mark()
             self._before_bytes = _resident_bytes()
+            self._code_bytes = _status_bytes("RssFile")
 
     def bytes(self) -> int:
         """The peak so far."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            peak = _high_water_mark_bytes()
+            peak = _high_water_mark_bytes() - (_status_bytes("RssFile") - self._code_bytes)
         return max(0, peak - self._before_bytes) + self._already_bytes
 
 

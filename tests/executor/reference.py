@@ -92,8 +92,10 @@ def delayed_updates(
             for stage in stages
             for name, tensor in stage.weights_for(minibatch).items()
         }
-        loss = functional_call(module, {f"model.{name}": tensor for name, tensor in weights.items()}, (minibatch,))
-        loss.backward()
+        loss: Tensor = functional_call(
+            module, {f"model.{name}": tensor for name, tensor in weights.items()}, (minibatch,)
+        )
+        torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
         for stage in stages:
             stage.pending.append({name: _gradient(weights[name]) for name in stage.names})
@@ -115,7 +117,7 @@ def plain_training(
         parts = list(microbatch_losses(model, minibatch))
         loss = torch.stack(parts).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

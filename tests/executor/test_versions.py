@@ -61,8 +61,8 @@ def test_storage_of_versions_that_had_their_day_is_reused() -> None:
     layer = make_layer()
     versions = WeightVersions(list(layer.parameters()))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    losses = {}
-    seen = set()
+    losses: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
     for unit in range(20):
         if unit >= 3:
             with versions.restored(unit - 3):
