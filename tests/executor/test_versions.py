@@ -66,7 +66,7 @@ def test_storage_of_versions_that_had_their_day_is_reused() -> None:
     for unit in range(20):
         if unit >= 3:
             with versions.restored(unit - 3):
-                losses.pop(unit - 3).backward()
+                torch.autograd.backward(losses.pop(unit - 3))
             versions.update(optimizer.step)
             optimizer.zero_grad()
         versions.stash(unit)
