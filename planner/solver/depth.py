@@ -33,7 +33,7 @@ Depths = tuple[int, ...]
 DepthRule = Literal["auto", "published"]
 
 TOLERANCE = 0.01  # a pipeline this close to its busiest resource counts as fast as that: timings are no better
-MOST_WORKERS = 128  # beyond, simulating takes too long: the published depths are kept and their waits not priced
+MOST_WORKERS = 64  # beyond, simulating takes too long: the published depths are kept and their waits not priced
 UNLIMITED = 2**30
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
 
@@ -154,9 +154,14 @@ def _deeper(times: PipelineTimes) -> Iterator[Depths]:
     counted = _counted_depths(times)
     stages = len(counted)
     for more in range(3):
-        for upto in range(1, stages) if more else (0,):
+        for upto in _prefixes(stages) if more else (0,):
             deeper = [depth + (more if stage < upto else 0) for stage, depth in enumerate(counted)]
             yield tuple(map(min, deeper, times.deepest))
+
+
+def _prefixes(stages: int) -> list[int]:
+    """How many of the first stages to deepen together; for long pipelines, whose simulation is slow, one or all."""
+    return list(range(1, stages)) if stages <= 8 else [1, stages - 1]
 
 
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
