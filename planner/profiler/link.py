@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -57,12 +58,14 @@ def measure_link(
     """
     environment = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"} | dict(os.environ)
     deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory(prefix="plan-link-") as folder:
+    with tempfile.TemporaryDirectory(prefix="plan-link-") as folder, ExitStack() as processes:
         # Processes of their own, not forks: a caller that has used PyTorch's threads cannot fork safely.
         command = [sys.executable, "-m", __name__, folder, str(message_bytes), str(timeout_s)]
         workers = [
-            subprocess.Popen(
-                [*command, str(rank)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            processes.enter_context(
+                subprocess.Popen(
+                    [*command, str(rank)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
             )
             for rank in range(2)
         ]
@@ -83,7 +86,6 @@ def measure_link(
         finally:
             for worker in workers:
                 worker.kill()
-                worker.wait()
         return LinkSpeed(**json.loads((Path(folder) / _RESULT).read_text(encoding="utf-8")))
 
 

@@ -1,0 +1,85 @@
+"""Batches: nested, split, collated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner.errors import ModelFileError
+from planner.model.batch import Batch, collate, make_batch
+
+
+def _batch(size: int) -> Batch:
+    images = torch.arange(size * 2.0).view(size, 2)
+    return Batch((images, {"mask": torch.ones(size)}), {"scale": torch.tensor(3.0), "name": "x"}, [torch.arange(size)])
+
+
+def test_split_keeps_order_and_what_has_no_samples() -> None:
+    parts = _batch(7).split(3)
+    assert [part.size for part in parts] == [3, 2, 2]
+    assert torch.equal(torch.cat([part.args[0] for part in parts]), _batch(7).args[0])
+    assert torch.equal(torch.cat([part.target[0] for part in parts]), torch.arange(7))
+    assert all(part.kwargs["name"] == "x" and part.kwargs["scale"] == 3 for part in parts)
+    assert parts[1].args[1]["mask"].shape == (2,)
+
+
+@pytest.mark.parametrize("parts", [0, 8])
+def test_no_empty_parts(parts: int) -> None:
+    with pytest.raises(ModelFileError, match=f"7 samples cannot be split into {parts}"):
+        _batch(7).split(parts)
+
+
+def test_doubled_holds_every_sample_twice() -> None:
+    twice = _batch(1).doubled()
+    assert twice.size == 2
+    assert torch.equal(twice.args[0][0], twice.args[0][1])
+    assert twice.kwargs["scale"] == 3
+
+
+def test_keyword_order_does_not_matter() -> None:
+    one = Batch((), {"a": torch.zeros(2), "b": torch.ones(2)})
+    other = Batch((), {"b": torch.ones(2), "a": torch.zeros(2)})
+    assert one.flatten()[1] == other.flatten()[1]
+    assert all(torch.equal(x, y) for x, y in zip(one.flatten()[0][:2], other.flatten()[0][:2], strict=True))
+
+
+def test_to_moves_tensors_only() -> None:
+    moved = _batch(2).to("meta")
+    assert moved.args[1]["mask"].device.type == "meta"
+    assert moved.kwargs["name"] == "x"
+
+
+def test_collate_items_with_and_without_keywords() -> None:
+    plain = collate([(torch.full((2,), float(i)), i) for i in range(3)])
+    assert plain.args[0].shape == (3, 2)
+    assert torch.equal(plain.target, torch.arange(3))
+    named = collate([((), {"x": torch.zeros(2)}, None) for _ in range(3)])
+    assert named.args == ()
+    assert named.kwargs["x"].shape == (3, 2)
+    assert named.target is None
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([(torch.zeros(2), 1), (torch.zeros(3), 1)], "cannot be stacked"),
+        ([torch.zeros(2)], "returned a Tensor"),
+        ([(1, 2, 3, 4)], "returned a tuple of 4"),
+        ([("text", 1)], "args that are a str"),
+        ([((1,), [1], 1)], "kwargs that are a list"),
+    ],
+)
+def test_items_that_make_no_batch(items: list[Any], words: str) -> None:
+    with pytest.raises(ModelFileError, match=words):
+        collate(items)
+
+
+def test_a_lone_tensor_is_one_argument() -> None:
+    assert len(make_batch((torch.zeros(2, 2), torch.zeros(2)), "here").args) == 1
+
+
+def test_a_batch_without_tensors_has_no_size() -> None:
+    with pytest.raises(ModelFileError, match="no tensor with a batch dimension"):
+        _ = Batch((torch.tensor(1.0),), {}, None).size
