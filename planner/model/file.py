@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from planner.errors import ModelFileError
+from planner.errors import ModelFileError, PlannerError
 from planner.model.batch import Batch, make_batch
 
 DEFAULT_BUILDER = "build_model"
@@ -129,6 +129,8 @@ class ModelFile:
         try:
             with _on_path(self.path.parent):
                 return getattr(self.module, name)(*args)
+        except PlannerError:
+            raise  # from our own demonstration data: it says already what to do
         except Exception as cause:  # whatever the user's code raises
             raise ModelFileError(
                 f"{name}() fails at {_failing_line(cause, self.path)}: {_reason(cause)}", hint=f"run it: {name}()"

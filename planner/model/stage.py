@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import TreeSpec, tree_map
 
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
@@ -125,7 +125,7 @@ class _Parts:
     layers: tuple[GraphLayer, ...]
     weights: nn.Module
     code: Callable[..., tuple[Tensor, ...]]  # (weights, device, key, observer, *inputs, *received, *numbers)
-    batch_spec: Any
+    batch_spec: TreeSpec
     inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
     received: tuple[ValueSpec, ...]
     numbers: tuple[Any, ...]  # expressions in the batch size
@@ -140,7 +140,8 @@ class _Parts:
         leaves, spec = batch.flatten()
         if spec != self.batch_spec:
             raise ModelFileError(
-                f"a batch has the structure {spec}, example_batch() had {self.batch_spec}",
+                f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of example_batch() were "
+                f"{_outline(self.batch_spec)}",
                 hint="dataset() and example_batch() must give the model the same arguments",
             )
         return [leaves[index] for index, _ in self.inputs]
@@ -170,6 +171,11 @@ class _Parts:
 
     def _input_specs(self, inputs: Sequence[Any]) -> list[tuple[ValueSpec, Tensor]]:
         return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
+
+
+def _outline(spec: TreeSpec) -> str:
+    """The structure with a star for each leaf: ((*, *), {'mask': *}, *)."""
+    return repr(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
 
 
 def build_stage(

@@ -120,7 +120,7 @@ def test_moving_a_stage_moves_its_weights_alone() -> None:
         (Batch((torch.randn(4, 3, 8, 9),), {}, torch.zeros(4, dtype=torch.long)), "shape"),
         (Batch((torch.randn(4, 3, 8, 8).double(),), {}, torch.zeros(4, dtype=torch.long)), "float64"),
         (Batch((torch.randn(4, 3, 8, 8),), {}, torch.zeros(5, dtype=torch.long)), "target"),
-        (Batch((torch.randn(4, 3, 8, 8), 1), {}, torch.zeros(4, dtype=torch.long)), "structure"),
+        (Batch((torch.randn(4, 3, 8, 8), 1), {}, torch.zeros(4, dtype=torch.long)), r"are \(\(\*, \*\), {}, \*\)"),
     ],
 )
 def test_batches_unlike_the_example_are_refused(batch: Batch, words: str) -> None:
