@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.digest import graph_digest
-from planner.model.failure import capture_failure, refuse_assignments, refuse_custom_autograd, silent_tracer
+from planner.model.failure import (
+    capture_failure,
+    refuse_assignments,
+    refuse_custom_autograd,
+    refuse_kept_tensors,
+    silent_tracer,
+)
 from planner.model.graph import Input, LayerGraph, ValueSpec
 from planner.model.layers import group_layers
 from planner.model.names import MODEL, Names
@@ -129,11 +134,10 @@ def _export(forward: _TrainingForward, batch: Batch) -> fx.GraphModule:
     leaves, spec = batch.flatten()
     tree = spec.unflatten(leaves)
     dynamic = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None, tree)
-    with silent_tracer(), refuse_custom_autograd(), warnings.catch_warnings():
-        # LSTM and GRU rebuild the list of their weights in forward; the weights themselves are parameters.
-        warnings.filterwarnings("ignore", message=".*_flat_weights.*", category=UserWarning)
+    with silent_tracer(), refuse_custom_autograd():
         try:
-            program = export(forward, tree, dynamic_shapes=dynamic, strict=False)
+            with refuse_kept_tensors():
+                program = export(forward, tree, dynamic_shapes=dynamic, strict=False)
             module = program.module()
         except Exception as cause:  # whatever the user's forward or the tracer raises
             raise capture_failure(cause, forward.get_submodule(MODEL)) from cause

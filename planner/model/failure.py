@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,26 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
                 f"{type(holder).__name__} assigns 'self.{name}' in forward, and the next minibatch would not see it",
                 hint=f"make it a buffer and change it in place, with self.{name}.copy_(...)",
             )
+
+
+@contextlib.contextmanager
+def refuse_kept_tensors() -> Iterator[None]:
+    """Raise when the tracer warns of tensors put into lists and the like that outlive the forward."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        text = str(warning.message)
+        # LSTM and GRU rebuild the list of their weights in forward; the weights themselves are parameters.
+        kept = [name for name in re.findall(r"self\.model\.([\w.\[\]]+)", text) if "_flat_weights" not in name]
+        if "assigned during export" in text:
+            if kept:
+                raise CaptureError(
+                    f"the model keeps a tensor in 'self.{kept[0]}' from one forward to the next",
+                    hint="keep state in buffers that are changed in place, and nothing else",
+                )
+        elif not Path(warning.filename).is_relative_to(_LIBRARIES[0]):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _held_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:

@@ -192,6 +192,7 @@ class _Model(nn.Module):
         self.embedding = nn.Embedding(4, 6, max_norm=1.0)
         self.register_buffer("mean", torch.zeros(6))
         self.state = torch.zeros(1)
+        self.history: list[Tensor] = []
         self._body = body
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,6 +233,12 @@ def _buffer(model: _Model, x: Tensor) -> Tensor:
     return result
 
 
+def _history(model: _Model, x: Tensor) -> Tensor:
+    model.history.append(x.mean())
+    result: Tensor = model.layer(x) + model.history[0]
+    return result
+
+
 def _detached(model: _Model, x: Tensor) -> Tensor:
     result: Tensor = model.layer(x).detach()
     return result
@@ -251,6 +258,7 @@ def _wrong_shape(model: _Model, x: Tensor) -> Tensor:
         (_max_norm, ["'embedding.weight'", "changed in forward"]),
         (_state, ["'self.state'", "assigns"]),
         (_buffer, ["'self.mean'", "assigns"]),
+        (_history, ["'self.history[0]'", "keeps a tensor"]),
         (_detached, ["loss", "parameters"]),
         (_wrong_shape, ["test_capture.py", "@ torch.ones(3, 3)"]),
     ],
@@ -265,6 +273,16 @@ def test_what_cannot_be_captured_is_refused(
     assert caught.value.hint
     assert "\n" not in caught.value.message
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_users_warnings_are_heard() -> None:
+    def body(model: _Model, x: Tensor) -> Tensor:
+        warnings.warn("mind the step", UserWarning, stacklevel=1)
+        result: Tensor = model.layer(x)
+        return result
+
+    with pytest.warns(UserWarning, match="mind the step"):
+        _capture(_Model(body))
 
 
 def test_attention_kept_for_inspection_is_no_state() -> None:
