@@ -109,7 +109,9 @@ def _measure(rank: int, message_bytes: int) -> LinkSpeed:
     rounds = torch.tensor([max(5, int(_BANDWIDTH_SECONDS / once_s))])
     dist.broadcast(rounds, src=0)
     long_s = _median_round(rank, message_bytes, groups, rounds=int(rounds))
-    return LinkSpeed(message_bytes / max(long_s - latency_s, 1e-9), latency_s, _all_reduce_bytes_per_s())
+    # On a busy machine a short exchange may take as long as a long one: then there is nothing to subtract.
+    transfer_s = max(long_s - latency_s, long_s / 2)
+    return LinkSpeed(message_bytes / transfer_s, latency_s, _all_reduce_bytes_per_s())
 
 
 def _all_reduce_bytes_per_s() -> float:
