@@ -15,6 +15,7 @@ from planner.model.batch import Batch
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.randomness import RandomKey, is_random, reseed
 from planner.model.size import evaluate_number, is_symbolic, samples_in
+from planner.model.weights import weights_of
 
 LOSS = "loss"  # the key under which a stage returns the loss
 
@@ -44,11 +45,11 @@ class StageModule(nn.Module):
         needs_batch: whether `forward` reads model inputs or targets.
         has_loss: whether `forward` returns the loss.
         layer_names: the layers.
-        observer: told of every layer's end; only in a stage built with `observable`.
     """
 
     _parts: _Parts
     _key: RandomKey
+    _observer: LayerObserver | None
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
@@ -56,9 +57,8 @@ class StageModule(nn.Module):
         # registries, so that .to(), state_dict() and the rest see them, and no model's names clash with the stage's.
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[registry] = getattr(parts.weights, registry)
-        self._parts = parts
-        self._key = RandomKey()
-        self.observer: LayerObserver | None = None
+        # Past nn.Module's own assignment, which would take these names for the model's where it has the same.
+        self.__dict__.update(_parts=parts, _key=RandomKey(), _observer=None)
 
     @property
     def received(self) -> tuple[ValueSpec, ...]:
@@ -88,6 +88,10 @@ class StageModule(nn.Module):
         """
         self._key.set(seed, minibatch, microbatch)
 
+    def set_observer(self, observer: LayerObserver | None) -> None:
+        """Tell `observer` of every layer's end from now on; needs a stage built with `observable`."""
+        self.__dict__["_observer"] = observer
+
     def forward(self, batch: Batch | None, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the layers.
 
@@ -107,7 +111,7 @@ class StageModule(nn.Module):
         size = parts.batch_size(inputs, values)
         parts.check(inputs, values, size)
         numbers = [evaluate_number(expression, size) for expression in parts.numbers]
-        context = (self._device(inputs, values), self._key, self.observer)
+        context = (self._device(inputs, values), self._key, self._observer)
         results = parts.code(parts.weights, *context, *inputs, *values, *numbers)
         return dict(zip(parts.results, results, strict=True))
 
@@ -217,7 +221,7 @@ class _Builder:
         self._graph = graph
         self._first, self._last = first, last
         self._layers = graph.layers[first : last + 1]
-        self._weights = _weights(graph, self._layers)
+        self._weights = weights_of(graph, self._layers)
         self._new = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
 
@@ -313,36 +317,3 @@ class _Builder:
 
 def _tells_batch_size(spec: ValueSpec | None) -> bool:
     return spec is not None and any(samples_in(size, 0) is not None for size in spec.sizes)
-
-
-def _weights(graph: LayerGraph, layers: Sequence[GraphLayer]) -> nn.Module:
-    """Bare modules that hold the layers' parameters and buffers under their names in the model, in its order."""
-    used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
-    wanted = set(graph.names_of(sorted(used)))
-    root = nn.Module()
-    for name, parameter in graph.model.named_parameters(remove_duplicate=False):
-        if name in wanted:
-            holder, last = _holder(root, name)
-            holder.register_parameter(last, parameter)
-    for name, buffer in graph.model.named_buffers(remove_duplicate=False):
-        if name in wanted:
-            holder, last = _holder(root, name)
-            holder.register_buffer(last, buffer, persistent=_is_persistent(graph.model, name))
-    return root
-
-
-def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    *path, last = name.split(".")
-    holder = root
-    for part in path:
-        if part not in holder._modules:
-            holder.add_module(part, nn.Module())
-        child = holder._modules[part]
-        assert child is not None
-        holder = child
-    return holder, last
-
-
-def _is_persistent(model: nn.Module, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    return last not in model.get_submodule(path)._non_persistent_buffers_set

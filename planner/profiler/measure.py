@@ -136,7 +136,7 @@ class _Run:
         self._drop_gradients()
         clock.wait()
         marks = LayerTimes(clock, len(times))
-        self._stage.observer = marks
+        self._stage.set_observer(marks)
         marks.start()
         loss = self._stage(self._batch, {})["loss"]
         marks.start_backward()

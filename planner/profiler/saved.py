@@ -19,7 +19,7 @@ def saved_bytes(stage: StageModule, batch: Batch) -> list[int]:
         batch: on the stage's device.
     """
     recorder = _Recorder(stage, len(stage.layer_names))
-    stage.observer = recorder
+    stage.set_observer(recorder)
     with saved_tensors_hooks(recorder.pack, recorder.unpack):
         outputs = stage(batch, {})
     # Until here the graph held everything, so that no two storages had the same address.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from planner.model.batch import Batch
 from planner.model.graph import LayerGraph, ValueSpec
@@ -115,9 +115,3 @@ def assert_same(one: Step, other: Step) -> None:
             assert gradient is theirs_gradient, name
         else:
             assert torch.equal(gradient, theirs_gradient), name
-
-
-def run_eager(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's output as the user would compute it."""
-    output: Tensor = model(*batch.args, **batch.kwargs)
-    return output

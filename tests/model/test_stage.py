@@ -91,20 +91,20 @@ def test_module_names_may_be_those_of_the_stage() -> None:
     class Awkward(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.received, self.sent, self._parts = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+            self.received, self._observer, self._parts = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self._parts(self.sent(self.received(x)))
+            result: torch.Tensor = self._parts(self._observer(self.received(x)))
             return result
 
     batch = Batch((torch.randn(4, 6),), {}, torch.randint(0, 4, (4,)))
     graph = capture(Awkward(), batch, nn.functional.cross_entropy)
-    stage = build_stage(graph, ["received", "sent"])
-    assert [name for name, _ in stage.named_parameters()] == [
-        *("received.weight", "received.bias", "sent.weight", "sent.bias")
-    ]
-    result = stage(batch, {})
-    assert list(result) == ["linear_1"]
+    names = [layer.name for layer in graph.layers]
+    stage = build_stage(graph, names, observable=True)
+    stage.set_observer(None)
+    assert list(stage.state_dict()) == list(graph.model.state_dict())
+    assert list(stage(batch, {})) == ["loss"]
+    assert list(build_stage(graph, names[:2])(batch, {})) == ["linear_1"]
 
 
 def test_moving_a_stage_moves_its_weights_alone() -> None:

@@ -115,12 +115,12 @@ def test_a_stage_reports_each_layer_once_in_order() -> None:
     names = [layer.name for layer in graph.layers]
     recorder = Recorder()
     stage = build_stage(graph, names[1:], observable=True)
-    stage.observer = recorder
+    stage.set_observer(recorder)
     with pytest.raises(KeyError):  # the value that the first layer makes
         stage(batch, {})
     stage(batch, {stage.received[0].name: torch.randn(3, 4, requires_grad=True)})
     assert recorder.seen == [(1, True), (2, True), (3, True)]
     silent = build_stage(graph, names)
-    silent.observer = recorder
+    silent.set_observer(recorder)
     silent(batch, {})
     assert len(recorder.seen) == 3
