@@ -25,6 +25,7 @@ Integers = NDArray[np.int64]
 Resource = Literal["compute", "receive", "send", "cut_before", "cut_after"]
 
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
+BUCKETS = 6  # parts in which a stage's gradients are all-reduced
 POSTED = 2  # messages per link held at once: one in use and one on its way
 # Closed forms are rounded with this slack, then checked with the formula itself.
 _SLACK = 1e-9
@@ -155,6 +156,13 @@ def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Lin
     return np.asarray(steps / r * size / link.ring_bytes_per_s + steps * link.latency_s)
 
 
+def backward_and_reduce_s(backward_s: ArrayLike, reduce_s: ArrayLike, link: Link) -> Floats:
+    """Seconds from the start of a backward to the end of its all-reduce, `BUCKETS` parts of which overlap."""
+    backward, reduce = np.asarray(backward_s, dtype=np.float64), np.asarray(reduce_s, dtype=np.float64)
+    hidden = np.minimum(backward, reduce) * (1 - 1 / BUCKETS) if link.overlap else 0.0
+    return np.asarray(backward + reduce - hidden)
+
+
 class CostModel(ABC):
     """Steady state of the asynchronous pipeline: the minibatch time is the largest busy time of any resource."""
 
@@ -208,11 +216,12 @@ class CostModel(ABC):
 class ResourceModel(CostModel):
     """What each replica's processor and link do, per minibatch. The default: it is the one that matches measurement.
 
-        compute        (F + U + max(Bw, AR)) / r,  AR = ring all-reduce, overlapped with the replica's own backward
+        compute        (F + U + Bw + AR - (1 - 1/n)·min(Bw, AR)) / r
         link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
 
-    Where the processors themselves move the messages, nothing overlaps, and the processor's time is
-    (F + U + Bw + AR + bytes received and sent / 2B) / r.
+    AR, the ring all-reduce, goes on bucket by bucket during the replica's own backward: n buckets hide all but the
+    n-th part of the shorter of the two. Where the processors themselves move the messages, nothing overlaps, and the
+    processor's time is (F + U + Bw + AR + bytes received and sent / 2B) / r.
 
     A value that several later stages use travels along them, so each crosses every link at most once.
     """
@@ -224,9 +233,8 @@ class ResourceModel(CostModel):
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
         ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / self.link.ring_bytes_per_s
-        hidden_s = np.minimum(work.backward_s, reduce_s) if self.link.overlap else 0.0
         return {
-            "compute": (self._processor_s(work) + work.backward_s + reduce_s - hidden_s) / r,
+            "compute": (self._processor_s(work) + backward_and_reduce_s(work.backward_s, reduce_s, self.link)) / r,
             "receive": (work.received_bytes / bandwidth + work.received_messages * latency) / r + ring_s,
             "send": (work.sent_bytes / bandwidth + work.sent_messages * latency) / r + ring_s,
         }
@@ -246,13 +254,19 @@ class ResourceModel(CostModel):
         link = larger_root(target_s, busier_s + ring_s, ring_s)
         base_s = self._processor_s(work)
         simple = np.maximum((base_s + work.backward_s) / target_s, link)
-        # (F + U + AR) / r <= T, with AR's latency 2(r-1)a: (T - 2a)·r² - (F + U + 2W/B - 2a)·r + 2W/B >= 0.
-        # Without overlap the backward stands beside F + U.
-        # Below 2a the parabola opens downwards: fewer replicas are better, so `simple` is the only candidate.
+        # (x + p·AR) / r <= T, with AR's latency 2(r-1)a: (T - 2ap)·r² - (x + 2pW/B - 2ap)·r + 2pW/B >= 0, both for the
+        # whole backward with a part of AR and the other way round. Below 2ap the parabola opens downwards: fewer
+        # replicas are better, so `simple` is the only candidate.
         steps_s = np.where(work.trainable_bytes > 0, 2 * latency, 0.0)
-        exposed_s = base_s if self.link.overlap else base_s + work.backward_s
-        reduce = larger_root(target_s - steps_s, exposed_s + ring_s - steps_s, ring_s)
-        both = np.maximum(simple, reduce)
+        part = 1 / BUCKETS if self.link.overlap else 1.0
+        both = simple
+        for backward_part, reduce_part in ((1.0, part), (part, 1.0)):
+            own_s, ring_part_s, step_s = (
+                base_s + backward_part * work.backward_s,
+                reduce_part * ring_s,
+                reduce_part * steps_s,
+            )
+            both = np.maximum(both, larger_root(target_s - step_s, own_s + ring_part_s - step_s, ring_part_s))
         return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
@@ -362,7 +376,7 @@ class SynchronousModel:
             return {"compute": 0.0 * r * work.forward_s}
         more = np.ceil(self.microbatches / r) - 1
         reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
-        end_s = (np.maximum(reduce_s - work.backward_s, 0.0) if self.link.overlap else reduce_s) + work.update_s
+        end_s = backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s + work.update_s
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         return {

@@ -55,7 +55,7 @@ def test_resource_model() -> None:
     one = ResourceModel(Link(10.0, 0.5)).resources_s(EXAMPLE, 1)
     assert {name: float(value[0]) for name, value in one.items()} == {"compute": 7, "receive": 3 + 1, "send": 2 + 0.5}
     three = ResourceModel(Link(10.0, 0.5)).resources_s(EXAMPLE, 3)
-    assert three["compute"][0] == pytest.approx((2 + 1 + 10) / 3)  # the all-reduce outlasts the backward
+    assert three["compute"][0] == pytest.approx((2 + 1 + 10 + 4 / 6) / 3)  # begins with the first of six buckets
     assert three["receive"][0] == pytest.approx((3 + 1) / 3 + 2 * 2 / 9 * 6)
     assert three["send"][0] == pytest.approx((2 + 0.5) / 3 + 2 * 2 / 9 * 6)
 
@@ -75,9 +75,9 @@ def test_published_models() -> None:
 def test_synchronous_models() -> None:
     gpipe = SynchronousModel(Link(10.0, 0.5), "gpipe", 7)
     assert gpipe.sum_s(EXAMPLE)[0] == pytest.approx(2 + 4 + (30 + 20) / 10 / 2 + 3 * 0.5 / 2)
-    # Three replicas take 3, 2 and 2 microbatches; the all-reduce of 10 s hides behind 4 s of backward.
-    assert gpipe.resources_s(EXAMPLE, 3)["compute"][0] == pytest.approx(2 * 6 + (10 - 4) + 1)
-    assert gpipe.resources_s(EXAMPLE, 3)["receive"][0] == pytest.approx(2 * 4 + (10 - 4) + 1)
+    # Three replicas take 3, 2 and 2 microbatches; five sixths of the backward of 4 s hide in the all-reduce of 10 s.
+    assert gpipe.resources_s(EXAMPLE, 3)["compute"][0] == pytest.approx(2 * 6 + (10 - 4 * 5 / 6) + 1)
+    assert gpipe.resources_s(EXAMPLE, 3)["receive"][0] == pytest.approx(2 * 4 + (10 - 4 * 5 / 6) + 1)
     assert list(gpipe.in_flight(np.array([1, 3, 7]), 0)) == [7, 3, 1]
     flush = SynchronousModel(Link(10.0, 0.5), "1f1b-flush", 7)
     assert list(flush.in_flight(np.array([1, 3, 7]), 4)) == [5, 3, 1]  # as 1f1b, but no more than there are

@@ -27,7 +27,7 @@ from planner.plan_file import ScheduleName, load_plan
 BATCH_SIZES = {"transformer": 16, "vgg_like": 32}
 MICROBATCHES = {"transformer": (4, 8), "vgg_like": (2, 4)}  # the better ones of 2, 4 and 8 for the baselines
 SYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b-flush", "gpipe")
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)

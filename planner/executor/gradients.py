@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_BYTES = 25 * 10**6  # as DistributedDataParallel: large enough to hide latency, small enough to overlap
+# A stage's gradients go in about this many buckets: the more, the more of the all-reduce overlaps with the backward.
+BUCKETS = 6
+# A bucket no smaller than hides latency, and no larger than DistributedDataParallel's.
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
 
 
 class _Bucket:
@@ -113,11 +116,13 @@ class GradientAverager:
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split into buckets: one dtype each, about `BUCKET_BYTES`."""
+    """Split into buckets: one dtype each, of about the same size."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    bucket_bytes = min(max(total // BUCKETS, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
     chunks: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
-        if not chunks or size >= BUCKET_BYTES or chunks[-1][0].dtype != parameter.dtype:
+        if not chunks or size >= bucket_bytes or chunks[-1][0].dtype != parameter.dtype:
             chunks.append([])
             size = 0
         chunks[-1].append(parameter)

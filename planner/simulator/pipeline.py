@@ -31,7 +31,7 @@ from planner.schedule.streams import PipelineShape, stream
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one microbatch on one replica; `all_reduce_s` per round."""
+    """Seconds of one microbatch on one replica; `all_reduce_s` per round, from the start of its backward on."""
 
     forward_s: float
     backward_s: float

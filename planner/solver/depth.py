@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cluster import Cluster
-from planner.cost import Link, link_of, ring_all_reduce_s
+from planner.cost import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
 from planner.plan_file import Transfer
 from planner.pricing import Candidate, Ledger, Price, stage_memory
 from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
@@ -119,7 +119,7 @@ def _stage_times(ledger: Ledger, stage: Candidate, index: int, moved: Sequence[T
         forward_s=float(work.forward_s + link.handling_s(sum(t.output_bytes for t in own))),
         backward_s=backward_s,
         update_s=float(work.update_s),
-        all_reduce_s=all_reduce_s if link.overlap or not all_reduce_s else backward_s + all_reduce_s,
+        all_reduce_s=float(backward_and_reduce_s(backward_s, all_reduce_s, link)) if all_reduce_s else 0.0,
     )
 
 
