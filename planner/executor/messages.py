@@ -1,7 +1,7 @@
 """One message per stage pair and unit: a header, then every value, in one flat buffer.
 
     int64 header: magic, minibatch, microbatch, layout checksum      (64 bytes, the rest zero)
-    payload:      the values in the plan's order, each at a multiple of 64 bytes
+    payload:      the values in the plan's order, each in its own memory order, at a multiple of 64 bytes
 
 gloo accepts a message of the wrong size and NCCL matches by order alone, so both would hand over garbage in silence.
 The header makes a wrong pairing an error.
@@ -13,47 +13,23 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from planner.errors import WorkerError
+from planner.model.graph import ValueSpec
 from planner.schedule.instructions import Unit
 
 _ALIGNMENT = 64
 _MAGIC = 0x706C616E  # "plan"
 
 
-class ValueSpec(Protocol):
-    """What the sender and the receiver of a value both know of it."""
-
-    @property
-    def name(self) -> str:
-        """Name in the graph."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-        ...
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether a gradient returns."""
-        ...
-
-    def shape(self, batch_size: int) -> tuple[int, ...]:
-        """Shape for a microbatch of `batch_size` samples."""
-        ...
-
-
 @dataclass(frozen=True)
 class Slot:
     """Where one value lies in the buffer."""
 
-    name: str
-    dtype: torch.dtype
+    spec: ValueSpec
     shape: tuple[int, ...]
     start: int
     end: int
@@ -75,9 +51,10 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int) -> Layout:
     for spec in specs:
         shape = spec.shape(batch_size)
         end = start + math.prod(shape) * spec.dtype.itemsize
-        slots.append(Slot(spec.name, spec.dtype, shape, start, end))
+        slots.append(Slot(spec, shape, start, end))
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
-    checksum = zlib.crc32(repr([(slot.name, slot.dtype, slot.shape) for slot in slots]).encode())
+    described = [(slot.spec.name, slot.spec.dtype, slot.shape, slot.spec.order) for slot in slots]
+    checksum = zlib.crc32(repr(described).encode())
     return Layout(tuple(slots), start, checksum)
 
 
@@ -87,14 +64,14 @@ def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.d
     header = torch.tensor([_MAGIC, unit.minibatch, unit.microbatch, layout.checksum, 0, 0, 0, 0])
     buffer[:_ALIGNMENT].view(torch.int64).copy_(header)
     for slot in layout.slots:
-        value = values[slot.name]
-        if tuple(value.shape) != slot.shape or value.dtype != slot.dtype:
+        value = values[slot.spec.name]
+        if tuple(value.shape) != slot.shape or value.dtype != slot.spec.dtype:
             raise WorkerError(
-                f"value '{slot.name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
-                f"{slot.dtype} of shape {slot.shape}",
+                f"value '{slot.spec.name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
+                f"{slot.spec.dtype} of shape {slot.shape}",
                 hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
             )
-        _view(buffer, slot).copy_(value.detach())
+        _view(buffer, slot).copy_(slot.spec.to_wire(value.detach()))
     return buffer
 
 
@@ -111,8 +88,9 @@ def unpack(layout: Layout, unit: Unit, buffer: Tensor, sender: str) -> dict[str,
             f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
             hint="do all hosts run the same version of the planner, the model file and the plan?",
         )
-    return {slot.name: _view(buffer, slot) for slot in layout.slots}
+    return {slot.spec.name: slot.spec.from_wire(_view(buffer, slot)) for slot in layout.slots}
 
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:
-    return buffer[slot.start : slot.end].view(slot.dtype).view(slot.shape)
+    shape = [slot.shape[dimension] for dimension in slot.spec.order]
+    return buffer[slot.start : slot.end].view(slot.spec.dtype).view(shape)

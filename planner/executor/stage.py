@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from planner.executor.messages import ValueSpec
 from planner.model.batch import Batch
+from planner.model.graph import ValueSpec
 
 
 class StageProgram(Protocol):

@@ -20,10 +20,11 @@ from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.links import Links
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
-from planner.executor.messages import Layout, ValueSpec, layout_of
+from planner.executor.messages import Layout, layout_of
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.capture import capture
 from planner.model.file import ModelFile, load_model_file
+from planner.model.graph import ValueSpec
 from planner.model.stage import StageModule, build_stage
 from planner.plan_file import Plan, Transfer
 from planner.schedule.check import ScheduleError, check_streams
@@ -136,6 +137,7 @@ class StageReplica:
         self.transfers = {
             (t.source, t.target): _specs_of(t, specs) for t in plan.transfers if self.index in (t.source, t.target)
         }
+        self._layouts: dict[tuple[int, int, bool], Layout] = {}
         self.shape = PipelineShape(
             ranks=tuple(stage.ranks for stage in plan.stages),
             channels=tuple(Channel(t.source, t.target, self._returns_gradient(t)) for t in plan.transfers),
@@ -215,8 +217,11 @@ class StageReplica:
     def _layout(self, message: Receive | Send) -> Layout:
         activation = isinstance(message, (ReceiveActivation, SendActivation))
         source, target = sorted((message.stage, message.peer_stage))
-        specs = [spec for spec in self.transfers[source, target] if activation or spec.requires_grad]
-        return layout_of(specs, self.microbatch_size)
+        kind = (source, target, activation)
+        if kind not in self._layouts:
+            specs = [spec for spec in self.transfers[source, target] if activation or spec.requires_grad]
+            self._layouts[kind] = layout_of(specs, self.microbatch_size)
+        return self._layouts[kind]
 
     def _progress(self, on_progress: ProgressCallback | None) -> Callable[[int, WorkerLog], None] | None:
         last = self.plan.stages[-1]

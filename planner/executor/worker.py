@@ -14,9 +14,9 @@ from typing_extensions import assert_never
 
 from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
-from planner.executor.messages import ValueSpec
 from planner.executor.stage import StageProgram
 from planner.executor.versions import WeightVersions
+from planner.model.graph import ValueSpec
 from planner.schedule.instructions import (
     AllReduce,
     Backward,

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from planner.errors import WorkerError
 from planner.executor.messages import layout_of, pack, unpack
+from planner.model.graph import ValueSpec
+from planner.model.size import BATCH
 from planner.schedule.instructions import Unit
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A value of `rest` elements per sample."""
-
-    name: str
-    dtype: torch.dtype
-    rest: tuple[int, ...]
-    requires_grad: bool = True
-
-    def shape(self, batch_size: int) -> tuple[int, ...]:
-        return (batch_size, *self.rest)
+def make_spec(name: str, dtype: torch.dtype, rest: tuple[int, ...], order: tuple[int, ...] | None = None) -> ValueSpec:
+    """A value of `rest` elements per sample, contiguous unless `order` says otherwise."""
+    sizes = (BATCH, *rest)
+    return ValueSpec(name, dtype, dtype.is_floating_point, sizes, order or tuple(range(len(sizes))))
 
 
-SPECS = [Spec("h", torch.float32, (3, 5)), Spec("mask", torch.bool, (7,), False), Spec("ids", torch.int64, (), False)]
+SPECS = [make_spec("h", torch.float32, (3, 5)), make_spec("mask", torch.bool, (7,)), make_spec("ids", torch.int64, ())]
 
 
 def make_values(batch_size: int) -> dict[str, torch.Tensor]:
@@ -58,10 +51,13 @@ def test_a_message_does_not_change_with_its_source() -> None:
     assert torch.equal(unpack(layout, Unit(0), message, "rank 0")["h"], before)
 
 
-def test_non_contiguous_values_are_packed_in_order() -> None:
-    layout = layout_of([Spec("t", torch.float32, (4,))], 3)
-    value = torch.arange(12.0).view(4, 3).t()
-    assert torch.equal(unpack(layout, Unit(0), pack(layout, Unit(0), {"t": value}, CPU), "rank 0")["t"], value)
+def test_a_value_arrives_in_its_memory_order() -> None:
+    """Channels last, as after some convolutions: kernels downstream would round differently on a contiguous copy."""
+    layout = layout_of([make_spec("image", torch.float32, (3, 4, 5), order=(0, 2, 3, 1))], 2)
+    value = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"image": value}, CPU), "rank 0")["image"]
+    assert torch.equal(got, value)
+    assert got.stride() == value.stride()
 
 
 def test_another_minibatch_is_an_error_that_names_both() -> None:
