@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from planner.executor.job import Job, TrainResult
@@ -68,20 +68,20 @@ def run(args: argparse.Namespace) -> int:
     )
     # torchrun sets these for each process it starts.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _run_as_worker(job, args.json)
+        _run_as_worker(job, args.json)
     print_result(run_job(job), args.json)
     return 0
 
 
-def _run_as_worker(job: Job, as_json: bool) -> int:
-    from planner.cli.worker import run_worker
+def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
+    from planner.cli.worker import end_process, run_worker
     from planner.executor.memory import keep_freed_pages
 
     keep_freed_pages()
     code, result = run_worker(job)
     if result is not None:
         print_result(result, as_json)
-    return code
+    end_process(code)
 
 
 def print_result(result: TrainResult, as_json: bool) -> None:

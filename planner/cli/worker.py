@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from planner.executor.job import Job, TrainResult
 
@@ -61,6 +61,13 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
             on_progress.end()
 
 
+def end_process(code: int) -> NoReturn:
+    """End at once: torch's teardown at interpreter exit now and then never ends when gloo was used."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class _ProgressLine:
     """One line on stderr, rewritten a few times a second."""
 
@@ -99,8 +106,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is written. Torch's teardown at interpreter exit now and then never ends when gloo was used.
-    os._exit(code)
+    end_process(main())
