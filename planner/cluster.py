@@ -11,6 +11,9 @@ from planner.errors import ClusterError
 from planner.files import Record
 
 
+MOST_GPUS = 2**17  # a plan names every rank
+
+
 class Level(Record):
     """One level of the hierarchy, inner to outer: groups of `size` members joined by links of this speed.
 
@@ -59,10 +62,14 @@ def flat_cluster(
     """A cluster of `gpus` devices, each on a link of its own.
 
     Raises:
-        ClusterError: for a number of devices below one.
+        ClusterError: for a number of devices below one or beyond `MOST_GPUS`.
     """
     if gpus < 1:
         raise ClusterError(f"a cluster of {gpus} GPUs cannot train anything", hint="give --gpus 1 or more")
+    if gpus > MOST_GPUS:
+        raise ClusterError(
+            f"a cluster of {gpus} GPUs is beyond the {MOST_GPUS} that can be solved for", hint="give fewer"
+        )
     level = Level(
         size=gpus,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,

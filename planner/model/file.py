@@ -43,7 +43,7 @@ class ModelFile:
     @property
     def name(self) -> str:
         """What to call the model: its file, or its folder where the file is called model.py; and the builder."""
-        stem = self.path.parent.name if self.path.stem == "model" else self.path.stem
+        stem = self.path.resolve().parent.name if self.path.stem == "model" else self.path.stem
         return stem if self.builder == DEFAULT_BUILDER else f"{stem}:{self.builder}"
 
     @property
@@ -131,7 +131,7 @@ class ModelFile:
                 return getattr(self.module, name)(*args)
         except PlannerError:
             raise  # from our own demonstration data: it says already what to do
-        except Exception as cause:  # whatever the user's code raises
+        except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
             raise ModelFileError(
                 f"{name}() fails at {_failing_line(cause, self.path)}: {_reason(cause)}", hint=f"run it: {name}()"
             ) from cause
@@ -196,7 +196,7 @@ def _import(path: Path) -> ModuleType:
         del sys.modules[name]
         place = f"{cause.filename}:{cause.lineno}"
         raise ModelFileError(f"{place} is not Python: {cause.msg}", hint="correct the file") from cause
-    except Exception as cause:  # whatever the user's code raises
+    except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
         del sys.modules[name]
         raise ModelFileError(
             f"'{path}' cannot be imported, it fails at {_failing_line(cause, path)}: {_reason(cause)}",
