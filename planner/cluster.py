@@ -10,7 +10,6 @@ from pydantic import Field
 from planner.errors import ClusterError
 from planner.files import Record
 
-
 MOST_GPUS = 2**17  # a plan names every rank
 
 
