@@ -147,20 +147,32 @@ def test_it_is_the_same_graph_as_the_executors(profile: Profile, tmp_path: Path)
     assert capture(file.build_model(), file.example_batch(3), file.loss).hash == profile.graph_hash
 
 
+def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    with pytest.raises(InputError, match=r"this machine has \d+ cores, not 4000"):
+        profile_model(load_model_file(path), BATCH, threads=4000)
+
+
 def test_threads_and_random_state_are_put_back(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(MODEL)
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
     seen: list[tuple[str, float]] = []
-    profile_model(
-        load_model_file(path),
-        BATCH,
-        threads=threads + 1,
-        seconds=0.01,
-        progress=lambda phase, done: seen.append((phase, done)),
-    )
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        state = torch.get_rng_state()
+        profile_model(
+            load_model_file(path),
+            BATCH,
+            threads=1,
+            seconds=0.01,
+            progress=lambda phase, done: seen.append((phase, done)),
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
     assert {phase for phase, _ in seen} == {"capturing", "measuring", "measuring updates"}
     assert all(0 <= done <= 1 for _, done in seen)
 
