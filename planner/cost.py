@@ -25,7 +25,8 @@ Integers = NDArray[np.int64]
 Resource = Literal["compute", "receive", "send", "cut_before", "cut_after"]
 
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
-BUCKETS = 6  # parts in which a stage's gradients are all-reduced
+# Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.
+BUCKETS = 6
 POSTED = 2  # messages per link held at once: one in use and one on its way
 # Closed forms are rounded with this slack, then checked with the formula itself.
 _SLACK = 1e-9

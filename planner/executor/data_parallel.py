@@ -17,6 +17,7 @@ from planner.executor.measure import ProgressCallback, progress_reporter, steady
 from planner.executor.memory import PeakMemory
 from planner.executor.train import check_world, join_group, local_device
 from planner.executor.worker import Completion, WorkerLog
+from planner.model.capture import loss_of
 from planner.model.file import ModelFile, load_model_file
 from planner.schedule.instructions import Unit
 
@@ -52,6 +53,7 @@ def _train(
     peak = PeakMemory(device, already_bytes=weights_bytes)
     ddp = DistributedDataParallel(model)
     optimizer = model_file.optimizer(list(ddp.parameters()))
+    own_loss = model_file.loss if model_file.has_loss else None
     log = WorkerLog()
     report = progress_reporter(on_progress, rounds * world, world, batch_size) if on_progress and rank == 0 else None
     dist.barrier()
@@ -61,7 +63,7 @@ def _train(
         began = time.perf_counter()
         torch.manual_seed(job.seed * 1_000_003 + minibatch)
         batch = data.batch(Unit(minibatch)).to(device)
-        loss = model_file.loss(ddp(*batch.args, **batch.kwargs), batch.target)
+        loss = loss_of(ddp(*batch.args, **batch.kwargs), batch.target, own_loss)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

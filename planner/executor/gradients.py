@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# A stage's gradients go in about this many buckets: the more, the more of the all-reduce overlaps with the backward.
-BUCKETS = 6
+from planner.cost import BUCKETS
+
 # A bucket no smaller than hides latency, and no larger than DistributedDataParallel's.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
 

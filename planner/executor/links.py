@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.cost import POSTED
 from planner.errors import WorkerError
 from planner.executor.messages import Layout, pack, unpack
 from planner.schedule.instructions import Instruction, Receive, ReceiveActivation, ReceiveGradient, Send, SendActivation
-
-POSTED_AHEAD = 2  # receives posted per peer: one being filled while one is being used
 
 LayoutOf = Callable[[Receive | Send], Layout]
 
@@ -102,7 +101,7 @@ class Links:
             upcoming = _receives(instructions(), kind, peer)
             inbox = _Inbox(activations if kind is ReceiveActivation else gradients, upcoming, layout_of, wire)
             self._inboxes[kind, peer] = inbox
-            for _ in range(POSTED_AHEAD):
+            for _ in range(POSTED):
                 inbox.post()
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ from typing_extensions import assert_never
 
 from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
-from planner.executor.stage import StageProgram
 from planner.executor.versions import WeightVersions
 from planner.model.graph import ValueSpec
+from planner.model.stage import StageModule
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
@@ -90,7 +90,7 @@ class Worker:
 
     def __init__(
         self,
-        stage: StageProgram,
+        stage: StageModule,
         transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
         optimizer_step: Callable[[], object] | None,
         messenger: Messenger,

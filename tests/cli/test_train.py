@@ -84,6 +84,18 @@ def test_the_data_parallel_baseline_runs_on_as_many_workers(folder: Path) -> Non
     assert result["minibatches"] == 22
 
 
+def test_the_data_parallel_baseline_takes_a_loss_that_the_model_makes_itself(folder: Path, tmp_path: Path) -> None:
+    source = (folder / "model.py").read_text(encoding="utf-8").replace("def loss(", "def own_loss(")
+    source += "\n\nclass WithLoss(Net):\n    def forward(self, x):\n"
+    source += "        return {'loss': super().forward(x).square().mean()}\n"
+    source += "\n\ndef build_model():\n    return WithLoss()\n"
+    (tmp_path / "model.py").write_text(source, encoding="utf-8")
+    arguments = ("--plan", str(folder / "plan.json"), "--baseline", "data-parallel", "--steps", "8", "--json")
+    process = plan_train(tmp_path, "model.py", *arguments)
+    assert process.returncode == 0, process.stderr
+    assert len(json.loads(process.stdout)["losses"]) == 8
+
+
 def test_missing_files(folder: Path) -> None:
     assert_one_sentence(plan_train(folder, "model.py", "--plan", "none.json"), 2, "none.json")
     assert_one_sentence(plan_train(folder, "none.py"), 2, "none.py")
