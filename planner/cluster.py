@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from planner.errors import ClusterError
-from planner.files import Record
+from planner.files import Record, load_record, save_record
 
 MOST_GPUS = 2**17  # a plan names every rank
 
@@ -24,6 +26,7 @@ class Level(Record):
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
     latency_s: Annotated[float, Field(ge=0)] = 0.0
     all_reduce_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    shared: bool = True
 
 
 class Cluster(Record):
@@ -33,6 +36,7 @@ class Cluster(Record):
     workers' own cores move the bytes.
     """
 
+    schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
     overlap: bool = True
@@ -43,10 +47,14 @@ class Cluster(Record):
         return math.prod(level.size for level in self.levels)
 
     @property
+    def joined(self) -> tuple[Level, ...]:
+        """The levels that join more than one member; the innermost where none does."""
+        return tuple(level for level in self.levels if level.size > 1) or self.levels[:1]
+
+    @property
     def slowest_bandwidth_bytes_per_s(self) -> float:
         """Bandwidth of the slowest level that joins more than one member."""
-        joined = [level.bandwidth_bytes_per_s for level in self.levels if level.size > 1]
-        return min(joined, default=self.levels[0].bandwidth_bytes_per_s)
+        return min(level.bandwidth_bytes_per_s for level in self.joined)
 
 
 def flat_cluster(
@@ -63,16 +71,74 @@ def flat_cluster(
     Raises:
         ClusterError: for a number of devices below one or beyond `MOST_GPUS`.
     """
+    level = Level(
+        size=_checked(gpus),
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        latency_s=latency_s,
+        all_reduce_bandwidth_bytes_per_s=all_reduce_bandwidth_bytes_per_s,
+    )
+    return Cluster(levels=(level,), memory_bytes=memory_bytes, overlap=overlap)
+
+
+def hierarchical_cluster(
+    sizes: Sequence[int],
+    bandwidths_bytes_per_s: Sequence[float],
+    memory_bytes: int | None = None,
+    latencies_s: Sequence[float] = (),
+    *,
+    shared: bool = True,
+    overlap: bool = True,
+) -> Cluster:
+    """A cluster of groups of groups, inner to outer: sizes (4, 8) are 8 servers of 4 devices.
+
+    Args:
+        sizes: members of a group, per level.
+        bandwidths_bytes_per_s: of a member's link, per level.
+        memory_bytes: per device; None for no limit.
+        latencies_s: per level; none for zero.
+        shared: whether the devices of a group share its link to the next level.
+        overlap: as for `Cluster`.
+
+    Raises:
+        ClusterError: when the lists differ in length, or the devices are none or too many.
+    """
+    latencies_s = latencies_s or (0.0,) * len(sizes)
+    for values, what in ((bandwidths_bytes_per_s, "bandwidths"), (latencies_s, "latencies")):
+        if len(values) != len(sizes):
+            raise ClusterError(
+                f"{len(values)} {what} do not describe the {len(sizes)} levels of {'x'.join(map(str, sizes))}",
+                hint="give one per level, inner to outer: --topology 4x8 --bandwidth 128Gbps,10Gbps",
+            )
+    for size in (*sizes, math.prod(sizes)):
+        _checked(size)
+    levels = tuple(
+        Level(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, shared=shared)
+        for size, bandwidth, latency in zip(sizes, bandwidths_bytes_per_s, latencies_s, strict=True)
+    )
+    return Cluster(levels=levels, memory_bytes=memory_bytes, overlap=overlap)
+
+
+def load_cluster(path: Path | str) -> Cluster:
+    """Read `cluster.json`.
+
+    Raises:
+        ClusterError: naming the file, the field and the value that is wrong.
+    """
+    cluster = load_record(Cluster, path, ClusterError, "see cluster.json in the file formats")
+    _checked(cluster.gpus)
+    return cluster
+
+
+def save_cluster(cluster: Cluster, path: Path | str) -> None:
+    """Write `cluster` to `path` atomically."""
+    save_record(cluster, path)
+
+
+def _checked(gpus: int) -> int:
     if gpus < 1:
         raise ClusterError(f"a cluster of {gpus} GPUs cannot train anything", hint="give --gpus 1 or more")
     if gpus > MOST_GPUS:
         raise ClusterError(
             f"a cluster of {gpus} GPUs is beyond the {MOST_GPUS} that can be solved for", hint="give fewer"
         )
-    level = Level(
-        size=gpus,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        latency_s=latency_s,
-        all_reduce_bandwidth_bytes_per_s=all_reduce_bandwidth_bytes_per_s,
-    )
-    return Cluster(levels=(level,), memory_bytes=memory_bytes, overlap=overlap)
+    return gpus

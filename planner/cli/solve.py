@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from planner.units import parse_bandwidth, parse_bytes, parse_seconds
-
-if TYPE_CHECKING:
-    from planner.profile_file import Profile
+from planner.cli.cluster import add_cluster_arguments, cluster_of
 
 DESCRIPTION = """\
 Find the fastest plan: which layers form which stage, and how many GPUs run each. The answer is exact for the cost model
@@ -29,29 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs (workers)")
-    cluster.add_argument(
-        "--bandwidth",
-        type=parse_bandwidth,
-        required=True,
-        metavar="RATE",
-        help="of each GPU's link, each way: 10Gbps counts bits, 1.25GB/s counts bytes",
-    )
-    cluster.add_argument(
-        "--latency", type=parse_seconds, default=0.0, metavar="TIME", help="of a message: 50us, 0.1ms (default: 0s)"
-    )
-    cluster.add_argument(
-        "--memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="of each GPU: 16GB (10^9) or 16GiB (2^30) (default: that of the profiled GPU; no limit for a CPU)",
-    )
-    cluster.add_argument(
-        "--no-overlap",
-        action="store_true",
-        help="messages do not travel while devices compute: for CPU workers that use every core of their host",
-    )
+    add_cluster_arguments(parser)
     parser.add_argument(
         "--profile",
         type=Path,
@@ -95,35 +69,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
-    from planner.cluster import flat_cluster
     from planner.pipedream import read_profile
     from planner.plan_file import save_plan
     from planner.report.plan import plan_report
     from planner.solver import solve
 
     profile = read_profile(args.profile)
-    cluster = flat_cluster(
-        args.gpus, args.bandwidth, _memory(args.memory, profile), args.latency, overlap=not args.no_overlap
-    )
+    cluster = cluster_of(args, profile)
     plan = solve(
         profile,
         cluster,
         cost_model=args.cost_model,
         schedule=args.schedule,
-        microbatches=_microbatches(args.microbatches, args.schedule, args.gpus),
+        microbatches=_microbatches(args.microbatches, args.schedule, cluster.gpus),
         depth=args.depth,
     )
     save_plan(plan, args.output)
     print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
     print(f"written to {args.output}", file=sys.stderr)
     return 0
-
-
-def _memory(given: int | None, profile: Profile) -> int | None:
-    """A CPU's memory is the whole machine's, which says little about one worker."""
-    if given is not None or profile.device.kind == "cpu":
-        return given
-    return profile.device.memory_bytes
 
 
 def _microbatches(given: int | None, schedule: str, gpus: int) -> int:
