@@ -80,7 +80,7 @@ def with_change(old: str, new: str) -> str:
         (("solve", "--gpus", "0", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of 0 GPUs"),
         (("solve", "--gpus", "-3", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of -3 GPUs"),
         (("solve", "--gpus", "two", "--bandwidth", "1Gbps"), "", 2, "invalid int value: 'two'"),
-        (("solve", "--gpus", "8"), "", 2, "the cluster has no bandwidth"),
+        (("solve", "--gpus", "8"), MODEL.model_dump_json(), 2, "the cluster has no bandwidth"),
         ((*SOLVE, "--memory", "16"), "", 2, "size '16' is not a number of bytes"),
         ((*SOLVE, "--latency", "50"), "", 2, "time '50' has no unit"),
         ((*SOLVE, "--memory", "1GB"), MODEL.model_dump_json(), 3, "no plan fits 3 GPUs of 1 GB"),
