@@ -47,8 +47,7 @@ class Downsets(StateSpace):
         self.complete = complete
         self._producers = [value.producer for value in ledger.traffic]
         self._users = to_words([value.users for value in ledger.traffic], count)
-        self._size = [float(value.output_bytes + value.gradient_bytes) for value in ledger.traffic]
-        self._messages = [1.0 + (value.gradient_bytes > 0) for value in ledger.traffic]
+        self._weights = [value_weights(value.output_bytes, value.gradient_bytes) for value in ledger.traffic]
 
     def among_later(self, state: int, others: Integers) -> Integers:
         """Supersets, by their bits."""
@@ -58,9 +57,9 @@ class Downsets(StateSpace):
             contains &= (self._words[others, word] & own[word]) == own[word]
         return others[contains]
 
-    def passing(self, state: int, others: Integers) -> tuple[Floats, Floats] | None:
+    def passing(self, state: int, others: Integers) -> Floats | None:
         """Live values none of whose users stands between the state and the others."""
-        size, messages = np.zeros((2, len(others)))
+        by = np.zeros((len(self._fronts), len(others)))
         own = self._words[state]
         needed = ((own & self._users) != self._users).any(axis=1) & (self._columns[self._producers, state] > 0)
         for number in np.flatnonzero(needed):
@@ -68,9 +67,8 @@ class Downsets(StateSpace):
             untouched = np.ones(len(others), dtype=bool)
             for word in np.flatnonzero(users):
                 untouched &= (self._words[others, word] & users[word]) == (own[word] & users[word])
-            size += untouched * self._size[number]
-            messages += untouched * self._messages[number]
-        return size, messages
+            by += untouched * self._weights[number][:, None]
+        return by
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """By their bits."""

@@ -38,6 +38,7 @@ class StateSpace(ABC):
     def __init__(self, ledger: Ledger, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
         self.ledger = ledger
         self._sums = sums  # of each quantity, over the layers of each state
+        self._fronts = fronts  # live at each state, a row for each of `_FRONTS`
         self._outputs, self._gradients, self._output_count, self._gradient_count = fronts
         self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
 
@@ -53,22 +54,29 @@ class StateSpace(ABC):
         """Those of `others`, all later in the order, that contain the state."""
 
     @abstractmethod
-    def passing(self, state: int, others: Integers) -> tuple[Floats, Floats] | None:
-        """Bytes and messages, activations and gradients together, that pass by the stage up to each of `others`."""
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """What passes by the stage up to each of `others`: a row for each of `_FRONTS`; None for nothing."""
 
     @abstractmethod
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """Positions of the layers in `other` but not in `state`, ascending."""
 
+    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        """What the stages up to each of `others` exchange with earlier stages, and with later ones.
+
+        Rows as in `_FRONTS`: bytes of activations and of gradients, and how many of each.
+        """
+        before, after = self._fronts[:, state, None], self._fronts[:, others]
+        if (by := self.passing(state, others)) is None:
+            return np.broadcast_to(before, after.shape), after
+        return before - by, after - by
+
     def work(self, state: int, others: Integers) -> Work:
         """Work of the stages from the state to each of `others`."""
-        received = self._outputs[state] + self._gradients[others]
-        sent = self._outputs[others] + self._gradients[state]
-        received_messages = self._output_count[state] + self._gradient_count[others]
-        sent_messages = self._output_count[others] + self._gradient_count[state]
-        if (by := self.passing(state, others)) is not None:
-            received, sent = received - by[0], sent - by[0]
-            received_messages, sent_messages = received_messages - by[1], sent_messages - by[1]
+        left, right = self.sides(state, others)
+        # Activations come from the left and go to the right, gradients the other way.
+        received, sent = left[0] + right[1], right[0] + left[1]
+        received_messages, sent_messages = left[2] + right[3], right[2] + left[3]
         sums = self._sums
         return Work(
             forward_s=sums["forward_s"][others] - sums["forward_s"][state],
@@ -118,9 +126,13 @@ class Coarse(StateSpace):
         """As in the other space, whose order is kept."""
         return np.searchsorted(self.states, self._space.among_later(int(self.states[state]), self.states[others]))
 
-    def passing(self, state: int, others: Integers) -> tuple[Floats, Floats] | None:
+    def passing(self, state: int, others: Integers) -> Floats | None:
         """As in the other space."""
         return self._space.passing(int(self.states[state]), self.states[others])
+
+    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        """As in the other space."""
+        return self._space.sides(int(self.states[state]), self.states[others])
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """As in the other space."""
@@ -154,34 +166,32 @@ class Chain(StateSpace):
         """All of them: each prefix contains the shorter ones."""
         return others
 
-    def passing(self, state: int, others: Integers) -> tuple[Floats, Floats] | None:
+    def passing(self, state: int, others: Integers) -> Floats | None:
         """By the next use of each live value: it passes every stage that ends before that use."""
         uses, sums = self._next_uses[state]
         if not len(uses):
             return None
-        first = np.searchsorted(uses, self._ends[others], side="left")
-        return sums[0][first], sums[1][first]
+        return sums[:, np.searchsorted(uses, self._ends[others], side="left")]
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """Consecutive positions."""
         return tuple(range(self._ends[state], self._ends[other]))
 
     @cached_property
-    def _next_uses(self) -> list[tuple[Integers, tuple[Floats, Floats]]]:
-        """For each state, the ascending next uses of its live values, and bytes and messages from each use on.
+    def _next_uses(self) -> list[tuple[Integers, Floats]]:
+        """For each state, the ascending next uses of its live values, and the sums of `_FRONTS` from each use on.
 
         A value whose next use is the next group is left out: it passes by no stage.
         """
-        live: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self))]
+        live: list[list[tuple[int, Floats]]] = [[] for _ in range(len(self))]
         for value in self.ledger.traffic:
-            size = value.output_bytes + value.gradient_bytes
-            messages = 1 + (value.gradient_bytes > 0)
+            weights = value_weights(value.output_bytes, value.gradient_bytes)
             last = value.producer
             for user in value.users:
                 # States that contain `last` but not `user`; the stage from the last of them begins with the user.
                 first, end = np.searchsorted(self._ends, (last, user), side="right")
                 for state in range(first, end - 1):
-                    live[state].append((user, size, messages))
+                    live[state].append((user, weights))
                 last = user
         return [_suffix_sums(entries) for entries in live]
 
@@ -216,10 +226,10 @@ def value_weights(output_bytes: int, gradient_bytes: int) -> Floats:
     return np.array([output_bytes, gradient_bytes, 1, gradient_bytes > 0], dtype=np.float64)
 
 
-def _suffix_sums(entries: list[tuple[int, int, int]]) -> tuple[Integers, tuple[Floats, Floats]]:
-    entries = sorted(entries)
-    uses = np.array([use for use, _, _ in entries], dtype=np.int64)
-    amounts = np.array([(size, messages) for _, size, messages in entries], dtype=np.float64).reshape(-1, 2)
-    sums = np.zeros((len(entries) + 1, 2))
-    sums[:-1] = np.cumsum(amounts[::-1], axis=0)[::-1]
-    return uses, (sums[:, 0], sums[:, 1])
+def _suffix_sums(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:
+    entries = sorted(entries, key=lambda entry: entry[0])
+    uses = np.array([use for use, _ in entries], dtype=np.int64)
+    sums = np.zeros((len(_FRONTS), len(entries) + 1))
+    if entries:
+        sums[:, :-1] = np.cumsum(np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1)[:, ::-1]
+    return uses, sums
