@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.executor.job import BaselineName, Job, TrainResult
 from planner.executor.launch import launch
 from planner.model.file import load_model_file
@@ -85,6 +85,20 @@ def run_job(job: Job) -> TrainResult:
     return launch(job)
 
 
+def check_trainable(plan: Plan) -> None:
+    """Refuse what the executor does not run.
+
+    Raises:
+        PlanError: with what to solve for instead.
+    """
+    if any(stage.recompute for stage in plan.stages):
+        stage = next(index for index, stage in enumerate(plan.stages) if stage.recompute)
+        raise PlanError(
+            f"stage {stage} of the plan recomputes its activations, which `plan train` does not do yet",
+            hint="make a plan without: plan solve --recompute never",
+        )
+
+
 def make_job(
     model: str | Path,
     plan: Plan,
@@ -100,7 +114,10 @@ def make_job(
 
     Raises:
         InputError: for lengths that train nothing.
+        PlanError: for a plan that the executor does not run.
     """
+    if baseline is None:
+        check_trainable(plan)
     for option, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and value < 1:
             raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")

@@ -4,13 +4,14 @@ A candidate stage is described by its `Work` (seconds and bytes per microbatch, 
 `Footprint` (bytes it holds). Fields are numpy arrays, so that one call answers for one stage or for thousands. Three
 cost models share one interface; see the classes for the formulas and their sources.
 
-Legend:  F forward, Bw backward, U update seconds;  W trainable bytes;  r replicas;  B bytes/s;  a latency in s.
+Legend:  F forward, Bw backward, U update, R recomputation seconds;  W trainable bytes;  r replicas;  B bytes/s;
+a latency in s.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,8 @@ from planner.plan_file import CostModelName, ScheduleName
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+# Whether stages keep what their backward needs, or run their forward again: where memory demands it, never, always.
+RecomputeRule = Literal["auto", "never", "always"]
 Resource = Literal["compute", "receive", "send", "cut_before", "cut_after"]
 
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
@@ -89,11 +92,20 @@ class Work:
     cut_before_bytes: Floats
     cut_after_bytes: Floats
     is_first: NDArray[np.bool_]
+    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received
+    recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
 
     @property
     def compute_s(self) -> Floats:
-        """F + Bw + U of one replica that does everything."""
-        return self.forward_s + self.backward_s + self.update_s
+        """F + R + Bw + U of one replica that does everything."""
+        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
+
+    def recomputed(self) -> Work:
+        """The same stages, which run their forward once more before each backward: R = F.
+
+        No gradient exists before the backward proper, so an all-reduce does not hide behind R.
+        """
+        return replace(self, recompute_s=self.forward_s)
 
 
 @dataclass(frozen=True)
@@ -106,10 +118,21 @@ class Footprint:
     buffer_bytes: Floats
     saved_bytes: Floats
     message_bytes: Floats  # received and sent for one microbatch, both ways
+    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
+    working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # once, whatever is in flight
+
+    def recomputed(self) -> Footprint:
+        """The same stages when they recompute: only their input is kept, and one microbatch's activations are.
+
+        What the model's own input takes is not counted: the stage reads it again (Chen et al. 2016, section 4, where
+        the segments between the kept tensors are the stages).
+        """
+        return replace(self, saved_bytes=self.input_bytes, working_bytes=self.saved_bytes)
 
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
         """Peak bytes with `in_flight` microbatches saved for backward and `versions` copies of the weights."""
         fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + POSTED * self.message_bytes
+        fixed = fixed + self.working_bytes
         return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
 
     def most_in_flight(self, memory_bytes: float, stashing: bool) -> Integers:
@@ -217,12 +240,12 @@ class CostModel(ABC):
 class ResourceModel(CostModel):
     """What each replica's processor and link do, per minibatch. The default: it is the one that matches measurement.
 
-        compute        (F + U + Bw + AR - (1 - 1/n)·min(Bw, AR)) / r
+        compute        (F + R + U + Bw + AR - (1 - 1/n)·min(Bw, AR)) / r
         link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
 
     AR, the ring all-reduce, goes on bucket by bucket during the replica's own backward: n buckets hide all but the
     n-th part of the shorter of the two. Where the processors themselves move the messages, nothing overlaps, and the
-    processor's time is (F + U + Bw + AR + bytes received and sent / 2B) / r.
+    processor's time is (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
 
     A value that several later stages use travels along them, so each crosses every link at most once.
     """
@@ -242,7 +265,8 @@ class ResourceModel(CostModel):
 
     def _processor_s(self, work: Work) -> Floats:
         """What no all-reduce hides behind."""
-        return work.forward_s + work.update_s + self.link.handling_s(work.received_bytes + work.sent_bytes)
+        handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
+        return work.forward_s + work.recompute_s + work.update_s + handling_s
 
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
@@ -350,10 +374,11 @@ class SynchronousModel:
         gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
         naive   Σ_s (latency_s + U_s + AR_s)
 
-    latency_s: forward, backward and the transfers into the stage, both ways, of one microbatch. busy_s: the busiest
-    of a replica's processor and of its link each way, for one microbatch. With one replica each this is the
-    Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce that the last backward
-    does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than 1f1b has in flight.
+    latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of one microbatch.
+    busy_s: the busiest of a replica's processor and of its link each way, for one microbatch. With one replica each
+    this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce that the last
+    backward does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than 1f1b has in
+    flight.
     """
 
     def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
@@ -365,7 +390,7 @@ class SynchronousModel:
         # A transfer counts half at each of its ends, once in the sum over the stages.
         moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
         transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
-        latency_s = work.forward_s + work.backward_s + transfer_s
+        latency_s = work.forward_s + work.recompute_s + work.backward_s + transfer_s
         if self.schedule == "naive":
             return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         return latency_s
@@ -381,7 +406,7 @@ class SynchronousModel:
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         return {
-            "compute": more * (work.forward_s + work.backward_s + handling_s) + end_s,
+            "compute": more * (work.forward_s + work.recompute_s + work.backward_s + handling_s) + end_s,
             "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
             "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
         }

@@ -44,7 +44,7 @@ class Stage(Record):
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
     in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) between forward and backward, per replica
-    recompute: bool = False
+    recompute: bool = False  # keeps its input only, and runs its forward again for each backward
     forward_s: Seconds  # one microbatch on one replica
     backward_s: Seconds
     update_s: Seconds
@@ -54,6 +54,11 @@ class Stage(Record):
     def replicas(self) -> int:
         """Number of workers that run this stage."""
         return len(self.ranks)
+
+    @property
+    def compute_s(self) -> float:
+        """One microbatch on one replica: forward, once more where the stage recomputes, backward and update."""
+        return self.forward_s * (1 + self.recompute) + self.backward_s + self.update_s
 
 
 class Transfer(Record):

@@ -42,11 +42,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage to be priced: positions of its layers, and of all layers in the stages before it."""
+    """A stage to be priced: positions of its layers, and of all layers in the stages before it.
+
+    `recompute`: it keeps only its input for the backward, and runs its forward again for the rest.
+    """
 
     before: frozenset[int]
     layers: frozenset[int]
     replicas: int
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Ledger:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
+        self._works: dict[tuple[frozenset[int], frozenset[int]], Work] = {}
+        self._footprints: dict[tuple[frozenset[int], frozenset[int]], Footprint] = {}
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -82,6 +88,12 @@ class Ledger:
 
     def work(self, stage: Candidate) -> Work:
         """The stage's work for one microbatch."""
+        key = stage.before, stage.layers
+        if key not in self._works:
+            self._works[key] = self._work(stage)
+        return self._works[key].recomputed() if stage.recompute else self._works[key]
+
+    def _work(self, stage: Candidate) -> Work:
         layers = [self.profile.layers[index] for index in sorted(stage.layers)]
         done = stage.before | stage.layers
         arriving = [t for t in self.traffic if t.producer in stage.before and stage.layers.intersection(t.users)]
@@ -98,6 +110,7 @@ class Ledger:
             cut_before_bytes=np.float64(_outputs(self.crossing(stage.before))),
             cut_after_bytes=np.float64(_outputs(self.crossing(done))),
             is_first=np.asarray(not stage.before),
+            input_bytes=np.float64(_outputs(arriving)),
         )
 
     def crossing(self, done: frozenset[int]) -> list[Traffic]:
@@ -106,6 +119,12 @@ class Ledger:
 
     def footprint(self, stage: Candidate) -> Footprint:
         """The stage's bytes."""
+        key = stage.before, stage.layers
+        if key not in self._footprints:
+            self._footprints[key] = self._footprint(stage)
+        return self._footprints[key].recomputed() if stage.recompute else self._footprints[key]
+
+    def _footprint(self, stage: Candidate) -> Footprint:
         layers = [self.profile.layers[index] for index in stage.layers]
         work = self.work(stage)
         return Footprint(
@@ -115,6 +134,7 @@ class Ledger:
             buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)),
             saved_bytes=np.float64(sum(layer.saved_bytes for layer in layers)),
             message_bytes=work.received_bytes + work.sent_bytes,
+            input_bytes=work.input_bytes,
         )
 
 
@@ -192,7 +212,7 @@ def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMe
         gradients_bytes=int(footprint.gradient_bytes),
         optimizer_bytes=int(footprint.optimizer_bytes),
         buffers_bytes=int(footprint.buffer_bytes),
-        activations_bytes=int(footprint.saved_bytes) * in_flight,
+        activations_bytes=int(footprint.saved_bytes) * in_flight + int(footprint.working_bytes),
         communication_bytes=int(footprint.message_bytes) * POSTED,
     )
 

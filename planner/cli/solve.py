@@ -57,6 +57,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "for messages or for each other otherwise, and at least 2%% is gained for each (default: %(default)s)",
     )
     parser.add_argument(
+        "--recompute",
+        choices=["auto", "never", "always"],
+        default="auto",
+        help="whether stages run their forward again before a backward instead of keeping its activations: where "
+        "memory demands it (auto), never, or always (default: %(default)s)",
+    )
+    parser.add_argument(
         "--cost-model",
         choices=["resource", "pipedream", "paper"],
         default="resource",
@@ -83,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         schedule=args.schedule,
         microbatches=_microbatches(args.microbatches, args.schedule, cluster.gpus),
         depth=args.depth,
+        recompute=args.recompute,
     )
     save_plan(plan, args.output)
     print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))

@@ -49,6 +49,9 @@ def _cluster(cluster: Cluster) -> str:
 
 def _stage_table(plan: Plan) -> str:
     headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "sends", "memory per GPU"]
+    some_recompute = any(stage.recompute for stage in plan.stages)
+    if some_recompute:
+        headers.append("recomputes")
     rows = [
         [
             number,
@@ -56,9 +59,10 @@ def _stage_table(plan: Plan) -> str:
             stage.replicas,
             _ranks(stage),
             stage.in_flight,
-            format_seconds(stage.forward_s + stage.backward_s + stage.update_s),
+            format_seconds(stage.compute_s),
             _sends(plan, number),
             format_bytes(stage.memory.total_bytes),
+            *(["yes" if stage.recompute else "no"] if some_recompute else []),
         ]
         for number, stage in enumerate(plan.stages)
     ]

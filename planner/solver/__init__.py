@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from planner.cluster import Cluster, flat_cluster
-from planner.cost import SynchronousModel, check_combination, cost_model, link_of
+from planner.cost import RecomputeRule, SynchronousModel, check_combination, cost_model, link_of
 from planner.errors import ProfileError
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
@@ -37,6 +38,7 @@ def solve(
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
     depth: DepthRule = "auto",
+    recompute: RecomputeRule = "auto",
 ) -> Plan:
     """The fastest plan for training the profiled model on the cluster.
 
@@ -48,6 +50,8 @@ def solve(
         microbatches: per minibatch, for `gpipe`.
         depth: of 1f1b, under the resource model: "published" keeps as many minibatches in flight as PipeDream does,
             "auto" more where workers would otherwise wait for messages or for each other.
+        recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
+            demands it, "never", or "always".
 
     Returns:
         A plan on as few GPUs as are needed for its speed. `solver.status` is `optimal` when every legal cut was
@@ -64,12 +68,13 @@ def solve(
     space = Chain(ledger)
     if space.compute_s[-1] <= 0:
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
-    task = _Task(space, cluster, cost_model, schedule, microbatches)
+    task = _Task(space, cluster, cost_model, schedule, microbatches, recompute)
     path = task.best()
     if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
         task, path = wider, wider.best()
     if path is None:
-        raise explain(ledger, cluster, task.fits)
+        recomputing = task.with_recompute("auto").fits if recompute == "never" else None
+        raise explain(ledger, cluster, task.fits, recomputing)
     task, path, bound_s = task.beyond_the_order(path)
     stages, cost = task.priced(path)
     bound_s = min(bound_s, cost.seconds_per_minibatch)
@@ -93,9 +98,15 @@ class _Task:
     """One question to the searches, which can be asked again for another cluster."""
 
     def __init__(
-        self, space: StateSpace, cluster: Cluster, model: CostModelName, schedule: ScheduleName, microbatches: int
+        self,
+        space: StateSpace,
+        cluster: Cluster,
+        model: CostModelName,
+        schedule: ScheduleName,
+        microbatches: int,
+        recompute: RecomputeRule,
     ) -> None:
-        self.space, self.cluster = space, cluster
+        self.space, self.cluster, self.recompute = space, cluster, recompute
         self.model, self.schedule, self.microbatches = model, schedule, microbatches
         self._link = link_of(cluster)
 
@@ -114,7 +125,8 @@ class _Task:
             return self._beyond_drained(path)
         model = cost_model(self.model, self._link)
         ledger, cluster = self.space.ledger, self.cluster
-        beyond = search_beyond(ledger, model, cluster.gpus, cluster.memory_bytes, self.space, path)
+        memory = cluster.memory_bytes
+        beyond = search_beyond(ledger, model, cluster.gpus, memory, self.space, path, self.recompute)
         fastest = beyond.path or path
         bound_s = fastest.seconds if beyond.decided else self.relaxed_s()
         if beyond.path is None or beyond.space is None or self.keeps_order:
@@ -132,8 +144,12 @@ class _Task:
         words = enumerate_downsets(self.space.ledger, most)
         return None if words is None else self._over(Downsets(self.space.ledger, words, complete=True))
 
+    def with_recompute(self, rule: RecomputeRule) -> _Task:
+        """The same task under another rule for recomputation."""
+        return _Task(self.space, self.cluster, self.model, self.schedule, self.microbatches, rule)
+
     def _over(self, space: StateSpace) -> _Task:
-        return _Task(space, self.cluster, self.model, self.schedule, self.microbatches)
+        return _Task(space, self.cluster, self.model, self.schedule, self.microbatches, self.recompute)
 
     def _beyond_drained(self, path: Path) -> tuple[_Task, Path, float]:
         """`beyond_the_order` for schedules that drain."""
@@ -158,8 +174,8 @@ class _Task:
     def priced(self, path: Path) -> tuple[Sequence[Candidate], Price]:
         """The path's stages and their price."""
         stages = [
-            Candidate(frozenset(self.space.layers(0, i)), frozenset(self.space.layers(i, j)), r)
-            for i, j, r in zip(path.states, path.states[1:], path.replicas, strict=False)
+            Candidate(frozenset(self.space.layers(0, i)), frozenset(self.space.layers(i, j)), r, again)
+            for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
         ]
         # Memory was the search's business; the number of GPUs may be a supposed one.
         cluster = flat_cluster(
@@ -191,6 +207,6 @@ class _Task:
 
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
         if self.schedule == "1f1b":
-            return Search(self.space, cost_model(self.model, self._link), gpus, memory_bytes)
+            return Search(self.space, cost_model(self.model, self._link), gpus, memory_bytes, self.recompute)
         model = SynchronousModel(self._link, self.schedule, self.microbatches)
-        return SynchronousSearch(self.space, model, gpus, memory_bytes)
+        return SynchronousSearch(self.space, model, gpus, memory_bytes, self.recompute)

@@ -70,6 +70,7 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 layers=tuple(layer.name for layer in layers),
                 ranks=tuple(range(rank, rank + stage.replicas)),
                 in_flight=in_flight,
+                recompute=stage.recompute,
                 forward_s=sum(layer.forward_s for layer in layers),
                 backward_s=sum(layer.backward_s for layer in layers),
                 update_s=sum(layer.update_s for layer in layers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost import CostModel
+from planner.cost import CostModel, RecomputeRule
 from planner.pricing import Ledger
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.search import Path, Search
@@ -32,7 +32,13 @@ class Beyond:
 
 
 def search_beyond(
-    ledger: Ledger, model: CostModel, gpus: int, memory_bytes: int | None, space: StateSpace, known: Path
+    ledger: Ledger,
+    model: CostModel,
+    gpus: int,
+    memory_bytes: int | None,
+    space: StateSpace,
+    known: Path,
+    recompute: RecomputeRule = "auto",
 ) -> Beyond:
     """Look for a 1f1b plan over all cuts that is faster than the `known` one over `space`.
 
@@ -53,7 +59,7 @@ def search_beyond(
             cuts = [best_space.layers(0, state) for state in best.states[1:-1]]
             states = everything.nearest(states, cuts, NEAR_STATES)
         nearby = everything.only(states, complete=decided)
-        better = Search(nearby, model, gpus, memory_bytes).best(below_s=best.seconds)
+        better = Search(nearby, model, gpus, memory_bytes, recompute).best(below_s=best.seconds)
         if better is not None:
             best, best_space, answer = better, nearby, nearby
         if decided or better is None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from planner.cluster import Cluster
+from planner.cost import RecomputeRule
 from planner.errors import InputError
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Ledger, Price, price
@@ -28,6 +30,11 @@ class Answer:
         """GPUs in use."""
         return sum(stage.replicas for stage in self.stages)
 
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """What decides among equally fast plans."""
+        return self.gpus, len(self.stages), sum(stage.recompute for stage in self.stages)
+
 
 def brute_force(
     ledger: Ledger,
@@ -36,10 +43,13 @@ def brute_force(
     model: CostModelName = "resource",
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
+    recompute: RecomputeRule = "auto",
     in_order: bool = False,
     resolution: float = 1e-11,
 ) -> Answer | None:
-    """The fastest plan that fits, or None; times closer than `resolution` are equal, then fewer GPUs and stages win.
+    """The fastest plan that fits, or None; times closer than `resolution` are equal.
+
+    Then fewer GPUs win, fewer stages, and fewer that recompute.
 
     Args:
         in_order: only stages of consecutive layers.
@@ -50,7 +60,7 @@ def brute_force(
     if len(ledger.profile.layers) > MOST_LAYERS:
         raise InputError(f"{len(ledger.profile.layers)} layers are too many to try every plan", hint="use the search")
     best: Answer | None = None
-    for stages in plans(ledger, cluster.gpus, in_order):
+    for stages in plans(ledger, cluster.gpus, in_order, recompute):
         cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches)
         if cluster.memory_bytes is not None and any(m.total_bytes > cluster.memory_bytes for m in cost.memory):
             continue
@@ -60,8 +70,11 @@ def brute_force(
     return best
 
 
-def plans(ledger: Ledger, gpus: int, in_order: bool) -> Iterator[tuple[Candidate, ...]]:
+def plans(
+    ledger: Ledger, gpus: int, in_order: bool, recompute: RecomputeRule = "never"
+) -> Iterator[tuple[Candidate, ...]]:
     """All chains of legal cuts with all replica counts that the GPUs allow."""
+    variants = {"auto": (False, True), "never": (False,), "always": (True,)}[recompute]
     cuts = [done for done in downsets(ledger) if not in_order or done == frozenset(range(len(done)))]
     everything = frozenset(range(len(ledger.profile.layers)))
 
@@ -69,8 +82,8 @@ def plans(ledger: Ledger, gpus: int, in_order: bool) -> Iterator[tuple[Candidate
         for after in cuts:
             if not before < after:
                 continue
-            for replicas in range(1, left + 1):
-                stage = Candidate(before, after - before, replicas)
+            for replicas, again in product(range(1, left + 1), variants):
+                stage = Candidate(before, after - before, replicas, again)
                 if after == everything:
                     yield (stage,)
                 else:
@@ -96,4 +109,4 @@ def _beats(answer: Answer, best: Answer, resolution: float) -> bool:
     mine, its = answer.price.seconds_per_minibatch, best.price.seconds_per_minibatch
     if abs(mine - its) > resolution * its:
         return mine < its
-    return (answer.gpus, len(answer.stages)) < (best.gpus, len(best.stages))
+    return answer.rank < best.rank

@@ -113,13 +113,16 @@ def _stage_times(ledger: Ledger, stage: Candidate, index: int, moved: Sequence[T
     work = ledger.work(stage)
     own = [t for t in moved if index in (t.source, t.target)]
     # Handling the messages is the processor's work where it does not overlap.
+    recompute_s = float(work.recompute_s)
     backward_s = float(work.backward_s + link.handling_s(sum(t.gradient_bytes for t in own)))
     all_reduce_s = float(ring_all_reduce_s(work.trainable_bytes, stage.replicas, link))
     return StageTimes(
         forward_s=float(work.forward_s + link.handling_s(sum(t.output_bytes for t in own))),
-        backward_s=backward_s,
+        backward_s=recompute_s + backward_s,
         update_s=float(work.update_s),
-        all_reduce_s=float(backward_and_reduce_s(backward_s, all_reduce_s, link)) if all_reduce_s else 0.0,
+        all_reduce_s=(
+            recompute_s + float(backward_and_reduce_s(backward_s, all_reduce_s, link)) if all_reduce_s else 0.0
+        ),
     )
 
 

@@ -18,8 +18,15 @@ _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64
 
 
-def explain(ledger: Ledger, cluster: Cluster, fits: Fits) -> InfeasibleError:
-    """The error for a cluster whose memory no plan fits."""
+def explain(ledger: Ledger, cluster: Cluster, fits: Fits, recomputing: Fits | None = None) -> InfeasibleError:
+    """The error for a cluster whose memory no plan fits.
+
+    Args:
+        ledger: of the profile.
+        cluster: whose memory does not suffice.
+        fits: the search.
+        recomputing: the search with stages that may recompute, where `fits` has none.
+    """
     assert cluster.memory_bytes is not None
     stages, price = _leanest(ledger, cluster, fits)
     totals = [memory.total_bytes for memory in price.memory]
@@ -28,13 +35,16 @@ def explain(ledger: Ledger, cluster: Cluster, fits: Fits) -> InfeasibleError:
     place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
     config = config_of(tuple(stage.replicas for stage in stages))
     over = totals[worst] - cluster.memory_bytes
+    again = ", recomputing its activations," if stages[worst].recompute else ""
     hint = f"the smallest memory that would do is --memory {round_up(totals[worst])}"
+    if recomputing is not None and recomputing(cluster.gpus, cluster.memory_bytes) is not None:
+        hint += "; so would --recompute auto"
     more = _fewest_gpus(cluster, fits)
     if more is not None:
         hint += f"; so would --gpus {more}"
     return InfeasibleError(
         f"no plan fits {cluster.gpus} GPUs of {format_bytes(cluster.memory_bytes)}: in the plan that needs least, "
-        f"{config}, stage {worst} ({place}) needs {format_bytes(totals[worst])}, {format_bytes(over)} too many",
+        f"{config}, stage {worst} ({place}){again} needs {format_bytes(totals[worst])}, {format_bytes(over)} too many",
         hint=hint,
     )
 

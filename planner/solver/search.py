@@ -8,7 +8,8 @@ to the first,
 is the fewest GPUs that run everything after the downset I in time T. Memory fits in the same walk: what a stage has in
 flight depends on the GPUs at and after it alone, and fewer GPUs after it are never worse. The number of GPUs in the
 cluster is a bound, not a dimension: O(states²) per target, whatever the cluster (the published dynamic programme is
-O(states²·GPUs²)).
+O(states²·GPUs²)). Where memory is limited, a stage that recomputes may need fewer replicas than the plain one, and
+takes its place in the walk then; only then, since recomputing costs time.
 
 Pruning: the layers before I need at least compute / T GPUs, so a state whose suffix leaves fewer than that is on no
 plan that meets T.
@@ -17,10 +18,12 @@ plan that meets T.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner.cost import IMPOSSIBLE, CostModel, Floats, Integers, fewest_for_memory
+from planner.cost import IMPOSSIBLE, CostModel, Floats, Footprint, Integers, RecomputeRule, Work, fewest_for_memory
 from planner.solver.states import Coarse, StateSpace
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
@@ -37,6 +40,7 @@ class Path:
     states: tuple[int, ...]
     replicas: tuple[int, ...]
     seconds: float  # per minibatch
+    recompute: tuple[bool, ...]
 
     @property
     def gpus(self) -> int:
@@ -47,13 +51,21 @@ class Path:
 class Search:
     """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far apart."""
 
-    def __init__(self, space: StateSpace, model: CostModel, gpus: int, memory_bytes: int | None) -> None:
+    def __init__(
+        self,
+        space: StateSpace,
+        model: CostModel,
+        gpus: int,
+        memory_bytes: int | None,
+        recompute: RecomputeRule = "auto",
+    ) -> None:
         self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
+        self.recompute = recompute
         self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
 
     def best(self, below_s: float | None = None) -> Path | None:
-        """The fastest plan; among equally fast ones the one with fewest GPUs, then fewest stages.
+        """The fastest plan; of equally fast ones that with fewest GPUs, then fewest stages, then fewest that recompute.
 
         Args:
             below_s: look for plans faster than this only.
@@ -102,11 +114,12 @@ class Search:
         if len(self.space) <= 2 * _ROUGH_STATES:
             return None
         states = np.unique(np.linspace(0, len(self.space) - 1, _ROUGH_STATES).astype(np.int64))
-        return Search(Coarse(self.space, states), self.model, self.gpus, self.memory_bytes).best(below_s)
+        coarse = Coarse(self.space, states)
+        return Search(coarse, self.model, self.gpus, self.memory_bytes, self.recompute).best(below_s)
 
     def any_time_s(self) -> float:
         """A time that every stage on any number of these GPUs meets."""
-        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        everything = self.space.work(0, np.array([len(self.space) - 1])).recomputed()
         link = self.model.link
         front_bytes, front_messages = self.space.largest_front()
         bytes_ = 4 * (float(everything.trainable_bytes[0]) + front_bytes)
@@ -124,6 +137,8 @@ class Search:
         stages = np.zeros(last + 1, dtype=np.int64)
         follow = np.zeros(last + 1, dtype=np.int64)
         replicas = np.zeros(last + 1, dtype=np.int64)
+        recomputing = np.zeros(last + 1, dtype=bool)  # the stage that begins here
+        recomputed = np.zeros(last + 1, dtype=np.int64)  # stages of the suffix that do
         gpus[last] = 0
         reached = np.empty(last + 1, dtype=np.int64)  # states with a suffix that meets the target, filled from the end
         reached[last] = last
@@ -138,19 +153,22 @@ class Search:
             others = space.among_later(state, others)
             if not len(others):
                 continue
-            total, r = self._suffixes(state, others, target_s, gpus[others])
-            # One number that orders by GPUs, then stages; the first of equals makes the choice deterministic.
-            choice = int(np.argmin(total * (last + 2) + stages[others]))
+            total, r, again = self._suffixes(state, others, target_s, gpus[others])
+            # One number that orders by GPUs, then stages, then those that recompute; the first of equals makes the
+            # choice deterministic.
+            order = np.minimum(total, self.gpus + 1) * (last + 2) + stages[others]
+            choice = int(np.argmin(order * (last + 2) + recomputed[others] + again))
             if total[choice] > room[state]:
                 continue
             gpus[state], replicas[state] = total[choice], r[choice]
             follow[state], stages[state] = others[choice], stages[others[choice]] + 1
+            recomputing[state], recomputed[state] = again[choice], recomputed[others[choice]] + again[choice]
             start -= 1
             reached[start] = state
         if gpus[0] > self.gpus:
             return None
         self._suffix = gpus
-        return self._trace(follow, replicas)
+        return self._trace(follow, replicas, recomputing)
 
     def _tighten(self, target_s: float) -> None:
         """Bound the GPUs before each state by a walk forward, after a walk back that met the target.
@@ -174,38 +192,58 @@ class Search:
                 prefix[others] = np.minimum(prefix[others], prefix[state] + r)
         self._room = np.minimum(self._room, self.gpus - prefix)
 
-    def _suffixes(self, state: int, others: Integers, target_s: float, after: Integers) -> tuple[Integers, Integers]:
+    def _suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        """GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
         work = self.space.work(state, others)
-        at_least = (
-            1
-            if self.memory_bytes is None
-            else fewest_for_memory(self.space.footprint(state, others, work), after, self.memory_bytes)
-        )
+        plain = np.zeros(len(others), dtype=bool)
+        if self.memory_bytes is None:
+            r = self.model.fewest_replicas(work.recomputed() if self.recompute == "always" else work, target_s)
+            return after + r, r, plain | (self.recompute == "always")
+        footprint = self.space.footprint(state, others, work)
+        if self.recompute == "always":
+            r = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
+            return after + r, r, ~plain
+        at_least = fewest_for_memory(footprint, after, self.memory_bytes)
         r = self.model.fewest_replicas(work, target_s, at_least)
-        return after + r, r
+        if self.recompute == "never" or not np.any(np.asarray(at_least) > 1):
+            return after + r, r, plain
+        again = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
+        return after + np.minimum(r, again), np.minimum(r, again), again < r
 
-    def _trace(self, follow: Integers, replicas: Integers) -> Path:
+    def _fewest(self, work: Work, footprint: Footprint, target_s: float, after: Integers) -> Integers:
+        assert self.memory_bytes is not None
+        return self.model.fewest_replicas(work, target_s, fewest_for_memory(footprint, after, self.memory_bytes))
+
+    def _trace(self, follow: Integers, replicas: Integers, recomputing: NDArray[np.bool_]) -> Path:
         states = [0]
         while states[-1] < len(self.space) - 1:
             states.append(int(follow[states[-1]]))
         chosen = tuple(int(replicas[state]) for state in states[:-1])
-        return Path(tuple(states), chosen, self.seconds(states, chosen))
+        again = tuple(bool(recomputing[state]) for state in states[:-1])
+        seconds = max(
+            float(self.model.stage_s(work.recomputed() if recompute else work, r)[0])
+            for work, r, recompute in zip(self._works(states), chosen, again, strict=True)
+        )
+        return Path(tuple(states), chosen, seconds, again)
 
-    def seconds(self, states: list[int], replicas: tuple[int, ...]) -> float:
-        """Seconds per minibatch of a path."""
-        stages = zip(states, states[1:], replicas, strict=False)
-        return max(float(self.model.stage_s(self.space.work(i, np.array([j])), r)[0]) for i, j, r in stages)
+    def _works(self, states: list[int]) -> list[Work]:
+        return [self.space.work(i, np.array([j])) for i, j in pairwise(states)]
 
     def _data_parallel(self) -> Path | None:
-        """The best single stage."""
+        """The best single stage. It recomputes only where all must: with one in flight that saves nothing."""
         last = len(self.space) - 1
         work = self.space.work(0, np.array([last]))
+        always = self.recompute == "always"
+        work = work.recomputed() if always else work
         if self.memory_bytes is not None:
             footprint = self.space.footprint(0, np.array([last]), work)
+            footprint = footprint.recomputed() if always else footprint
             if int(footprint.most_in_flight(self.memory_bytes, stashing=True)[0]) < 1:
                 return None
         # A start, not an answer: a few replica counts are enough.
         replicas = np.unique(np.geomspace(1, self.gpus, num=32).astype(np.int64))
         seconds: Floats = self.model.stage_s(work, replicas)
         best = int(np.argmin(seconds))
-        return Path((0, last), (int(replicas[best]),), float(seconds[best]))
+        return Path((0, last), (int(replicas[best]),), float(seconds[best]), (always,))

@@ -90,6 +90,7 @@ class StateSpace(ABC):
             cut_before_bytes=np.asarray(self._outputs[state]),
             cut_after_bytes=self._outputs[others],
             is_first=np.asarray(state == 0),
+            input_bytes=left[0],
         )
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
@@ -105,6 +106,7 @@ class StateSpace(ABC):
             buffer_bytes=held("buffer_bytes"),
             saved_bytes=held("saved_bytes"),
             message_bytes=work.received_bytes + work.sent_bytes,
+            input_bytes=work.input_bytes,
         )
 
 

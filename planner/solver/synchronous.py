@@ -8,6 +8,8 @@ answer.
 Under 1f1b-flush a stage holds the more the more GPUs follow it. Where memory is limited, a stage on r replicas
 therefore allows only so many GPUs after it, and more replicas may allow more: all counts are tried, not only the
 fewest.
+
+A stage that recomputes is one more choice beside the plain one, and only where the plain one does not fit every memory.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner.cost import Floats, Integers, SynchronousModel
+from planner.cost import Floats, Integers, RecomputeRule, SynchronousModel, Work
 from planner.solver.search import RESOLUTION, Path
 from planner.solver.states import StateSpace
 
@@ -27,6 +30,7 @@ class _Stages:
     """The stages that begin at one state."""
 
     others: Integers  # where they end
+    recompute: NDArray[np.bool_]
     sum_s: Floats
     max_s: Floats  # by replicas - 1 and stage; not a number where memory does not suffice
     after: Integers  # most GPUs that may follow, by replicas - 1 and stage
@@ -35,10 +39,17 @@ class _Stages:
 class SynchronousSearch:
     """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states."""
 
-    def __init__(self, space: StateSpace, model: SynchronousModel, gpus: int, memory_bytes: int | None) -> None:
+    def __init__(
+        self,
+        space: StateSpace,
+        model: SynchronousModel,
+        gpus: int,
+        memory_bytes: int | None,
+        recompute: RecomputeRule = "auto",
+    ) -> None:
         # More replicas than microbatches idle, and naive runs one microbatch at a time.
         most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
-        self.space, self.model, self.memory_bytes = space, model, memory_bytes
+        self.space, self.model, self.memory_bytes, self.recompute = space, model, memory_bytes, recompute
         self.gpus = min(gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)
         self._stages = [self._from(state) for state in range(len(space) - 1)]
@@ -62,6 +73,7 @@ class SynchronousSearch:
         last = len(self.space) - 1
         sums = np.full((last + 1, self.gpus + 1), np.inf)  # least sum of the suffix, by the GPUs it may use
         sums[last] = 0.0
+        # For every state and the GPUs its suffix may use: the best stage's column and its replicas.
         choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
         for state in range(last - 1, -1, -1):
             stages = self._stages[state]
@@ -73,7 +85,7 @@ class SynchronousSearch:
                 least = totals[pick, np.arange(totals.shape[1])]
                 better = np.flatnonzero(least < sums[state, r:])
                 sums[state, r + better] = least[better]
-                follow[r + better], chosen[r + better] = stages.others[some[pick[better]]], r
+                follow[r + better], chosen[r + better] = some[pick[better]], r
             choices[state] = (follow, chosen)
         if not np.isfinite(sums[0, self.gpus]):
             return None
@@ -94,28 +106,48 @@ class SynchronousSearch:
     def _from(self, state: int) -> _Stages:
         others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
         work = self.space.work(state, others)
+        if self.recompute == "always":
+            return self._variant(state, others, work, recompute=True)
+        plain = self._variant(state, others, work, recompute=False)
+        tight = np.flatnonzero((np.isnan(plain.max_s) | (plain.after < self.gpus)).any(axis=0))
+        if self.recompute == "never" or not len(tight):
+            return plain
+        others = others[tight]
+        again = self._variant(state, others, self.space.work(state, others), recompute=True)
+        return _Stages(
+            np.concatenate((plain.others, again.others)),
+            np.concatenate((plain.recompute, again.recompute)),
+            np.concatenate((plain.sum_s, again.sum_s)),
+            np.concatenate((plain.max_s, again.max_s), axis=1),
+            np.concatenate((plain.after, again.after), axis=1),
+        )
+
+    def _variant(self, state: int, others: Integers, work: Work, *, recompute: bool) -> _Stages:
+        footprint = self.space.footprint(state, others, work)
+        if recompute:
+            work, footprint = work.recomputed(), footprint.recomputed()
         shape = (len(self._replicas), len(others))
         max_s = np.array(np.broadcast_to(self.model.max_s(work, self._replicas[:, None]), shape))
         after = np.full(shape, self.gpus, dtype=np.int64)
         if self.memory_bytes is not None:
-            footprint = self.space.footprint(state, others, work)
             # With nothing after it a stage holds least, with everything most.
             held = footprint.total_bytes(self.model.in_flight(self._replicas, 0)[:, None], 1)
             max_s[held > self.memory_bytes] = np.nan
             most = footprint.most_in_flight(self.memory_bytes, stashing=False)
             least_room = self.model.in_flight(self._replicas, self.gpus)[:, None] > most
             after = np.where(least_room, np.maximum(most - 1, 0) * self._replicas[:, None], after)
-        return _Stages(others, np.broadcast_to(self.model.sum_s(work), others.shape), max_s, after)
+        sum_s = np.broadcast_to(self.model.sum_s(work), others.shape)
+        return _Stages(others, np.full(len(others), recompute), sum_s, max_s, after)
 
     def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float]:
-        states, replicas, sums, most_s = [0], [], 0.0, 0.0
+        states, replicas, recompute, sums, most_s = [0], [], [], 0.0, 0.0
         while (state := states[-1]) < len(self.space) - 1:
             follow, chosen = choices[state]
-            states.append(int(follow[gpus]))
+            stages, column = self._stages[state], int(follow[gpus])
+            states.append(int(stages.others[column]))
             replicas.append(int(chosen[gpus]))
-            stages = self._stages[state]
-            column = int(np.searchsorted(stages.others, states[-1]))
+            recompute.append(bool(stages.recompute[column]))
             sums += float(stages.sum_s[column])
             most_s = max(most_s, float(stages.max_s[replicas[-1] - 1, column]))
             gpus = min(gpus - replicas[-1], int(stages.after[replicas[-1] - 1, column]))
-        return Path(tuple(states), tuple(replicas), sums + most_s), sums
+        return Path(tuple(states), tuple(replicas), sums + most_s, tuple(recompute)), sums

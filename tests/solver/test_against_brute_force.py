@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
-from planner.cost import SynchronousModel, cost_model, link_of
+from planner.cost import RecomputeRule, SynchronousModel, cost_model, link_of
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Ledger
 from planner.profile_file import Profile
@@ -21,28 +21,40 @@ from tests.solver.strategies import profiles
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
 memories = st.one_of(st.none(), st.integers(1, 200))
 bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
+rules: st.SearchStrategy[RecomputeRule] = st.sampled_from(["auto", "auto", "never", "always"])
 latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
 
 
 @pytest.mark.parametrize("name", COST_MODELS)
 @settings(max_examples=300, deadline=None)
 @given(
-    profile=profiles(most_layers=4), gpus=st.integers(1, 4), bandwidth=bandwidths, latency=latencies, memory=memories
+    profile=profiles(most_layers=4),
+    gpus=st.integers(1, 4),
+    bandwidth=bandwidths,
+    latency=latencies,
+    memory=memories,
+    recompute=rules,
 )
 def test_asynchronous_search_finds_what_brute_force_finds(
-    name: CostModelName, profile: Profile, gpus: int, bandwidth: float, latency: float, memory: int | None
+    name: CostModelName,
+    profile: Profile,
+    gpus: int,
+    bandwidth: float,
+    latency: float,
+    memory: int | None,
+    recompute: RecomputeRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     ledger = Ledger(profile)
     space = Chain(ledger)
-    found = Search(space, cost_model(name, link_of(cluster)), gpus, memory).best()
-    expected = brute_force(ledger, cluster, model=name, in_order=True)
+    found = Search(space, cost_model(name, link_of(cluster)), gpus, memory, recompute).best()
+    expected = brute_force(ledger, cluster, model=name, recompute=recompute, in_order=True)
     if expected is None:
         assert found is None
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas)) == (expected.gpus, len(expected.stages))
+    assert (found.gpus, len(found.replicas), sum(found.recompute)) == expected.rank
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "naive"])
@@ -54,6 +66,7 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     bandwidth=bandwidths,
     latency=latencies,
     memory=memories,
+    recompute=rules,
 )
 def test_synchronous_search_finds_what_brute_force_finds(
     schedule: ScheduleName,
@@ -63,13 +76,16 @@ def test_synchronous_search_finds_what_brute_force_finds(
     bandwidth: float,
     latency: float,
     memory: int | None,
+    recompute: RecomputeRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     microbatches = 1 if schedule == "naive" else microbatches
     ledger = Ledger(profile)
     model = SynchronousModel(link_of(cluster), schedule, microbatches)
-    found = SynchronousSearch(Chain(ledger), model, gpus, memory).best()
-    expected = brute_force(ledger, cluster, schedule=schedule, microbatches=microbatches, in_order=True)
+    found = SynchronousSearch(Chain(ledger), model, gpus, memory, recompute).best()
+    expected = brute_force(
+        ledger, cluster, schedule=schedule, microbatches=microbatches, recompute=recompute, in_order=True
+    )
     if expected is None:
         assert found is None
         return
@@ -109,7 +125,7 @@ def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas)) == (expected.gpus, len(expected.stages))
+    assert (found.gpus, len(found.replicas), sum(found.recompute)) == expected.rank
     # Among the cuts worth a look, given a plan that is not quite as good, the best one is still there.
     known_s = found.seconds * hint
     states = space.worth(model, gpus, known_s * (1 + 1e-9))
