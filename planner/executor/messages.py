@@ -9,7 +9,6 @@ The header makes a wrong pairing an error.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,11 @@ _MAGIC = 0x706C616E  # "plan"
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one value lies in the buffer."""
+    """Where one value lies in the buffer; `wire_shape` is that of its memory."""
 
     spec: ValueSpec
     shape: tuple[int, ...]
+    wire_shape: tuple[int, ...]
     start: int
     end: int
 
@@ -38,6 +38,8 @@ class Slot:
 @dataclass(frozen=True)
 class Layout:
     """The buffer of a message: fixed by the values and the batch size, so that both ends compute it alone."""
+
+    batch_size: int
 
     slots: tuple[Slot, ...]
     size_bytes: int
@@ -49,13 +51,12 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int) -> Layout:
     slots: list[Slot] = []
     start = _ALIGNMENT
     for spec in specs:
-        shape = spec.shape(batch_size)
-        end = start + math.prod(shape) * spec.dtype.itemsize
-        slots.append(Slot(spec, shape, start, end))
+        end = start + spec.size_bytes(batch_size)
+        slots.append(Slot(spec, spec.shape(batch_size), spec.wire_shape(batch_size), start, end))
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
-    described = [(slot.spec.name, slot.spec.dtype, slot.shape, slot.spec.order) for slot in slots]
+    described = [(slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order) for slot in slots]
     checksum = zlib.crc32(repr(described).encode())
-    return Layout(tuple(slots), start, checksum)
+    return Layout(batch_size, tuple(slots), start, checksum)
 
 
 def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.device) -> Tensor:
@@ -88,9 +89,8 @@ def unpack(layout: Layout, unit: Unit, buffer: Tensor, sender: str) -> dict[str,
             f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
             hint="do all hosts run the same version of the planner, the model file and the plan?",
         )
-    return {slot.spec.name: slot.spec.from_wire(_view(buffer, slot)) for slot in layout.slots}
+    return {slot.spec.name: slot.spec.from_wire(_view(buffer, slot), layout.batch_size) for slot in layout.slots}
 
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:
-    shape = [slot.shape[dimension] for dimension in slot.spec.order]
-    return buffer[slot.start : slot.end].view(slot.spec.dtype).view(shape)
+    return buffer[slot.start : slot.end].view(slot.spec.dtype).view(slot.wire_shape)

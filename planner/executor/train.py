@@ -219,7 +219,9 @@ class StageReplica:
         source, target = sorted((message.stage, message.peer_stage))
         kind = (source, target, activation)
         if kind not in self._layouts:
-            specs = [spec for spec in self.transfers[source, target] if activation or spec.requires_grad]
+            specs = self.transfers[source, target]
+            if not activation:
+                specs = [spec.of_gradient for spec in specs if spec.requires_grad]
             self._layouts[kind] = layout_of(specs, self.microbatch_size)
         return self._layouts[kind]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_map
 
 from planner.errors import CaptureError
 from planner.model.batch import Batch
@@ -32,20 +34,22 @@ Loss = Callable[[Any, Any], Tensor]
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
-def capture(model: nn.Module, batch: Batch, loss: Loss | None) -> LayerGraph:
-    """The training forward of `model` on batches like `batch`, up to the loss.
+def capture(model: nn.Module, batch: Batch, loss: Loss | None, *, training: bool = True) -> LayerGraph:
+    """The forward of `model` on batches like `batch`, up to the loss.
 
     Args:
-        model: put into training mode; its parameters become the stages' own, they are not copied.
+        model: put into training mode, or into evaluation mode; its parameters become the stages' own, they are not
+            copied. So the two graphs of one model share them.
         batch: example; the graph is good for other numbers of samples too, unless the model pins it.
         loss: (output, target) -> 0-dimensional loss; None where the model's output has a `.loss` or ["loss"].
+        training: the mode; what a graph does in it cannot be changed afterwards.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
     """
     # A size of one would be taken for a constant.
     example = batch.doubled() if batch.size == 1 else batch
-    forward = _TrainingForward(model.train(), loss)
+    forward = _ForwardToLoss(model.train(training), loss)
     module = _export(forward, example)
     _clean(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -59,7 +63,9 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None) -> LayerGraph:
     operations = [node for node in module.graph.nodes if node.op == "call_function" and not _is_number(node, reader)]
     specs = {node: spec for node in (*placeholders, *operations) if (spec := _spec(node, reader, observed)) is not None}
     loss_node, outputs = _outputs(module, forward, specs)
-    layers = group_layers(module, model, names, observed, operations, specs.__contains__, loss_node)
+    # In evaluation the stages have the weights that training gave them, read or not.
+    grouping = partial(group_layers, adopt_unused=training)
+    layers = grouping(module, model, names, observed, operations, specs.__contains__, loss_node)
     graph = LayerGraph(
         model=model,
         module=module,
@@ -79,7 +85,7 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None) -> LayerGraph:
     return graph.with_hash(graph_digest(graph))
 
 
-class _TrainingForward(nn.Module):
+class _ForwardToLoss(nn.Module):
     """The model with the loss behind it, so that both are captured together."""
 
     def __init__(self, model: nn.Module, loss: Loss | None) -> None:
@@ -93,7 +99,7 @@ class _TrainingForward(nn.Module):
         with refuse_assignments(model):
             output = model(*args, **kwargs)
         loss = loss_of(output, target, self._loss)
-        self.output.leaves, self.output.spec = tree_flatten(output)
+        self.output.leaves, self.output.spec = tree_flatten(as_tree(output))
         return (loss, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
 
 
@@ -103,6 +109,15 @@ class _Output:
     def __init__(self) -> None:
         self.leaves: list[Any] = []
         self.spec: TreeSpec = tree_flatten(None)[1]
+
+
+def as_tree(output: Any) -> Any:
+    """Dataclasses become dicts by field: only those registered with PyTorch's trees can be taken apart."""
+    if not tree_is_leaf(output):
+        return tree_map(as_tree, output, is_leaf=lambda part: part is not output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {field.name: as_tree(getattr(output, field.name)) for field in dataclasses.fields(output)}
+    return output
 
 
 def loss_of(output: Any, target: Any, loss: Loss | None) -> Tensor:
@@ -130,7 +145,7 @@ def _own_loss(output: Any) -> Any:
     return loss
 
 
-def _export(forward: _TrainingForward, batch: Batch) -> fx.GraphModule:
+def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:
     leaves, spec = batch.flatten()
     tree = spec.unflatten(leaves)
     dynamic = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None, tree)
@@ -171,11 +186,12 @@ def _spec(node: fx.Node, reader: SizeReader, observed: Observed) -> ValueSpec | 
     sizes = reader.sizes(value)
     if sizes is None:
         return None
-    return ValueSpec(node.name, value.dtype, observed.requires_grad[node], sizes, observed.orders[node])
+    requires_grad, order = observed.requires_grad[node], observed.orders[node]
+    return ValueSpec(node.name, value.dtype, requires_grad, sizes, order, observed.expanded[node])
 
 
 def _outputs(
-    module: fx.GraphModule, forward: _TrainingForward, specs: dict[fx.Node, ValueSpec]
+    module: fx.GraphModule, forward: _ForwardToLoss, specs: dict[fx.Node, ValueSpec]
 ) -> tuple[fx.Node, list[Any]]:
     """The loss, and the leaves of the model's output with nodes in place of tensors."""
     returned = module.graph.output_node().args[0]

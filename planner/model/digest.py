@@ -40,6 +40,7 @@ def _lines(graph: LayerGraph) -> list[str]:
     for node in graph.module.graph.nodes:
         spec = graph.specs.get(node)
         value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}" if spec else ""
+        value += f" {spec.expanded}" if spec and spec.expanded else ""
         lines.append(f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}")
     return lines
 

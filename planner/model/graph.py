@@ -27,6 +27,8 @@ class ValueSpec:
         sizes: of the dimensions.
         order: dimensions from the outermost in memory to the innermost; (0, 1, ...) where it is contiguous. Kernels
             sum in another order for other layouts, so a copy in another order gives other last digits downstream.
+        expanded: dimensions along which the memory holds one element for all (a mask, key-value heads that several
+            heads share). They travel once, and are expanded again.
     """
 
     name: str
@@ -34,23 +36,37 @@ class ValueSpec:
     requires_grad: bool
     sizes: tuple[Size, ...]
     order: tuple[int, ...]
+    expanded: tuple[int, ...] = ()
+
+    @property
+    def of_gradient(self) -> ValueSpec:
+        """The gradient's: it differs along expanded dimensions too."""
+        return replace(self, expanded=())
 
     def shape(self, batch_size: int) -> tuple[int, ...]:
         """Shape for a batch of `batch_size` samples."""
         return tuple(evaluate(size, batch_size) for size in self.sizes)
 
+    def wire_shape(self, batch_size: int) -> tuple[int, ...]:
+        """Shape of what `to_wire` gives."""
+        shape = self.shape(batch_size)
+        return tuple(1 if dimension in self.expanded else shape[dimension] for dimension in self.order)
+
     def to_wire(self, value: Tensor) -> Tensor:
-        """`value`, or its gradient, seen in its memory order: what a message should copy."""
+        """`value` seen in its memory order: what a message should copy."""
+        for dimension in self.expanded:
+            value = value.narrow(dimension, 0, 1)
         return value.permute(self.order)
 
-    def from_wire(self, copy: Tensor) -> Tensor:
+    def from_wire(self, copy: Tensor, batch_size: int) -> Tensor:
         """The value again, from a contiguous copy of what `to_wire` gave."""
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return copy.permute(inverse)
+        value = copy.permute(inverse)
+        return value.expand(self.shape(batch_size)) if self.expanded else value
 
     def size_bytes(self, batch_size: int) -> int:
-        """Bytes for a batch of `batch_size` samples."""
-        return math.prod(self.shape(batch_size)) * self.dtype.itemsize
+        """Bytes that travel for a batch of `batch_size` samples."""
+        return math.prod(self.wire_shape(batch_size)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def group_layers(
     operations: Sequence[fx.Node],
     can_cross: Callable[[fx.Node], bool],
     loss: fx.Node,
+    *,
+    adopt_unused: bool = True,
 ) -> tuple[GraphLayer, ...]:
     """Layers in execution order; each operation is in one.
 
@@ -56,6 +58,7 @@ def group_layers(
         operations: those that must be in a layer; the others are numbers that each stage computes itself.
         can_cross: whether the result of an operation can be sent to another stage.
         loss: no cut is possible after it.
+        adopt_unused: whether weights that no operation reads belong to some layer as well.
     """
     runs = _runs(operations, model)
     owner = {node: index for index, run in enumerate(runs) for node in run.nodes}
@@ -65,7 +68,8 @@ def group_layers(
         (owner[loss], len(runs) - 1),
     ]
     merged = _merge(runs, spans)
-    return _adopt_unused([_layer(run, names) for run in _unique_names(merged)], names)
+    layers = [_layer(run, names) for run in _unique_names(merged)]
+    return _adopt_unused(layers, names) if adopt_unused else tuple(layers)
 
 
 def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:

@@ -24,11 +24,13 @@ _WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
 class Observed:
     """By node: whether its value carries a gradient, the memory it lies in, and the memory it writes.
 
-    `orders` gives the dimensions of a value that can be sent, from the outermost in memory to the innermost.
+    `orders` gives the dimensions of a value that can be sent, from the outermost in memory to the innermost, and
+    `expanded` those that hold one element for all.
     """
 
     requires_grad: Mapping[fx.Node, bool]
     orders: Mapping[fx.Node, tuple[int, ...]]
+    expanded: Mapping[fx.Node, tuple[int, ...]]
     storages: Mapping[fx.Node, frozenset[int]]
     writes: Mapping[fx.Node, frozenset[int]]
 
@@ -40,7 +42,7 @@ def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
         fake = [mode.from_tensor(leaf, static_shapes=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             observer.run(*fake, enable_io_processing=False)
-    return Observed(observer.requires_grad(), observer.orders, observer.storages, observer.writes)
+    return Observed(observer.requires_grad(), observer.orders, observer.expanded, observer.storages, observer.writes)
 
 
 class _Observer(fx.Interpreter):
@@ -50,6 +52,7 @@ class _Observer(fx.Interpreter):
         self._mode = mode
         self._attributes: dict[int, Tensor] = {}
         self.orders: dict[fx.Node, tuple[int, ...]] = {}
+        self.expanded: dict[fx.Node, tuple[int, ...]] = {}
         self.storages: dict[fx.Node, frozenset[int]] = {}
         self.writes: dict[fx.Node, frozenset[int]] = {}
 
@@ -57,6 +60,7 @@ class _Observer(fx.Interpreter):
         value = super().run_node(n)
         if isinstance(value, Tensor) and not _is_wrapped(value) and not _depends_on_data(value):
             self.orders[n] = _memory_order(value)
+            self.expanded[n] = tuple(d for d, size in enumerate(value.shape) if size > 1 and value.stride(d) == 0)
         self.storages[n] = _storages(value)
         self.writes[n] = _storages([self.env[node] for node in _written_nodes(n, self.module)])
         return value

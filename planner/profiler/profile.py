@@ -153,10 +153,14 @@ class _Held:
 
     def _outputs(self, layer: GraphLayer) -> tuple[Value, ...]:
         specs = [self._graph.values[node.name] for node in layer.nodes if node.name in self._graph.values]
-        sizes = [(spec, spec.size_bytes(self._batch_size)) for spec in specs]
+        size = self._batch_size
         return tuple(
-            Value(name=spec.name, output_bytes=size, gradient_bytes=size if spec.requires_grad else 0)
-            for spec, size in sizes
+            Value(
+                name=spec.name,
+                output_bytes=spec.size_bytes(size),
+                gradient_bytes=spec.of_gradient.size_bytes(size) if spec.requires_grad else 0,
+            )
+            for spec in specs
         )
 
 

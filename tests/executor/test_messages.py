@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,3 +80,19 @@ def test_a_value_of_unexpected_shape_is_refused_before_it_is_sent() -> None:
     layout = layout_of(SPECS, 2)
     with pytest.raises(WorkerError, match=r"value 'h' is torch.float32 of shape \(3, 3, 5\)"):
         pack(layout, Unit(0), make_values(3), CPU)
+
+
+def test_what_is_expanded_travels_once() -> None:
+    """Key-value heads that several heads share, a mask for all samples: the copy repeats memory as the value did."""
+    spec = replace(make_spec("keys", torch.float32, (6, 5, 4), order=(0, 1, 2, 3)), expanded=(1,))
+    value = torch.randn(2, 1, 5, 4).expand(2, 6, 5, 4)
+    layout = layout_of([spec], 2)
+    assert layout.slots[0].end - layout.slots[0].start == 2 * 5 * 4 * 4
+    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"keys": value}, CPU), "rank 0")["keys"]
+    assert torch.equal(got, value)
+    assert got.stride() == value.stride()
+    # Its gradient differs from head to head.
+    gradient = torch.randn(2, 6, 5, 4)
+    layout = layout_of([spec.of_gradient], 2)
+    got = unpack(layout, Unit(0), pack(layout, Unit(0), {"keys": gradient}, CPU), "rank 0")["keys"]
+    assert torch.equal(got, gradient)

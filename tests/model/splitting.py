@@ -8,8 +8,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
+from planner.model.capture import Loss, as_tree, loss_of
 from planner.model.graph import LayerGraph, ValueSpec
 from planner.model.stage import StageModule, build_stage
 
@@ -40,7 +42,7 @@ def run_split(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]], key
     keep = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
     stages = [build_stage(graph, names, keep=keep) for names in cut]
     received, results = _forward(stages, batch, key)
-    _backward(stages, received, results)
+    _backward(stages, received, results, batch.size)
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, buffer in model.named_buffers():
         buffer.data.copy_(before[name])
@@ -48,6 +50,28 @@ def run_split(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]], key
     return Step(
         loss=values["loss"].detach(),
         outputs={name: values[name].detach() for name in keep},
+        gradients={name: parameter.grad for name, parameter in model.named_parameters()},
+        buffers=after,
+    )
+
+
+def run_model(graph: LayerGraph, batch: Batch, loss: Loss | None) -> Step:
+    """The same step of the user's own model, in the mode that it is in."""
+    model = graph.model
+    for parameter in model.parameters():
+        parameter.grad = None
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    output = model(*batch.args, **batch.kwargs)
+    value = loss_of(output, batch.target, loss)
+    value.backward()  # type: ignore[no-untyped-call]
+    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(before[name])
+    names = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
+    leaves = [leaf for leaf in tree_leaves(as_tree(output)) if isinstance(leaf, Tensor)]
+    return Step(
+        loss=value.detach(),
+        outputs={name: leaf.detach() for name, leaf in zip(names, leaves, strict=True)},
         gradients={name: parameter.grad for name, parameter in model.named_parameters()},
         buffers=after,
     )
@@ -61,7 +85,8 @@ def _forward(
     for stage in stages:
         received = {}
         for spec in stage.received:
-            received[spec.name] = _through_a_message(spec, wire[spec.name]).requires_grad_(spec.requires_grad)
+            value = _through_a_message(spec, wire[spec.name], batch.size)
+            received[spec.name] = value.requires_grad_(spec.requires_grad)
         if key is not None:
             stage.set_random_key(*key)
         result = stage(batch if stage.needs_batch else None, received)
@@ -77,7 +102,7 @@ def _forward(
 
 
 def _backward(
-    stages: Sequence[StageModule], received: list[dict[str, Tensor]], results: list[dict[str, Tensor]]
+    stages: Sequence[StageModule], received: list[dict[str, Tensor]], results: list[dict[str, Tensor]], batch_size: int
 ) -> None:
     gradients: dict[str, Tensor] = {}
     for stage, values, result in reversed(list(zip(stages, received, results, strict=True))):
@@ -92,13 +117,13 @@ def _backward(
         for spec in stage.received:
             gradient = values[spec.name].grad
             if gradient is not None:
-                gradients[spec.name] = _through_a_message(spec, gradient)
+                gradients[spec.name] = _through_a_message(spec.of_gradient, gradient, batch_size)
 
 
-def _through_a_message(spec: ValueSpec, value: Tensor) -> Tensor:
+def _through_a_message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
     """What a message does to a value: memory of its own, without gaps and without history."""
     copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
-    return spec.from_wire(copy)
+    return spec.from_wire(copy, batch_size)
 
 
 def assert_same(one: Step, other: Step) -> None:
