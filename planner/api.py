@@ -8,7 +8,7 @@ from planner.errors import InputError, PlanError
 from planner.executor.job import BaselineName, Job, TrainResult
 from planner.executor.launch import launch
 from planner.model.file import load_model_file
-from planner.plan_file import Plan
+from planner.plan_file import TRAINABLE, Plan
 from planner.profile_file import Profile
 from planner.profiler import profile_model
 from planner.profiler.measure import Progress
@@ -91,6 +91,11 @@ def check_trainable(plan: Plan) -> None:
     Raises:
         PlanError: with what to solve for instead.
     """
+    if plan.schedule not in TRAINABLE:
+        raise PlanError(
+            f"the plan's schedule {plan.schedule} can be solved for, but `plan train` does not run it yet",
+            hint=f"solve for one of: {', '.join(TRAINABLE)}",
+        )
     if any(stage.recompute for stage in plan.stages):
         stage = next(index for index, stage in enumerate(plan.stages) if stage.recompute)
         raise PlanError(

@@ -27,6 +27,7 @@ Integers = NDArray[np.int64]
 RecomputeRule = Literal["auto", "never", "always"]
 Resource = Literal["compute", "receive", "send", "cut_before", "cut_after"]
 
+DIVIDED: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "2bw")  # schedules of several microbatches per minibatch
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
 # Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.
 BUCKETS = 6
@@ -135,13 +136,14 @@ class Footprint:
         fixed = fixed + self.working_bytes
         return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
 
-    def most_in_flight(self, memory_bytes: float, stashing: bool) -> Integers:
+    def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:
         """Largest number of microbatches in flight that fits `memory_bytes`; 0 where not even one does.
 
-        With weight stashing each of them keeps its own version of the weights, the current one among them.
+        With weight stashing each of them keeps its own version of the weights, the current one among them; without it
+        there are `versions`.
         """
         per_flight = self.saved_bytes + (self.weight_bytes if stashing else 0.0)
-        room = memory_bytes - (self.total_bytes(1, 1) - per_flight)
+        room = memory_bytes - (self.total_bytes(1, versions) - per_flight)
         # Nothing in flight costs nothing: unlimited where the rest fits.
         many = np.where(room >= 0, float(IMPOSSIBLE), 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -157,14 +159,18 @@ def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
     return np.asarray(1 + -(-np.asarray(gpus_after) // np.asarray(replicas)), dtype=np.int64)
 
 
-def fewest_for_memory(footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> Integers | int:
+def fewest_for_memory(
+    footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None, versions: int | None = None
+) -> Integers | int:
     """Fewest replicas with which a stage of a 1f1b pipeline fits; `IMPOSSIBLE` where none do.
+
+    `versions`: of the weights; None for one per microbatch in flight.
 
     1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): more replicas share what is in flight.
     """
     if memory_bytes is None:
         return 1
-    others = footprint.most_in_flight(memory_bytes, stashing=True) - 1
+    others = footprint.most_in_flight(memory_bytes, stashing=versions is None, versions=versions or 1) - 1
     after = np.asarray(gpus_after, dtype=np.int64)
     shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
     return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)
@@ -191,6 +197,8 @@ class CostModel(ABC):
     """Steady state of the asynchronous pipeline: the minibatch time is the largest busy time of any resource."""
 
     name: CostModelName
+    microbatches = 1  # per minibatch
+    most_replicas = IMPOSSIBLE  # of a stage
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -214,8 +222,18 @@ class CostModel(ABC):
             first = np.maximum(first, other)
         return first
 
-    def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1) -> Integers:
+    def least_s(self, work: Work) -> Floats:
+        """Seconds per minibatch that a stage takes of its GPUs together, at least, however many they are."""
+        return work.compute_s
+
+    def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
+        """Fewest replicas with which a stage fits the memory, with GPUs after it; `IMPOSSIBLE` where none do."""
+        return fewest_for_memory(footprint, gpus_after, memory_bytes)
+
+    def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
         """Fewest replicas >= `at_least` with which each stage meets the target; `IMPOSSIBLE` where none do.
+
+        The GPUs `after` a stage matter under 2bw only.
 
         The closed form gives the candidates and the formula itself decides, so a stage that is said to meet the
         target does, to the last bit. One replica is a case of its own: the second one brings the all-reduce.
@@ -382,7 +400,7 @@ class SynchronousModel:
     """
 
     def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
-        assert schedule != "1f1b"
+        assert schedule in ("gpipe", "1f1b-flush", "naive")
         self.link, self.schedule, self.microbatches = link, schedule, microbatches
 
     def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
@@ -450,8 +468,8 @@ def check_combination(name: CostModelName, schedule: ScheduleName, microbatches:
         raise InputError(
             f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use --cost-model resource"
         )
-    if schedule not in ("gpipe", "1f1b-flush") and microbatches > 1:
+    if schedule not in DIVIDED and microbatches > 1:
         raise InputError(
             f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
-            hint="use --schedule gpipe or 1f1b-flush, or leave --microbatches out",
+            hint=f"use --schedule {', '.join(DIVIDED[:-1])} or {DIVIDED[-1]}, or leave --microbatches out",
         )

@@ -14,6 +14,7 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.cost import (
+    DIVIDED,
     POSTED,
     Floats,
     Footprint,
@@ -21,10 +22,10 @@ from planner.cost import (
     SynchronousModel,
     Work,
     check_combination,
-    cost_model,
     in_flight_1f1b,
     link_of,
 )
+from planner.cost_2bw import VERSIONS, asynchronous_model
 from planner.plan_file import Bottleneck, CostModelName, ScheduleName, StageMemory
 from planner.profile_file import Profile
 
@@ -167,8 +168,8 @@ def price(
     replicas = [stage.replicas for stage in stages]
     link = link_of(cluster)
     in_flight: list[int]
-    if schedule == "1f1b":
-        asynchronous = cost_model(model, link)
+    if schedule in ("1f1b", "2bw"):
+        asynchronous = asynchronous_model(model, schedule, microbatches, link)
         busy = [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
         bottleneck = _busiest(busy)
         seconds = bottleneck.busy_s
@@ -183,7 +184,7 @@ def price(
         bottleneck = worst if worst.busy_s > 0 else Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
         in_flight = [int(synchronous.in_flight(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     memory = tuple(
-        stage_memory(ledger.footprint(stage), flying, flying if schedule == "1f1b" else 1)
+        stage_memory(ledger.footprint(stage), flying, versions_of(schedule, flying))
         for stage, flying in zip(stages, in_flight, strict=True)
     )
     return Price(seconds, bottleneck, tuple(in_flight), memory, _sent_bytes(works, replicas, schedule, microbatches))
@@ -205,6 +206,11 @@ def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:
             return Bottleneck(stage=stage - (resource == "cut_before"), resource="boundary", busy_s=busy_s)
 
 
+def versions_of(schedule: ScheduleName, in_flight: int) -> int:
+    """Versions of its weights that a stage keeps."""
+    return {"1f1b": in_flight, "2bw": VERSIONS}.get(schedule, 1)
+
+
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
     """What one replica of a stage holds, by use."""
     return StageMemory(
@@ -221,11 +227,11 @@ def _sent_bytes(works: Sequence[Work], replicas: Sequence[int], schedule: Schedu
     """Bytes all workers send for one minibatch: transfers both ways, and the stages' all-reduces.
 
     A ring of r workers moves 2(r-1)·W in all, once per round of r minibatches under 1f1b and naive, once per minibatch
-    under gpipe and 1f1b-flush.
+    where that is divided.
     """
     transfers = sum(float(work.sent_bytes) for work in works) * microbatches
     rings = [2 * (r - 1) * float(work.trainable_bytes) for work, r in zip(works, replicas, strict=True)]
-    if schedule in ("gpipe", "1f1b-flush"):
+    if schedule in DIVIDED:
         return transfers + sum(rings)
     return transfers + sum(ring / r for ring, r in zip(rings, replicas, strict=True))
 

@@ -38,16 +38,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "1f1b-flush", "gpipe", "naive"],
+        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "naive"],
         default="1f1b",
-        help="1f1b: asynchronous, with weight stashing; gpipe and 1f1b-flush: the pipeline drains after every "
-        "minibatch, 1f1b-flush in less memory; naive: one minibatch at a time (default: %(default)s)",
+        help="1f1b: asynchronous, with weight stashing; 2bw: asynchronous, with two weight versions and one update per "
+        "minibatch of several microbatches; gpipe and 1f1b-flush: the pipeline drains after every minibatch, "
+        "1f1b-flush in less memory; naive: one minibatch at a time (default: %(default)s)",
     )
     parser.add_argument(
         "--microbatches",
         type=int,
         metavar="M",
-        help=f"per minibatch, for gpipe and 1f1b-flush (default: {MICROBATCHES_PER_GPU} per GPU)",
+        help=f"per minibatch, for gpipe, 1f1b-flush and 2bw (default: {MICROBATCHES_PER_GPU} per GPU)",
     )
     parser.add_argument(
         "--depth",
@@ -99,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _microbatches(given: int | None, schedule: str, gpus: int) -> int:
+    from planner.cost import DIVIDED
+
     if given is not None:
         return given
-    return MICROBATCHES_PER_GPU * gpus if schedule in ("gpipe", "1f1b-flush") else 1
+    return MICROBATCHES_PER_GPU * gpus if schedule in DIVIDED else 1

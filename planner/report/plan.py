@@ -15,6 +15,8 @@ _RESOURCES = {
 }
 _SCHEDULES = {
     "1f1b": "1f1b with weight stashing",
+    "2bw": "2bw, two weight versions, {microbatches} microbatches per minibatch",
+    "1f1b-flush": "1f1b-flush, {microbatches} microbatches per minibatch",
     "gpipe": "gpipe, {microbatches} microbatches per minibatch",
     "naive": "naive, one minibatch at a time",
 }

@@ -51,6 +51,7 @@ class _Run:
         }
         self.mail: dict[tuple[int, int, type], deque[Instruction]] = {}
         self.arrived: dict[AllReduce, set[int]] = {}
+        self.updates = dict.fromkeys(self.stage_of, 0)
         self.in_flight: dict[int, list[Unit]] = {rank: [] for rank in self.stage_of}
 
     def complete(self) -> None:
@@ -87,6 +88,7 @@ class _Run:
                 here.add(rank)
                 return here == set(self.shape.ranks[instruction.stage])
             case Forward():
+                self._check_version(rank, instruction)
                 self.in_flight[rank].append(instruction.unit)
                 if len(self.in_flight[rank]) > self.shape.in_flight(instruction.stage):
                     raise ScheduleError(f"rank {rank} holds {self.in_flight[rank]}")
@@ -95,5 +97,10 @@ class _Run:
                     raise ScheduleError(f"rank {rank} runs {instruction} without its forward")
                 self.in_flight[rank].remove(instruction.unit)
             case Update():
-                pass
+                self.updates[rank] += 1
         return True
+
+    def _check_version(self, rank: int, forward: Forward) -> None:
+        """Under 2bw minibatch t runs at the version that t - 2 left, or the two versions would not suffice."""
+        if self.shape.schedule == "2bw" and self.updates[rank] < forward.unit.minibatch - 1:
+            raise ScheduleError(f"rank {rank} runs {forward} after {self.updates[rank]} updates")

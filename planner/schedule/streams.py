@@ -4,9 +4,13 @@ The schedules differ in two numbers only, the units between two updates and the 
 
     schedule     units per round                 in flight on a replica of stage s
     1f1b         one minibatch per replica       d_s = ceil(sum_{t>=s} r_t / r_s)      (PipeDream, SOSP'19, 3.2)
+    2bw          the minibatch's microbatches    d_s, at most m / r_s + 1              (PipeDream-2BW, ICML'21)
     1f1b-flush   the minibatch's microbatches    d_s                                   (PipeDream-Flush, ICML'21)
     gpipe        the minibatch's microbatches    all of them                           (GPipe, NeurIPS'19)
     naive        one                             1
+
+1f1b and 2bw never drain the pipeline. Under 1f1b a forward uses the newest weights; under 2bw the forward of minibatch
+t uses those that minibatch t - 2 left, whatever is there since.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ class PipelineShape:
     Args:
         ranks: per stage, the ranks of its replicas.
         channels: the pairs of stages that exchange values.
-        schedule: "1f1b", "1f1b-flush", "gpipe" or "naive".
+        schedule: "1f1b", "2bw", "1f1b-flush", "gpipe" or "naive".
         microbatches: per minibatch; 1 for "1f1b" and "naive".
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
     """
@@ -56,7 +60,7 @@ class PipelineShape:
     depths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("1f1b", "1f1b-flush", "gpipe", "naive"):
+        if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "gpipe", "naive"):
             raise ValueError(f"unknown schedule '{self.schedule}'")
         if self.schedule in ("1f1b", "naive") and self.microbatches != 1:
             raise ValueError(f"schedule '{self.schedule}' has one microbatch per minibatch, not {self.microbatches}")
@@ -64,12 +68,14 @@ class PipelineShape:
     @property
     def asynchronous(self) -> bool:
         """Whether a stage updates without draining the pipeline."""
-        return self.schedule == "1f1b"
+        return self.schedule in ("1f1b", "2bw")
 
     def rank_of(self, stage: int, unit: Unit) -> int:
         """The worker that runs `unit` at `stage`: round-robin, the same for forward and backward (1F1B-RR)."""
         replicas = self.ranks[stage]
         turn = unit.minibatch if self.microbatches == 1 else unit.microbatch
+        if self.schedule == "2bw":
+            turn = unit.minibatch * self.microbatches + unit.microbatch  # in one row, as the depths count them
         return replicas[turn % len(replicas)]
 
     def in_flight(self, stage: int) -> int:
@@ -81,6 +87,9 @@ class PipelineShape:
                 return 1
             case "gpipe":
                 return -(-self.microbatches // len(self.ranks[stage]))
+            case "2bw":
+                share = self.microbatches // len(self.ranks[stage])
+                return min(share + 1, warm_up_depth([len(ranks) for ranks in self.ranks], stage))
             case _:
                 return warm_up_depth([len(ranks) for ranks in self.ranks], stage)
 
@@ -111,11 +120,14 @@ def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Ite
     Yields lazily: a week of training costs no memory.
     """
     assert rank in shape.ranks[stage]
-    if shape.asynchronous:
-        yield from _asynchronous(shape, stage, rank, minibatches)
-    else:
-        for minibatch in range(minibatches):
-            yield from _synchronous(shape, stage, rank, minibatch)
+    match shape.schedule:
+        case "1f1b":
+            yield from _asynchronous(shape, stage, rank, minibatches)
+        case "2bw":
+            yield from _double_buffered(shape, stage, rank, minibatches)
+        case _:
+            for minibatch in range(minibatches):
+                yield from _synchronous(shape, stage, rank, minibatch)
 
 
 def _asynchronous(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
@@ -133,6 +145,29 @@ def _asynchronous(shape: PipelineShape, stage: int, rank: int, minibatches: int)
         yield from _finish_round(shape, stage, last_round, minibatches)
 
 
+def _double_buffered(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    """Microbatches of all minibatches in one row, with an update after the last backward of each minibatch."""
+    replicas = shape.ranks[stage]
+    assert len(replicas) <= shape.microbatches
+    mine = range(replicas.index(rank), shape.microbatches * minibatches, len(replicas))
+    for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
+        unit = Unit(*divmod(mine[index], shape.microbatches))
+        if is_forward:
+            yield from _forward(shape, stage, unit)
+        else:
+            last = unit.microbatch + len(replicas) >= shape.microbatches
+            yield from _backward(shape, stage, unit, last_of_round=last)
+            if last:
+                yield from _finish_minibatch(shape, stage, unit.minibatch)
+
+
+def _finish_minibatch(shape: PipelineShape, stage: int, minibatch: int) -> Iterator[Instruction]:
+    """Losses are scaled to sum to the minibatch's: no division here."""
+    if len(shape.ranks[stage]) > 1:
+        yield AllReduce(stage, minibatch, divisor=1)
+    yield Update(stage, minibatch)
+
+
 def _finish_round(shape: PipelineShape, stage: int, round_: int, minibatches: int) -> Iterator[Instruction]:
     replicas = len(shape.ranks[stage])
     if replicas > 1:
@@ -141,7 +176,7 @@ def _finish_round(shape: PipelineShape, stage: int, round_: int, minibatches: in
 
 
 def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
-    """One minibatch with a flush at its end. Losses are scaled to sum to the minibatch's: no division here."""
+    """One minibatch with a flush at its end."""
     units = [Unit(minibatch, microbatch) for microbatch in range(shape.microbatches)]
     mine = [unit for unit in units if shape.rank_of(stage, unit) == rank]
     for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
@@ -149,9 +184,7 @@ def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
             yield from _forward(shape, stage, mine[index])
         else:
             yield from _backward(shape, stage, mine[index], last_of_round=index == len(mine) - 1)
-    if len(shape.ranks[stage]) > 1:
-        yield AllReduce(stage, minibatch, divisor=1)
-    yield Update(stage, minibatch)
+    yield from _finish_minibatch(shape, stage, minibatch)
 
 
 def _forward(shape: PipelineShape, stage: int, unit: Unit) -> Iterator[Instruction]:

@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cluster import Cluster, flat_cluster
-from planner.cost import RecomputeRule, SynchronousModel, check_combination, cost_model, link_of
+from planner.cost import RecomputeRule, SynchronousModel, check_combination, link_of
+from planner.cost_2bw import asynchronous_model
 from planner.errors import ProfileError
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
@@ -27,6 +28,7 @@ __all__ = ["solve"]
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
 
+ASYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b", "2bw")
 _ROUNDING = 1e-9  # the search and the price add the same numbers in different order
 
 
@@ -47,9 +49,9 @@ def solve(
         cluster: devices, memory and links; a hierarchy is priced at its slowest link.
         cost_model: `resource`, or one of the two published ones, to compare against.
         schedule: what the plan is for; it decides what a plan costs and holds.
-        microbatches: per minibatch, for `gpipe`.
-        depth: of 1f1b, under the resource model: "published" keeps as many minibatches in flight as PipeDream does,
-            "auto" more where workers would otherwise wait for messages or for each other.
+        microbatches: per minibatch, for schedules that divide it.
+        depth: of 1f1b and 2bw, under the resource model: "published" keeps as many minibatches in flight as PipeDream
+            does, "auto" more where workers would otherwise wait for messages or for each other.
         recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
             demands it, "never", or "always".
 
@@ -78,8 +80,8 @@ def solve(
     task, path, bound_s = task.beyond_the_order(path)
     stages, cost = task.priced(path)
     bound_s = min(bound_s, cost.seconds_per_minibatch)
-    if schedule == "1f1b" and cost_model == "resource":
-        cost = price_with_depths(ledger, stages, cluster, cost, depth)
+    if schedule in ASYNCHRONOUS and cost_model == "resource":
+        cost = price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches)
     seconds = cost.seconds_per_minibatch
     optimal = seconds <= bound_s * (1 + _ROUNDING)
     bound_s = seconds if optimal else bound_s
@@ -121,9 +123,9 @@ class _Task:
         """
         if self.space.complete:
             return self, path, path.seconds
-        if self.schedule != "1f1b":
+        if self.schedule not in ASYNCHRONOUS:
             return self._beyond_drained(path)
-        model = cost_model(self.model, self._link)
+        model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
         ledger, cluster = self.space.ledger, self.cluster
         memory = cluster.memory_bytes
         beyond = search_beyond(ledger, model, cluster.gpus, memory, self.space, path, self.recompute)
@@ -140,7 +142,7 @@ class _Task:
 
     def over_all_cuts(self) -> _Task | None:
         """The same task over every cut of the graph, or None where those are too many."""
-        most = MOST_STATES if self.schedule == "1f1b" else MOST_DRAINED_STATES
+        most = MOST_STATES if self.schedule in ASYNCHRONOUS else MOST_DRAINED_STATES
         words = enumerate_downsets(self.space.ledger, most)
         return None if words is None else self._over(Downsets(self.space.ledger, words, complete=True))
 
@@ -198,15 +200,17 @@ class _Task:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
         last = np.array([len(self.space) - 1])
         work = self.space.work(0, last)
-        if self.schedule == "1f1b":
-            return float(work.compute_s[0]) / self.cluster.gpus
+        if self.schedule in ASYNCHRONOUS:
+            model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+            return float(model.least_s(work)[0]) / self.cluster.gpus
         once_s = float(work.forward_s[0] + work.backward_s[0])
         if self.schedule == "naive":
             return once_s + float(work.update_s[0])
         return once_s * max(1.0, self.microbatches / self.cluster.gpus)
 
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
-        if self.schedule == "1f1b":
-            return Search(self.space, cost_model(self.model, self._link), gpus, memory_bytes, self.recompute)
+        if self.schedule in ASYNCHRONOUS:
+            asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+            return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute)
         model = SynchronousModel(self._link, self.schedule, self.microbatches)
         return SynchronousSearch(self.space, model, gpus, memory_bytes, self.recompute)

@@ -11,6 +11,7 @@ from itertools import product
 
 from planner.cluster import Cluster
 from planner.cost import RecomputeRule
+from planner.cost_2bw import two_versions_suffice
 from planner.errors import InputError
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Ledger, Price, price
@@ -63,6 +64,8 @@ def brute_force(
     for stages in plans(ledger, cluster.gpus, in_order, recompute):
         cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches)
         if cluster.memory_bytes is not None and any(m.total_bytes > cluster.memory_bytes for m in cost.memory):
+            continue
+        if schedule == "2bw" and not two_versions_suffice(microbatches, [s.replicas for s in stages], cost.in_flight):
             continue
         answer = Answer(stages, cost)
         if best is None or _beats(answer, best, resolution):

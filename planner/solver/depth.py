@@ -23,8 +23,9 @@ from typing import Literal
 
 from planner.cluster import Cluster
 from planner.cost import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
-from planner.plan_file import Transfer
-from planner.pricing import Candidate, Ledger, Price, stage_memory
+from planner.cost_2bw import VERSIONS
+from planner.plan_file import ScheduleName, Transfer
+from planner.pricing import Candidate, Ledger, Price, stage_memory, versions_of
 from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
 from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
 from planner.solver.assemble import transfers
@@ -34,7 +35,9 @@ DepthRule = Literal["auto", "published"]
 
 TOLERANCE = 0.01  # a pipeline this close to its busiest resource counts as fast as that: timings are no better
 MOST_WORKERS = 64  # beyond, simulating takes too long: the published depths are kept and their waits not priced
+MOST_MICROBATCHES = 2**12  # times workers, for the same reason
 UNLIMITED = 2**30
+_SIMULATED_MINIBATCHES = 12  # of several microbatches each
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
 
 
@@ -44,10 +47,12 @@ class PipelineTimes:
 
     Args:
         replicas: per stage.
-        stages: seconds per minibatch, and per round for the all-reduce.
+        stages: seconds per unit (a minibatch, or a microbatch where it is divided), and per round for the all-reduce.
         transfers: by (source, target) stage.
-        busiest_s: busy seconds per minibatch of the busiest resource: no depth is faster.
-        deepest: per stage, the most minibatches in flight that memory allows.
+        busiest_s: busy seconds per unit of the busiest resource: no depth is faster.
+        deepest: per stage, the most units in flight that memory and schedule allow.
+        schedule: "1f1b" or "2bw".
+        microbatches: units per minibatch.
     """
 
     replicas: tuple[int, ...]
@@ -55,6 +60,8 @@ class PipelineTimes:
     transfers: Mapping[tuple[int, int], TransferTimes]
     busiest_s: float
     deepest: Depths
+    schedule: ScheduleName = "1f1b"
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,29 +69,46 @@ class DepthChoice:
     """Depths per stage, and what they give."""
 
     depths: Depths
-    seconds_per_minibatch: float
+    seconds_per_unit: float
 
 
 def price_with_depths(
-    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price, rule: DepthRule
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    price: Price,
+    rule: DepthRule,
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
 ) -> Price:
     """`price` with the depths of `rule`: their memory, and seconds that count what they leave the workers waiting.
 
     Args:
         price: of the stages at the published depths, by the resource model, which sees no waiting.
         rule: "published", or "auto" to go deeper where that pays and memory allows it.
+        schedule: "1f1b" or "2bw".
+        microbatches: per minibatch.
     """
-    times = _pipeline_times(ledger, stages, cluster, price)
-    if sum(times.replicas) > MOST_WORKERS:
+    times = _pipeline_times(ledger, stages, cluster, price, schedule, microbatches)
+    if sum(times.replicas) > MOST_WORKERS or sum(times.replicas) * microbatches > MOST_MICROBATCHES:
         return price
     choice = choose_depths(times) if rule == "auto" else price_depths(times, price.in_flight)
     memory = tuple(
-        stage_memory(ledger.footprint(stage), depth, depth) for stage, depth in zip(stages, choice.depths, strict=True)
+        stage_memory(ledger.footprint(stage), depth, versions_of(schedule, depth))
+        for stage, depth in zip(stages, choice.depths, strict=True)
     )
-    return replace(price, seconds_per_minibatch=choice.seconds_per_minibatch, in_flight=choice.depths, memory=memory)
+    seconds = choice.seconds_per_unit * microbatches
+    return replace(price, seconds_per_minibatch=seconds, in_flight=choice.depths, memory=memory)
 
 
-def _pipeline_times(ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price) -> PipelineTimes:
+def _pipeline_times(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    price: Price,
+    schedule: ScheduleName,
+    microbatches: int,
+) -> PipelineTimes:
     link = link_of(cluster)
     moved = transfers(ledger, stages)
     wires = {
@@ -95,18 +119,30 @@ def _pipeline_times(ledger: Ledger, stages: Sequence[Candidate], cluster: Cluste
         for t in moved
     }
     deepest = tuple(
-        UNLIMITED
-        if cluster.memory_bytes is None
-        else max(depth, int(ledger.footprint(stage).most_in_flight(cluster.memory_bytes, stashing=True)))
+        max(depth, _deepest(ledger, stage, cluster.memory_bytes, schedule, microbatches))
         for stage, depth in zip(stages, price.in_flight, strict=True)
     )
     return PipelineTimes(
         replicas=tuple(stage.replicas for stage in stages),
         stages=tuple(_stage_times(ledger, stage, index, moved, link) for index, stage in enumerate(stages)),
         transfers=wires,
-        busiest_s=price.bottleneck.busy_s,
+        busiest_s=price.bottleneck.busy_s / microbatches,
         deepest=deepest,
+        schedule=schedule,
+        microbatches=microbatches,
     )
+
+
+def _deepest(
+    ledger: Ledger, stage: Candidate, memory_bytes: int | None, schedule: ScheduleName, microbatches: int
+) -> int:
+    """The most minibatches in flight that memory allows, and two versions of the weights where there are no more."""
+    stashing = schedule == "1f1b"
+    depth = UNLIMITED if stashing else microbatches // stage.replicas + 1
+    if memory_bytes is None:
+        return depth
+    fit = ledger.footprint(stage).most_in_flight(memory_bytes, stashing=stashing, versions=1 if stashing else VERSIONS)
+    return min(depth, int(fit))
 
 
 def _stage_times(ledger: Ledger, stage: Candidate, index: int, moved: Sequence[Transfer], link: Link) -> StageTimes:
@@ -132,7 +168,7 @@ def published_depths(replicas: Sequence[int]) -> Depths:
 
 
 def price_depths(times: PipelineTimes, depths: Depths) -> DepthChoice:
-    """Seconds per minibatch of given depths, by simulation of the streams; the busiest resource's when within 1%."""
+    """Seconds per unit of given depths, by simulation of the streams; the busiest resource's when within 1%."""
     seconds = _simulated_s(times, depths)
     close = seconds <= times.busiest_s * (1 + TOLERANCE)
     return DepthChoice(depths, times.busiest_s if close else seconds)
@@ -143,13 +179,13 @@ def choose_depths(times: PipelineTimes) -> DepthChoice:
     published = published_depths(times.replicas)
     best = price_depths(times, published)
     for candidate in _deeper(times):
-        if best.seconds_per_minibatch > times.busiest_s:
+        if best.seconds_per_unit > times.busiest_s:
             best = min(best, price_depths(times, candidate), key=lambda choice: _regret(choice, published))
     return _trimmed(times, best)
 
 
 def _regret(choice: DepthChoice, published: Depths) -> float:
-    return choice.seconds_per_minibatch * (1 + WORTH * (choice.depths[0] - published[0]))
+    return choice.seconds_per_unit * (1 + WORTH * (choice.depths[0] - published[0]))
 
 
 def _deeper(times: PipelineTimes) -> Iterator[Depths]:
@@ -171,7 +207,7 @@ def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     """Take back what is in flight for nothing at the first stage, which has the most."""
     while best.depths[0] > warm_up_depth(times.replicas, 0):
         less = price_depths(times, (best.depths[0] - 1, *best.depths[1:]))
-        if less.seconds_per_minibatch > best.seconds_per_minibatch:
+        if less.seconds_per_unit > best.seconds_per_unit:
             break
         best = less
     return best
@@ -202,7 +238,11 @@ def _simulated_s(times: PipelineTimes, depths: Depths) -> float:
         ranks.append(tuple(range(first, first + replicas)))
         first += replicas
     channels = tuple(Channel(*ends, gradient=t.gradient_s is not None) for ends, t in sorted(times.transfers.items()))
-    shape = PipelineShape(tuple(ranks), channels, "1f1b", depths=depths)
+    shape = PipelineShape(tuple(ranks), channels, times.schedule, times.microbatches, depths=depths)
+    if times.microbatches > 1:
+        # Completions come in bursts of a minibatch.
+        outcome = simulate(shape, times.stages, times.transfers, _SIMULATED_MINIBATCHES)
+        return outcome.seconds_per_unit(times.microbatches)
     period = math.lcm(*times.replicas)
     # Long enough to forget the start, and to see several periods of round-robin where that is possible.
     minibatches = max(96, 16 * max(times.replicas), min(8 * period, 400))

@@ -76,7 +76,7 @@ class Downsets(StateSpace):
 
     def worth(self, model: CostModel, gpus: int, target_s: float) -> Integers:
         """The states at which a plan for `gpus` within the target may cut."""
-        before_s = self.compute_s
+        before_s = model.least_s(self.work(0, np.arange(len(self))))
         before, after = model.fewest_around_cut(self._outputs, self._gradients, target_s)
         before = np.maximum(before, np.ceil(before_s / target_s - _SLACK))
         after = np.maximum(after, np.ceil((before_s[-1] - before_s) / target_s - _SLACK))

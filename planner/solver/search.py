@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import IMPOSSIBLE, CostModel, Floats, Footprint, Integers, RecomputeRule, Work, fewest_for_memory
+from planner.cost import IMPOSSIBLE, CostModel, Floats, Footprint, Integers, RecomputeRule, Work
 from planner.solver.states import Coarse, StateSpace
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
@@ -61,6 +61,7 @@ class Search:
     ) -> None:
         self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
         self.recompute = recompute
+        self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
         self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
 
@@ -85,7 +86,7 @@ class Search:
         alone = self._data_parallel()
         if alone is not None and alone.seconds < best.seconds:
             best = alone
-        low_s = float(self.space.compute_s[-1]) / self.gpus * (1 - RESOLUTION)
+        low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
         tighten_at_s = _CLOSE * best.seconds
         strict, halvings, patience = False, 0, 1
         while low_s < (goal_s := best.seconds * (1 - RESOLUTION)):
@@ -126,12 +127,12 @@ class Search:
         messages = 4 * (self.gpus + front_messages)
         slower_bytes_per_s = min(link.bandwidth_bytes_per_s, link.ring_bytes_per_s)
         seconds = float(everything.compute_s[0]) + bytes_ / slower_bytes_per_s + messages * link.latency_s
-        return max(seconds, np.finfo(float).tiny)
+        return max(seconds * self.model.microbatches, np.finfo(float).tiny)
 
     def within(self, target_s: float) -> Path | None:
         """A plan with the fewest GPUs that meets the target (positive), or None when there are not enough."""
         space, last = self.space, len(self.space) - 1
-        before_s = space.compute_s
+        before_s = self._before_s
         room = np.minimum(np.floor(self.gpus - before_s / target_s + _SLACK).astype(np.int64), self._room)
         gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
         stages = np.zeros(last + 1, dtype=np.int64)
@@ -182,9 +183,7 @@ class Search:
         target_s *= 1 + 4 * RESOLUTION  # the last walk asks for a little more than the best time
         for number, state in enumerate(useful):
             others = useful[number + 1 :]
-            least = np.maximum(
-                np.ceil((self.space.compute_s[others] - self.space.compute_s[state]) / target_s - _SLACK), 1
-            )
+            least = np.maximum(np.ceil((self._before_s[others] - self._before_s[state]) / target_s - _SLACK), 1)
             others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
             others = self.space.among_later(int(state), others)
             if len(others):
@@ -199,22 +198,23 @@ class Search:
         work = self.space.work(state, others)
         plain = np.zeros(len(others), dtype=bool)
         if self.memory_bytes is None:
-            r = self.model.fewest_replicas(work.recomputed() if self.recompute == "always" else work, target_s)
+            work = work.recomputed() if self.recompute == "always" else work
+            r = self.model.fewest_replicas(work, target_s, after=after)
             return after + r, r, plain | (self.recompute == "always")
         footprint = self.space.footprint(state, others, work)
         if self.recompute == "always":
             r = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
             return after + r, r, ~plain
-        at_least = fewest_for_memory(footprint, after, self.memory_bytes)
-        r = self.model.fewest_replicas(work, target_s, at_least)
+        at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)
+        r = self.model.fewest_replicas(work, target_s, at_least, after)
         if self.recompute == "never" or not np.any(np.asarray(at_least) > 1):
             return after + r, r, plain
         again = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
         return after + np.minimum(r, again), np.minimum(r, again), again < r
 
     def _fewest(self, work: Work, footprint: Footprint, target_s: float, after: Integers) -> Integers:
-        assert self.memory_bytes is not None
-        return self.model.fewest_replicas(work, target_s, fewest_for_memory(footprint, after, self.memory_bytes))
+        at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)
+        return self.model.fewest_replicas(work, target_s, at_least, after)
 
     def _trace(self, follow: Integers, replicas: Integers, recomputing: NDArray[np.bool_]) -> Path:
         states = [0]
@@ -240,10 +240,10 @@ class Search:
         if self.memory_bytes is not None:
             footprint = self.space.footprint(0, np.array([last]), work)
             footprint = footprint.recomputed() if always else footprint
-            if int(footprint.most_in_flight(self.memory_bytes, stashing=True)[0]) < 1:
+            if np.any(np.asarray(self.model.fewest_for_memory(footprint, 0, self.memory_bytes)) > 1):
                 return None
         # A start, not an answer: a few replica counts are enough.
-        replicas = np.unique(np.geomspace(1, self.gpus, num=32).astype(np.int64))
+        replicas = np.unique(np.geomspace(1, min(self.gpus, self.model.most_replicas), num=32).astype(np.int64))
         seconds: Floats = self.model.stage_s(work, replicas)
         best = int(np.argmin(seconds))
         return Path((0, last), (int(replicas[best]),), float(seconds[best]), (always,))

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from planner.cost_2bw import two_versions_suffice
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.draw import draw_order
 from planner.schedule.instructions import (
@@ -71,6 +72,29 @@ def test_1f1b_flush_holds_no_more_than_the_depth_and_drains_before_the_update() 
         "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 U0 F1.0 F1.1 B1.0 F1.2 B1.1 B1.2 U1",
         "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 U0 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 U1",
     ]
+
+
+def test_2bw_goes_on_into_the_next_minibatch_before_the_update_of_this_one() -> None:
+    assert draw_order(make_shape((1, 1), "2bw", 3), 2) == [
+        "F0.0 F0.1 B0.0 F0.2 B0.1 F1.0 B0.2 U0 F1.1 B1.0 F1.2 B1.1 B1.2 U1",
+        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 U0 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 U1",
+    ]
+
+
+def test_2bw_needs_no_third_version_where_the_rule_says_so() -> None:
+    for replicas in itertools.product(range(1, 4), repeat=3):
+        for microbatches in range(max(replicas), 8):
+            shape = make_shape(replicas, "2bw", microbatches)
+            depths = [warm_up_depth(replicas, stage) for stage in range(3)]
+            if two_versions_suffice(microbatches, replicas, depths):
+                assert [shape.in_flight(stage) for stage in range(3)] == depths
+                check_streams(shape, 4)
+
+
+def test_the_checker_finds_a_third_version() -> None:
+    shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), "2bw", 2, depths=(5, 1))
+    with pytest.raises(ScheduleError, match="after 0 updates"):
+        check_streams(shape, 4)
 
 
 def test_naive_runs_one_minibatch_at_a_time() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
 from planner.cost import RecomputeRule, SynchronousModel, cost_model, link_of
+from planner.cost_2bw import DoubleBufferedModel
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Ledger
 from planner.profile_file import Profile
@@ -49,6 +50,40 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     space = Chain(ledger)
     found = Search(space, cost_model(name, link_of(cluster)), gpus, memory, recompute).best()
     expected = brute_force(ledger, cluster, model=name, recompute=recompute, in_order=True)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+    assert (found.gpus, len(found.replicas), sum(found.recompute)) == expected.rank
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    profile=profiles(most_layers=4),
+    gpus=st.integers(1, 5),
+    microbatches=st.integers(1, 7),
+    bandwidth=bandwidths,
+    latency=latencies,
+    memory=memories,
+    recompute=rules,
+)
+def test_the_search_for_2bw_finds_what_brute_force_finds(
+    profile: Profile,
+    gpus: int,
+    microbatches: int,
+    bandwidth: float,
+    latency: float,
+    memory: int | None,
+    recompute: RecomputeRule,
+) -> None:
+    cluster = flat_cluster(gpus, bandwidth, memory, latency)
+    ledger = Ledger(profile)
+    model = DoubleBufferedModel(link_of(cluster), microbatches)
+    found = Search(Chain(ledger), model, gpus, memory, recompute).best()
+    expected = brute_force(
+        ledger, cluster, schedule="2bw", microbatches=microbatches, recompute=recompute, in_order=True
+    )
     if expected is None:
         assert found is None
         return

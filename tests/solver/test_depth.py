@@ -23,7 +23,7 @@ def equal_work(replicas: tuple[int, ...], transfer_s: float, deepest: int = 99) 
 def test_where_messages_are_free_the_published_depths_stay(replicas: tuple[int, ...]) -> None:
     choice = choose_depths(equal_work(replicas, 0.0))
     assert choice.depths == published_depths(replicas)
-    assert choice.seconds_per_minibatch == 1.0
+    assert choice.seconds_per_unit == 1.0
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_deeper_pipelines_reach_their_busiest_resource(replicas: tuple[int, ...]
     times = equal_work(replicas, transfer_s)
     published = price_depths(times, published_depths(replicas))
     choice = choose_depths(times)
-    assert published.seconds_per_minibatch > 1.3
-    assert choice.seconds_per_minibatch == 1.0
+    assert published.seconds_per_unit > 1.3
+    assert choice.seconds_per_unit == 1.0
     assert all(depth >= least for depth, least in zip(choice.depths, published.depths, strict=True))
     assert choice.depths[-1] == 1
 
@@ -44,10 +44,10 @@ def test_a_minibatch_more_in_flight_must_gain_two_percent() -> None:
     """7-1 with transfers of a tenth: 1.1% slower than its busiest worker, not worth another minibatch of delay."""
     choice = choose_depths(equal_work((7, 1), 0.1))
     assert choice.depths == (2, 1)
-    assert choice.seconds_per_minibatch == pytest.approx(1.011, abs=0.005)
+    assert choice.seconds_per_unit == pytest.approx(1.011, abs=0.005)
 
 
 def test_memory_bounds_the_depth_and_the_price_says_so() -> None:
     choice = choose_depths(equal_work((1, 1), 0.4, deepest=2))
     assert choice.depths == (2, 1)
-    assert choice.seconds_per_minibatch == pytest.approx(1.4, rel=0.02)
+    assert choice.seconds_per_unit == pytest.approx(1.4, rel=0.02)
