@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 # Whether stages keep what their backward needs, or run their forward again: where memory demands it, never, always.
 RecomputeRule = Literal["auto", "never", "always"]
-Resource = Literal["compute", "receive", "send", "cut_before", "cut_after"]
+Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
 
 DIVIDED: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "2bw")  # schedules of several microbatches per minibatch
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
@@ -419,8 +419,7 @@ class SynchronousModel:
         if self.schedule == "naive":
             return {"compute": 0.0 * r * work.forward_s}
         more = np.ceil(self.microbatches / r) - 1
-        reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
-        end_s = backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s + work.update_s
+        end_s = self.end_s(work, r)
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         return {
@@ -428,6 +427,11 @@ class SynchronousModel:
             "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
             "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
         }
+
+    def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """What the last backward leaves of the all-reduce, and the update."""
+        reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
+        return backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s + work.update_s
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
         """The stage's part of the maximum."""

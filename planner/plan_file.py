@@ -80,7 +80,8 @@ class Bottleneck(Record):
     """The resource that limits the pipeline."""
 
     stage: int
-    resource: Literal["compute", "link", "boundary"]  # boundary: the cut after `stage`, in the published cost models
+    # shared_link: of the server that holds most of the stage; boundary: the cut after it, in the published cost models
+    resource: Literal["compute", "link", "shared_link", "boundary"]
     busy_s: Seconds  # per minibatch
 
 

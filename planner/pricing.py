@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
@@ -26,8 +27,10 @@ from planner.cost import (
     link_of,
 )
 from planner.cost_2bw import VERSIONS, asynchronous_model
+from planner.placement import PLACED, Placement
 from planner.plan_file import Bottleneck, CostModelName, ScheduleName, StageMemory
 from planner.profile_file import Profile
+from planner.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,21 @@ class Ledger:
         )
 
 
+def exchanges(ledger: Ledger, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:
+    """What pairs of stages exchange: bytes of activations and of gradients, and how many of each.
+
+    Every value goes from its producer to its first user, and on to the next.
+    """
+    stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
+    found: dict[tuple[int, int], Floats] = {}
+    for value in ledger.traffic:
+        route = sorted({stage_of[layer] for layer in (value.producer, *value.users)})
+        amounts = np.array([value.output_bytes, value.gradient_bytes, 1, value.gradient_bytes > 0], dtype=np.float64)
+        for ends in pairwise(route):
+            found[ends] = found.get(ends, 0.0) + amounts
+    return found
+
+
 def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
     """Stages from the positions of their layers."""
     before: frozenset[int] = frozenset()
@@ -167,17 +185,26 @@ def price(
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
     link = link_of(cluster)
+    placement = None
+    if len(cluster.joined) > 1 and schedule in PLACED:
+        placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
     in_flight: list[int]
     if schedule in ("1f1b", "2bw"):
         asynchronous = asynchronous_model(model, schedule, microbatches, link)
-        busy = [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+        if placement is None:
+            busy = [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+        else:
+            busy = placement.asynchronous(model)
         bottleneck = _busiest(busy)
         seconds = bottleneck.busy_s
         in_flight = [int(in_flight_1f1b(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     else:
         synchronous = SynchronousModel(link, schedule, microbatches)
-        sums = [float(synchronous.sum_s(work, r)) for work, r in zip(works, replicas, strict=True)]
-        busy = [synchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+        if placement is None:
+            sums = [float(synchronous.sum_s(work, r)) for work, r in zip(works, replicas, strict=True)]
+            busy = [synchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+        else:
+            sums, busy = placement.synchronous(synchronous)
         worst = _busiest(busy)
         seconds = sum(sums) + worst.busy_s
         slowest = max(range(len(sums)), key=sums.__getitem__)
@@ -200,6 +227,8 @@ def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:
     match resource:
         case "compute":
             return Bottleneck(stage=stage, resource="compute", busy_s=busy_s)
+        case "shared_link":
+            return Bottleneck(stage=stage, resource="shared_link", busy_s=busy_s)
         case "receive" | "send":
             return Bottleneck(stage=stage, resource="link", busy_s=busy_s)
         case _:

@@ -11,6 +11,7 @@ from planner.units import format_bandwidth, format_bytes, format_seconds
 _RESOURCES = {
     "compute": "the computation of stage {stage}",
     "link": "the link of stage {stage}",
+    "shared_link": "the link of stage {stage}'s server",
     "boundary": "the transfer after stage {stage}",
 }
 _SCHEDULES = {
