@@ -2,8 +2,8 @@
 
 The formulas are those of `cost`, with these links: a stage's all-reduce goes at the speed of the lowest level that
 holds all its ranks; each transfer takes the time that its ends' places say (`topology`); and the links that the devices
-of a server share are resources of their own. The published models know no places: there the cut between two stages is
-priced at the level that holds both, and a server's link is each device's own.
+of a server share are resources of their own. The published models know no places: there a cut is priced, for each of
+its two stages, from the stage's farthest rank to the nearest one across the cut, and each device has links of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.cost import CostModel, Floats, Resource, SynchronousModel, Work, cost_model
 from planner.plan_file import CostModelName, ScheduleName
-from planner.topology import Loads, Topology
+from planner.topology import Loads, Topology, rank_ranges
 
 PLACED: tuple[ScheduleName, ...] = ("1f1b", "1f1b-flush", "gpipe", "naive")  # others see the slowest link everywhere
 Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `Loads.add_transfer` takes them
@@ -40,8 +40,7 @@ class Placement:
     @property
     def ranks(self) -> list[range]:
         """Consecutive, in the order of the stages."""
-        ends = np.cumsum(self.replicas)
-        return [range(int(end) - r, int(end)) for end, r in zip(ends, self.replicas, strict=True)]
+        return rank_ranges(self.replicas)
 
     def asynchronous(self, model: CostModelName) -> list[dict[Resource, Floats]]:
         """Busy seconds per minibatch of every stage's resources, under 1f1b."""
@@ -105,9 +104,9 @@ class Placement:
         own = ranks[stage]
         busy: dict[Resource, Floats] = {"compute": at(own[0], own[-1]).resources_s(work, r)["compute"]}
         if stage > 0:
-            busy["cut_before"] = at(ranks[stage - 1][0], own[-1]).resources_s(work, r)["cut_before"]
+            busy["cut_before"] = at(own[0] - 1, own[-1]).resources_s(work, r)["cut_before"]
         if stage < len(ranks) - 1 and name == "pipedream":
-            busy["cut_after"] = at(own[0], ranks[stage + 1][-1]).resources_s(work, r)["cut_after"]
+            busy["cut_after"] = at(own[0], own[-1] + 1).resources_s(work, r)["cut_after"]
         return busy
 
 

@@ -9,12 +9,19 @@ all-reduce over consecutive ranks crosses the link of each group that it passes 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cluster import Cluster
 from planner.cost import Floats, Integers, Link
+
+
+def rank_ranges(replicas: Sequence[int]) -> list[range]:
+    """The consecutive ranks of each stage."""
+    ends = np.cumsum(replicas)
+    return [range(int(end) - r, int(end)) for end, r in zip(ends, replicas, strict=True)]
 
 
 class Topology:
@@ -85,6 +92,11 @@ class Topology:
             first = low + (residue - low) % common
             met[number] = np.maximum(-(-(high - first) // common), 0)
         return np.diff(met, axis=0, prepend=0.0) / (len(others) // common)
+
+    def message_s(self, source: range, target: range, size_bytes: float) -> float:
+        """Seconds of one message from stage to stage, on average over the pairs of ranks that exchange it."""
+        seconds = size_bytes / self.path_bytes_per_s + self.latency_s
+        return float(seconds @ self.shares(source, target).mean(axis=1))
 
 
 class Loads:

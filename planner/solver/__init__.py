@@ -9,9 +9,10 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cluster import Cluster, flat_cluster
-from planner.cost import RecomputeRule, SynchronousModel, check_combination, link_of
+from planner.cost import Link, RecomputeRule, SynchronousModel, check_combination, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.errors import ProfileError
+from planner.placement import PLACED
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
 from planner.profile_file import REMEDY, Profile
@@ -20,9 +21,12 @@ from planner.solver.branches import MOST_STATES, search_beyond
 from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import explain
+from planner.solver.levels import search_levels
+from planner.solver.placements import Question
 from planner.solver.search import Path, Search
 from planner.solver.states import Chain, StateSpace
 from planner.solver.synchronous import SynchronousSearch
+from planner.topology import Topology
 
 __all__ = ["solve"]
 
@@ -46,7 +50,7 @@ def solve(
 
     Args:
         profile: costs per layer, for one microbatch.
-        cluster: devices, memory and links; a hierarchy is priced at its slowest link.
+        cluster: devices, memory and links.
         cost_model: `resource`, or one of the two published ones, to compare against.
         schedule: what the plan is for; it decides what a plan costs and holds.
         microbatches: per minibatch, for schedules that divide it.
@@ -77,7 +81,7 @@ def solve(
     if path is None:
         recomputing = task.with_recompute("auto").fits if recompute == "never" else None
         raise explain(ledger, cluster, task.fits, recomputing)
-    task, path, bound_s = task.beyond_the_order(path)
+    task, path, bound_s = task.over_levels(path) if task.placed else task.beyond_the_order(path)
     stages, cost = task.priced(path)
     bound_s = min(bound_s, cost.seconds_per_minibatch)
     if schedule in ASYNCHRONOUS and cost_model == "resource":
@@ -136,6 +140,39 @@ class _Task:
         return self._over(beyond.space), beyond.path, bound_s
 
     @property
+    def placed(self) -> bool:
+        """Whether it matters which ranks a stage has."""
+        return len(self.cluster.joined) > 1 and self.schedule in PLACED
+
+    def over_levels(self, path: Path) -> tuple[_Task, Path, float]:
+        """`beyond_the_order` for a cluster of several levels, from a path that fits its memory."""
+        task: _Task = self
+        if not self.space.complete and not self.keeps_order and (wider := self.over_all_cuts()) is not None:
+            task, path = wider, wider.best() or path
+        topology = Topology(self.cluster)
+        objective = (
+            self.model if self.schedule == "1f1b" else SynchronousModel(self._link, self.schedule, self.microbatches)
+        )
+        question = Question(
+            task.space, topology, objective, self.cluster.gpus, self.cluster.memory_bytes, self.recompute
+        )
+        found = search_levels(question, task.seconds, path)
+        assert found.path is not None
+        if task.space.complete:
+            return task, found.path, found.bound_s
+        nearest = self._flat(topology.link(0))
+        alone = nearest.best()
+        assert alone is not None
+        return task, found.path, min(found.bound_s, nearest.beyond_the_order(alone)[2])
+
+    def seconds(self, path: Path) -> float:
+        """The price of a path; infinite when it does not fit the memory."""
+        _, cost = self.priced(path)
+        limit = self.cluster.memory_bytes
+        fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
+        return cost.seconds_per_minibatch if fits else np.inf
+
+    @property
     def keeps_order(self) -> bool:
         """Whether stages must be runs of consecutive layers: the executor builds no others."""
         return self.space.ledger.profile.graph_hash is not None
@@ -180,13 +217,7 @@ class _Task:
             for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
         ]
         # Memory was the search's business; the number of GPUs may be a supposed one.
-        cluster = flat_cluster(
-            path.gpus,
-            self._link.bandwidth_bytes_per_s,
-            latency_s=self._link.latency_s,
-            all_reduce_bandwidth_bytes_per_s=self._link.all_reduce_bandwidth_bytes_per_s,
-            overlap=self._link.overlap,
-        )
+        cluster = self.cluster if path.gpus <= self.cluster.gpus else _flat_cluster(self._link, path.gpus, None)
         return stages, price(
             self.space.ledger,
             stages,
@@ -195,6 +226,11 @@ class _Task:
             schedule=self.schedule,
             microbatches=self.microbatches,
         )
+
+    def _flat(self, link: Link) -> _Task:
+        """The same task with links that are all alike."""
+        cluster = _flat_cluster(link, self.cluster.gpus, self.cluster.memory_bytes)
+        return _Task(self.space, cluster, self.model, self.schedule, self.microbatches, self.recompute)
 
     def relaxed_s(self) -> float:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
@@ -214,3 +250,14 @@ class _Task:
             return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute)
         model = SynchronousModel(self._link, self.schedule, self.microbatches)
         return SynchronousSearch(self.space, model, gpus, memory_bytes, self.recompute)
+
+
+def _flat_cluster(link: Link, gpus: int, memory_bytes: int | None) -> Cluster:
+    return flat_cluster(
+        gpus,
+        link.bandwidth_bytes_per_s,
+        memory_bytes,
+        link.latency_s,
+        all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
+        overlap=link.overlap,
+    )

@@ -22,13 +22,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cluster import Cluster
-from planner.cost import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
+from planner.cost import Link, backward_and_reduce_s, ring_all_reduce_s
 from planner.cost_2bw import VERSIONS
 from planner.plan_file import ScheduleName, Transfer
 from planner.pricing import Candidate, Ledger, Price, stage_memory, versions_of
 from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
 from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
 from planner.solver.assemble import transfers
+from planner.topology import Topology, rank_ranges
 
 Depths = tuple[int, ...]
 DepthRule = Literal["auto", "published"]
@@ -109,12 +110,13 @@ def _pipeline_times(
     schedule: ScheduleName,
     microbatches: int,
 ) -> PipelineTimes:
-    link = link_of(cluster)
+    topology = Topology(cluster)
+    ranks = rank_ranges([stage.replicas for stage in stages])
     moved = transfers(ledger, stages)
     wires = {
         (t.source, t.target): TransferTimes(
-            t.output_bytes / link.bandwidth_bytes_per_s + link.latency_s,
-            t.gradient_bytes / link.bandwidth_bytes_per_s + link.latency_s if t.gradient_bytes else None,
+            topology.message_s(ranks[t.source], ranks[t.target], t.output_bytes),
+            topology.message_s(ranks[t.source], ranks[t.target], t.gradient_bytes) if t.gradient_bytes else None,
         )
         for t in moved
     }
@@ -124,7 +126,10 @@ def _pipeline_times(
     )
     return PipelineTimes(
         replicas=tuple(stage.replicas for stage in stages),
-        stages=tuple(_stage_times(ledger, stage, index, moved, link) for index, stage in enumerate(stages)),
+        stages=tuple(
+            _stage_times(ledger, stage, index, moved, topology.stage_link(ranks[index]))
+            for index, stage in enumerate(stages)
+        ),
         transfers=wires,
         busiest_s=price.bottleneck.busy_s / microbatches,
         deepest=deepest,

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Integers, SynchronousModel, Work, cost_model
-from planner.plan_file import CostModelName
-from planner.solver.placements import Objective, Places, StageBounds, stage_bounds
+from planner.cost import Floats, Integers, SynchronousModel
+from planner.solver.placements import Places, Question, StageBounds, stage_bounds
 from planner.solver.search import RESOLUTION, Path
-from planner.solver.states import StateSpace, value_weights
-from planner.topology import Loads, Topology
+from planner.solver.states import value_weights
+from planner.topology import Loads
 
 MOST_ENTRIES = 6_000_000  # of the tables of bounds
 MOST_STEPS = 3_000  # extended plans; a fixed number rather than a time, so that the same question has the same answer
@@ -61,6 +60,7 @@ class _Partial:
     rest: _Rest = field(compare=False)
     states: tuple[int, ...] = field(compare=False)
     replicas: tuple[int, ...] = field(compare=False)
+    recompute: tuple[bool, ...] = field(compare=False)
     sum_s: float = field(compare=False)
     max_s: float = field(compare=False)
     links: _Links = field(compare=False)
@@ -102,31 +102,33 @@ class _Ways:
 class HierarchySearch:
     """Finds the fastest plan on ranks that are not equally far apart."""
 
-    def __init__(
-        self, space: StateSpace, topology: Topology, objective: Objective, gpus: int, memory_bytes: int | None
-    ) -> None:
-        most = min(gpus, objective.microbatches) if isinstance(objective, SynchronousModel) else gpus
-        self.space, self.topology, self.objective = space, topology, objective
-        self.gpus, self.memory_bytes = gpus, memory_bytes
-        self._places = Places(topology, most)
-        self._bounds = [
-            stage_bounds(space, state, self._places, objective, memory_bytes) for state in range(len(space) - 1)
-        ]
+    def __init__(self, question: Question) -> None:
+        self.space, self.topology, self.objective = question.space, question.topology, question.objective
+        self.gpus, self.memory_bytes, self._question = question.gpus, question.memory_bytes, question
+        self._places = Places(question.topology, _most_replicas(question))
+        self._bounds = [stage_bounds(question, state, self._places) for state in range(len(question.space) - 1)]
 
     @staticmethod
-    def states_that_fit(topology: Topology, gpus: int) -> int:
+    def states_that_fit(question: Question) -> int:
         """How many states a space may have for its tables to be of a reasonable size."""
-        phases = int(topology.groups[-2]) if len(topology) > 1 else 1
-        return int((2 * MOST_ENTRIES / (phases * gpus)) ** 0.5)
+        groups = question.topology.groups
+        phases = int(groups[-2]) if len(groups) > 1 else 1
+        return int((2 * MOST_ENTRIES / (phases * _most_replicas(question))) ** 0.5)
 
     def best(self, price: Seconds, known: Path | None) -> Found:
         """The best path by its true price, starting from a known one."""
         best = known
-        roots = [self._rest(gpus) for gpus in self._counts()]
+        counts = self._counts()
+        roots = [self._rest(gpus) for gpus in counts]
         for rest in roots:
             for path in self._relaxed_paths(rest):
-                best = _better(best, path, price)
-        return self._best_first(roots, price, best)
+                best = better(best, path, price)
+        found = self._best_first(roots, price, best)
+        if self.memory_bytes is None or len(counts) == self.gpus:
+            return found
+        # Not every number of GPUs was tried: what none of them can beat is told without the memory.
+        unlimited = HierarchySearch(replace(self._question, memory_bytes=None))._rest(self.gpus)
+        return replace(found, bound_s=min(found.bound_s, float(unlimited.sum_s[0, 0] + unlimited.max_s[0, 0])))
 
     def _counts(self) -> list[int]:
         """Numbers of GPUs that a plan may have in all: what a stage holds depends on how many come after it."""
@@ -186,15 +188,16 @@ class HierarchySearch:
             return
         limit_s = np.inf
         for _ in range(MOST_COUNTS):
-            path = self._least_sum(rest.gpus, limit_s)
-            if path is None:
+            answer = self._least_sum(rest.gpus, limit_s)
+            if answer is None:
                 return
+            path, peak_s = answer
             yield path
-            limit_s = self._peak(path) * (1 - RESOLUTION)
+            limit_s = peak_s * (1 - RESOLUTION)
 
     def _traced(self, gpus: int, max_s: Floats, limit_s: float) -> Path:
         """A path within the limit, with few GPUs."""
-        states, replicas, rank = [0], [], 0
+        states, replicas, recompute, rank = [0], [], [], 0
         while states[-1] < len(self.space) - 1:
             bounds = self._bounds[states[-1]]
             counts = self._places.replicas[: gpus - rank]
@@ -205,12 +208,13 @@ class HierarchySearch:
             )
             row, column = np.argwhere(fits & (peaks <= limit_s))[0]
             states.append(int(bounds.others[column]))
+            recompute.append(bool(bounds.recompute[column]))
             replicas.append(int(counts[row]))
             rank += int(counts[row])
-        return Path(tuple(states), tuple(replicas), float(limit_s))
+        return Path(tuple(states), tuple(replicas), float(limit_s), tuple(recompute))
 
-    def _least_sum(self, gpus: int, limit_s: float) -> Path | None:
-        """The path of least sum whose stages keep the limit, by the bounds."""
+    def _least_sum(self, gpus: int, limit_s: float) -> tuple[Path, float] | None:
+        """The path of least sum whose stages keep the limit, by the bounds; and its largest stage."""
         last = len(self.space) - 1
         sums = np.full((last + 1, self.gpus + 1), np.inf)
         sums[last, slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)] = 0.0
@@ -226,30 +230,22 @@ class HierarchySearch:
                 choice[state, rank] = np.unravel_index(best, totals.shape)
         if not np.isfinite(sums[0, 0]):
             return None
-        states, replicas, rank = [0], [], 0
+        states, replicas, recompute, rank, peak_s = [0], [], [], 0, 0.0
         while states[-1] < last:
-            row, column = choice[states[-1], rank]
-            states.append(int(self._bounds[states[-1]].others[column]))
+            bounds, (row, column) = self._bounds[states[-1]], choice[states[-1], rank]
+            peak_s = max(peak_s, float(bounds.max_s[rank % self._places.phases, row, column]))
+            states.append(int(bounds.others[column]))
+            recompute.append(bool(bounds.recompute[column]))
             replicas.append(int(row) + 1)
             rank += int(row) + 1
-        return Path(tuple(states), tuple(replicas), float(sums[0, 0]))
-
-    def _peak(self, path: Path) -> float:
-        """The largest bound on the maximum of the path's stages."""
-        rank, peak = 0, 0.0
-        for i, j, r in zip(path.states, path.states[1:], path.replicas, strict=False):
-            bounds = self._bounds[i]
-            column = int(np.searchsorted(bounds.others, j))
-            peak = max(peak, float(bounds.max_s[rank % self._places.phases, r - 1, column]))
-            rank += r
-        return peak
+        return Path(tuple(states), tuple(replicas), float(sums[0, 0]), tuple(recompute)), peak_s
 
     def _best_first(self, roots: list[_Rest], price: Seconds, best: Path | None) -> Found:
         """Extend the partial plan of the least bound until it is no better than the best plan."""
         ranks = np.zeros(self.topology.gpus)
         nothing = _Links(Loads(self.topology), ranks, ranks, {})
         queue = [
-            _Partial(float(rest.sum_s[0, 0] + rest.max_s[0, 0]), -number, rest, (0,), (), 0.0, 0.0, nothing)
+            _Partial(float(rest.sum_s[0, 0] + rest.max_s[0, 0]), -number, rest, (0,), (), (), 0.0, 0.0, nothing)
             for number, rest in enumerate(roots)
         ]
         heapq.heapify(queue)
@@ -269,7 +265,7 @@ class HierarchySearch:
             if longer is None:
                 continue
             if longer.states[-1] == last:
-                best = _better(best, Path(longer.states, longer.replicas, longer.bound_s), price)
+                best = better(best, Path(longer.states, longer.replicas, longer.bound_s, longer.recompute), price)
             elif longer.bound_s < limit_s:
                 heapq.heappush(queue, longer)
         known_s = np.inf if best is None else best.seconds
@@ -292,7 +288,8 @@ class HierarchySearch:
         rest, rank = partial.rest, partial.rank + int(r)
         bound_s = max(float(bound_s), sum_s + rest.sum_s[target, rank] + max(max_s, rest.max_s[target, rank]))
         states, replicas = (*partial.states, target), (*partial.replicas, int(r))
-        return _Partial(bound_s, number, rest, states, replicas, sum_s, max_s, links)
+        recompute = (*partial.recompute, bool(bounds.recompute[column]))
+        return _Partial(bound_s, number, rest, states, replicas, recompute, sum_s, max_s, links)
 
     def _ways(self, partial: _Partial, limit_s: float) -> _Ways:
         """All stages that may come next and keep the plan below the limit."""
@@ -314,7 +311,7 @@ class HierarchySearch:
         links, loads = partial.links, partial.links.loads.copy()
         holders, received = self._exchanged(links.holders, state, target, stage)
         starts = np.cumsum((0, *partial.replicas))
-        late_s, cut_s = 0.0, 0.0
+        late_s = 0.0
         for source, exchange in received.items():
             first = int(starts[source])
             theirs = range(first, first + partial.replicas[source])
@@ -335,23 +332,10 @@ class HierarchySearch:
             if model == "resource":
                 loads.add_ring(ranks, float(work.trainable_bytes[0]))
             else:
-                scale[:], times = 0.0, 0
-                cut_s = self._cut_s(partial, work, ranks, model)
+                scale[:], times = 0.0, 0  # the bounds of the published models are exact
         own_s = float(np.max(np.maximum(loads.into, loads.out) * scale + end_s))
-        busy_s = max(own_s, loads.busiest_shared()[0] * times, cut_s)
+        busy_s = max(own_s, loads.busiest_shared()[0] * times)
         return _Links(loads, scale, end_s, holders), max(late_s, 0.0), busy_s
-
-    def _cut_s(self, partial: _Partial, work: Work, ranks: range, model: CostModelName) -> float:
-        """The cut before a stage at its true place, in a published model."""
-        if not partial.replicas:
-            return 0.0
-        r = partial.replicas[-1]
-        first = ranks.start - r
-        link = self.topology.link(int(self.topology.level(first, ranks[-1])))
-        last_work = self.space.work(partial.states[-2], np.array([partial.states[-1]]))
-        before = cost_model(model, link).resources_s(work, len(ranks))
-        after = cost_model(model, link).resources_s(last_work, r)
-        return max(float(before["cut_before"][0]), float(np.max(after.get("cut_after", np.zeros(1)))))
 
     def _counted_s(self, source: range, target: range, exchange: Floats) -> float:
         """What the bounds count for a transfer: half for each end, to the nearest rank outside."""
@@ -383,7 +367,14 @@ class HierarchySearch:
         return {number: by for number, by in after.items() if not done.issuperset(traffic[number].users)}, received
 
 
-def _better(best: Path | None, path: Path, price: Seconds) -> Path | None:
+def _most_replicas(question: Question) -> int:
+    """More replicas than microbatches would idle."""
+    if isinstance(question.objective, SynchronousModel):
+        return min(question.gpus, question.objective.microbatches)
+    return question.gpus
+
+
+def better(best: Path | None, path: Path, price: Seconds) -> Path | None:
     """The faster of the two; of equally fast ones the one with fewer GPUs, then fewer stages."""
     seconds = price(path)
     if not np.isfinite(seconds):

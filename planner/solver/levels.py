@@ -9,69 +9,46 @@ import numpy as np
 
 from planner.cost import Integers, Link, SynchronousModel, cost_model
 from planner.solver.hierarchy import Found, HierarchySearch, Seconds, better
-from planner.solver.placements import Objective
+from planner.solver.placements import Question
 from planner.solver.search import Path, Search
 from planner.solver.states import Coarse, StateSpace
 from planner.solver.synchronous import SynchronousSearch
-from planner.topology import Topology
 
 MOST_PLACED = 256  # GPUs for which every place is tried
 ROUNDS = 3
 
 
-def search_levels(
-    space: StateSpace,
-    topology: Topology,
-    objective: Objective,
-    gpus: int,
-    memory_bytes: int | None,
-    price: Seconds,
-    known: Path,
-) -> Found:
+def search_levels(question: Question, price: Seconds, known: Path) -> Found:
     """The fastest plan by its true price, and what no plan over the space can beat.
 
     Where the cuts and the places are few, the search over both is exact. With more cuts, it is asked about cuts spread
-    over the model and those around the best plan so far; with more GPUs, the plans for
-    clusters whose links are all alike are priced. The bound is then that of a flat cluster with the innermost links.
+    over the model and those around the best plan so far; with more GPUs, the plans for clusters whose links are all
+    alike are priced. The bound is then that of a flat cluster with the innermost links.
 
     Args:
-        space: of cuts.
-        topology: of the cluster.
-        objective: a cost model of the asynchronous pipeline, or a schedule that drains.
-        gpus: how many there are.
-        memory_bytes: of each; None for no limit.
-        price: of a path over the space; infinite when it does not fit the memory.
+        question: what is sought.
+        price: of a path; infinite when it does not fit the memory.
         known: a path that fits.
     """
     best = better(None, known, price)
-    for path in _alike(space, topology, objective, gpus, memory_bytes):
+    for path in _alike(question):
         best = better(best, path, price)
-    fit = HierarchySearch.states_that_fit(topology, gpus)
-    if gpus <= MOST_PLACED and len(space) <= fit:
-        return HierarchySearch(space, topology, objective, gpus, memory_bytes).best(price, best)
-    nearest = _flat(space, objective, topology.link(0), gpus, memory_bytes).best()
+    few = question.gpus <= MOST_PLACED
+    if few and len(question.space) <= HierarchySearch.states_that_fit(question):
+        return HierarchySearch(question).best(price, best)
+    nearest = _flat(question, question.topology.link(0)).best()
     bound_s = 0.0 if nearest is None else nearest.seconds
-    if gpus <= MOST_PLACED:
-        best = _refined(space, topology, objective, gpus, memory_bytes, price, best)
+    if few:
+        best = _refined(question, price, best)
     return Found(best, bound_s if best is None else min(bound_s, best.seconds))
 
 
-def _refined(
-    space: StateSpace,
-    topology: Topology,
-    objective: Objective,
-    gpus: int,
-    memory_bytes: int | None,
-    price: Seconds,
-    best: Path | None,
-) -> Path | None:
+def _refined(question: Question, price: Seconds, best: Path | None) -> Path | None:
     """The best path over some cuts: some of everywhere, and those near the best path's, until that stays."""
-    fit = HierarchySearch.states_that_fit(topology, gpus)
     for _ in range(ROUNDS):
-        states = _sample(space, fit, best)
-        coarse = Coarse(space, states)
-        search = HierarchySearch(coarse, topology, objective, gpus, memory_bytes)
-        found = search.best(_priced_on(states, price), None).path
+        states = _sample(question.space, HierarchySearch.states_that_fit(question), best)
+        coarse = replace(question, space=Coarse(question.space, states))
+        found = HierarchySearch(coarse).best(_priced_on(states, price), None).path
         if found is None:
             return best
         improved = better(best, _on(found, states), price)
@@ -105,30 +82,29 @@ def _on(path: Path, states: Integers) -> Path:
     return replace(path, states=tuple(int(states[state]) for state in path.states))
 
 
-def _alike(
-    space: StateSpace, topology: Topology, objective: Objective, gpus: int, memory_bytes: int | None
-) -> Iterator[Path]:
+def _alike(question: Question) -> Iterator[Path]:
     """Paths that are best when all links are alike: each kind there is, and a share of each that is shared.
 
     Each also with stages that take whole servers where they take more than one.
     """
+    topology = question.topology
     links = [topology.link(level) for level in range(len(topology))]
     links += [
         replace(topology.link(level), bandwidth_bytes_per_s=bandwidth / size)
         for level, size, bandwidth, _ in topology.shared
     ]
     for link in links:
-        if (path := _flat(space, objective, link, gpus, memory_bytes).best()) is not None:
+        if (path := _flat(question, link).best()) is not None:
             yield path
             for _, size, _, _ in topology.shared:
                 yield replace(path, replicas=tuple(r // size * size or r for r in path.replicas))
 
 
-def _flat(
-    space: StateSpace, objective: Objective, link: Link, gpus: int, memory_bytes: int | None
-) -> Search | SynchronousSearch:
+def _flat(question: Question, link: Link) -> Search | SynchronousSearch:
     """The search for a flat cluster of these links."""
+    space, objective = question.space, question.objective
+    gpus, memory_bytes, recompute = question.gpus, question.memory_bytes, question.recompute
     if isinstance(objective, SynchronousModel):
         model = SynchronousModel(link, objective.schedule, objective.microbatches)
-        return SynchronousSearch(space, model, gpus, memory_bytes)
-    return Search(space, cost_model(objective, link), gpus, memory_bytes)
+        return SynchronousSearch(space, model, gpus, memory_bytes, recompute)
+    return Search(space, cost_model(objective, link), gpus, memory_bytes, recompute)

@@ -15,13 +15,34 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Integers, SynchronousModel, Work, cost_model
+from planner.cost import Floats, Integers, RecomputeRule, SynchronousModel, Work, cost_model
 from planner.placement import without_transfers
 from planner.plan_file import CostModelName
 from planner.solver.states import StateSpace
 from planner.topology import Topology
 
-Objective = CostModelName | SynchronousModel
+Objective = CostModelName | SynchronousModel  # of the asynchronous pipeline, or of one that drains
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is sought for.
+
+    Args:
+        space: the cuts.
+        topology: of the cluster.
+        objective: what to minimise.
+        gpus: how many there are.
+        memory_bytes: of each; None for no limit.
+        recompute: which stages may recompute.
+    """
+
+    space: StateSpace
+    topology: Topology
+    objective: Objective
+    gpus: int
+    memory_bytes: int | None
+    recompute: RecomputeRule = "auto"
 
 
 @dataclass(frozen=True)
@@ -30,12 +51,14 @@ class StageBounds:
 
     Attributes:
         others: where they end.
+        recompute: whether they do.
         sum_s: their part of the sum; zero for the asynchronous pipeline.
         max_s: their part of the maximum.
         most: microbatches in flight that fit the memory, per stage.
     """
 
     others: Integers
+    recompute: NDArray[np.bool_]
     sum_s: Floats
     max_s: Floats
     most: Integers
@@ -100,23 +123,42 @@ class Places:
         ]
 
 
-def stage_bounds(
-    space: StateSpace, state: int, places: Places, objective: Objective, memory_bytes: int | None
-) -> StageBounds:
-    """Bounds of every stage that begins at the state."""
+def stage_bounds(question: Question, state: int, places: Places) -> StageBounds:
+    """Bounds of every stage that begins at the state; those that may not fit the memory also as they recompute."""
+    space = question.space
     others = space.among_later(state, np.arange(state + 1, len(space)))
-    work = space.work(state, others)
-    sides = space.sides(state, others)
-    if isinstance(objective, SynchronousModel):
-        sum_s, max_s = _synchronous(work, sides, places, objective)
+    if question.recompute == "always":
+        return _variant(question, state, others, places, recompute=True)
+    plain = _variant(question, state, others, places, recompute=False)
+    tight = np.flatnonzero(plain.most < question.gpus + 1)
+    if question.recompute == "never" or not len(tight):
+        return plain
+    again = _variant(question, state, others[tight], places, recompute=True)
+    return StageBounds(
+        np.concatenate((plain.others, again.others)),
+        np.concatenate((plain.recompute, again.recompute)),
+        np.concatenate((plain.sum_s, again.sum_s), axis=-1),
+        np.concatenate((plain.max_s, again.max_s), axis=-1),
+        np.concatenate((plain.most, again.most)),
+    )
+
+
+def _variant(question: Question, state: int, others: Integers, places: Places, *, recompute: bool) -> StageBounds:
+    work = question.space.work(state, others)
+    footprint = question.space.footprint(state, others, work)
+    if recompute:
+        work, footprint = work.recomputed(), footprint.recomputed()
+    sides = question.space.sides(state, others)
+    if isinstance(question.objective, SynchronousModel):
+        sum_s, max_s = _synchronous(work, sides, places, question.objective)
     else:
-        max_s = _asynchronous(work, sides, places, objective)
+        max_s = _asynchronous(work, sides, places, question.objective)
         sum_s = np.zeros_like(max_s)
     most = np.full(len(others), np.iinfo(np.int64).max // 2)
-    if memory_bytes is not None:
-        footprint = space.footprint(state, others, work)
-        most = footprint.most_in_flight(memory_bytes, stashing=not isinstance(objective, SynchronousModel))
-    return StageBounds(others, sum_s, max_s, most)
+    if question.memory_bytes is not None:
+        stashing = not isinstance(question.objective, SynchronousModel)
+        most = footprint.most_in_flight(question.memory_bytes, stashing)
+    return StageBounds(others, np.full(len(others), recompute), sum_s, max_s, most)
 
 
 def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name: CostModelName) -> Floats:
