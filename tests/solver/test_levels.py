@@ -1,0 +1,116 @@
+"""Search on clusters of several levels == brute force, on random small models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cluster import Cluster, hierarchical_cluster
+from planner.cost import RecomputeRule, SynchronousModel, link_of
+from planner.plan_file import CostModelName, ScheduleName
+from planner.pricing import Candidate, Ledger, price
+from planner.profile_file import Profile
+from planner.solver.brute import brute_force
+from planner.solver.downsets import Downsets, enumerate_downsets
+from planner.solver.levels import search_levels
+from planner.solver.placements import Question
+from planner.solver.search import Path
+from planner.solver.states import Chain, StateSpace
+from planner.topology import Topology
+from tests.solver.strategies import profiles
+
+COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "naive")
+SIZES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2)]
+recomputing = st.sampled_from(["auto", "auto", "never", "always"])
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Two or three levels, faster inside or not, with shared links or without."""
+    sizes = draw(st.sampled_from(SIZES))
+    bandwidths = [draw(st.sampled_from([0.5, 1.0, 3.0, 16.0])) for _ in sizes]
+    latencies = [draw(st.sampled_from([0.0, 0.0, 0.5])) for _ in sizes]
+    memory = draw(st.one_of(st.none(), st.integers(1, 120)))
+    return hierarchical_cluster(
+        sizes, bandwidths, memory, latencies, shared=draw(st.booleans()), overlap=draw(st.booleans())
+    )
+
+
+def check(
+    profile: Profile,
+    cluster: Cluster,
+    model: CostModelName = "resource",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    recompute: RecomputeRule = "auto",
+    *,
+    in_order: bool = True,
+) -> None:
+    """The search answers what brute force does, and says that it is certain."""
+    ledger = Ledger(profile)
+    space: StateSpace = Chain(ledger)
+    if not in_order:
+        words = enumerate_downsets(ledger, 1000)
+        assert words is not None
+        space = Downsets(ledger, words, complete=True)
+
+    def seconds(path: Path) -> float:
+        stages = [
+            Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
+            for i, j, r, again in zip(path.states, path.states[1:], path.replicas, path.recompute, strict=False)
+        ]
+        cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches)
+        limit = cluster.memory_bytes
+        fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
+        return cost.seconds_per_minibatch if fits else np.inf
+
+    objective = model if schedule == "1f1b" else SynchronousModel(link_of(cluster), schedule, microbatches)
+    question = Question(space, Topology(cluster), objective, cluster.gpus, cluster.memory_bytes, recompute)
+    everything = Path((0, len(space) - 1), (1,), np.inf, (recompute == "always",))
+    found = search_levels(question, seconds, everything)
+    expected = brute_force(
+        ledger,
+        cluster,
+        model=model,
+        schedule=schedule,
+        microbatches=microbatches,
+        in_order=in_order,
+        recompute=recompute,
+    )
+    if expected is None:
+        assert found.path is None
+        return
+    assert found.path is not None
+    assert found.path.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+    assert found.bound_s == pytest.approx(found.path.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", COST_MODELS)
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), recompute=recomputing)
+def test_asynchronous_plans(model: CostModelName, profile: Profile, cluster: Cluster, recompute: RecomputeRule) -> None:
+    check(profile, cluster, model, recompute=recompute)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), microbatches=st.integers(1, 5), recompute=recomputing)
+def test_plans_that_drain(
+    schedule: ScheduleName, profile: Profile, cluster: Cluster, microbatches: int, recompute: RecomputeRule
+) -> None:
+    check(
+        profile,
+        cluster,
+        schedule=schedule,
+        microbatches=1 if schedule == "naive" else microbatches,
+        recompute=recompute,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), schedule=st.sampled_from(["1f1b", "gpipe"]))
+def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: ScheduleName) -> None:
+    check(profile, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 3, in_order=False)
