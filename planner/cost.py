@@ -212,6 +212,14 @@ class CostModel(ABC):
         """Replica counts >= 2, in increasing order, one of which is the fewest that meets the target, if any is."""
 
     @abstractmethod
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        """Seconds that add up over a stage's layers and are at most r·T if it meets the target T, whatever it sends."""
+
+    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
+        """Whether a stage may end, or begin, at cuts that these bytes cross; the end of a first stage is not asked."""
+        return np.ones(output_bytes.shape, dtype=bool)
+
+    @abstractmethod
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         """Fewest GPUs before and after cuts that these bytes cross, for any plan within the target."""
 
@@ -225,6 +233,10 @@ class CostModel(ABC):
     def least_s(self, work: Work) -> Floats:
         """Seconds per minibatch that a stage takes of its GPUs together, at least, however many they are."""
         return work.compute_s
+
+    def versions(self, in_flight: ArrayLike) -> ArrayLike:
+        """Versions of its weights that a stage holds with so many microbatches in flight."""
+        return in_flight
 
     def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
         """Fewest replicas with which a stage fits the memory, with GPUs after it; `IMPOSSIBLE` where none do."""
@@ -312,6 +324,16 @@ class ResourceModel(CostModel):
             both = np.maximum(both, larger_root(target_s - step_s, own_s + ring_part_s - step_s, ring_part_s))
         return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
 
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        """Compute without latency and messages: the larger of two sums, whichever of Bw and AR hides the other."""
+        ring_s = 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
+        part = 1 / BUCKETS if self.link.overlap else 1.0
+        base_s = work.forward_s + work.recompute_s + work.update_s
+        sums = [base_s + work.backward_s + part * ring_s]
+        if replicas > 1 and part < 1:
+            sums.append(base_s + part * work.backward_s + ring_s)
+        return sums
+
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         """Some stage before sends each value and some stage after receives it; its gradient returns."""
         busier = np.maximum(output_bytes, gradient_bytes) / (self.link.bandwidth_bytes_per_s * target_s)
@@ -348,6 +370,15 @@ class PublishedModel(CostModel):
         stage = larger_root(target_s, work.compute_s + ring_s, ring_s)
         return [np.maximum(np.maximum(stage, cuts / target_s), work.compute_s / target_s)]
 
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        """All of the stage's term."""
+        bandwidth = self.link.bandwidth_bytes_per_s
+        return [work.compute_s + 4 * (replicas - 1) * work.trainable_bytes / (bandwidth * replicas)]
+
+    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
+        """The boundary's term."""
+        return 2 * output_bytes / (self.link.bandwidth_bytes_per_s * replicas) * (1 - _SLACK) <= target_s
+
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         """Replicas that the stage after the cut needs; the stage before it may be the first, which is not charged."""
         after = np.ceil(2 * output_bytes / (self.link.bandwidth_bytes_per_s * target_s) * (1 - _SLACK))
@@ -370,6 +401,12 @@ class PaperModel(CostModel):
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         # The all-reduce's share grows with r here, so the fewest replicas that compute in time are the only hope.
         return [np.asarray(work.compute_s / target_s)]
+
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        """Both sides of the stage's maximum."""
+        if replicas == 1:
+            return [work.compute_s]
+        return [work.compute_s, 2 * (replicas - 1) * work.trainable_bytes / self.link.bandwidth_bytes_per_s]
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         """Replicas do not help: a cut is within the target or not."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost import (
+    BUCKETS,
     IMPOSSIBLE,
     CostModel,
     Floats,
@@ -96,6 +97,20 @@ class DoubleBufferedModel(ResourceModel):
             if np.all(settled & ~late):
                 return r
             r = following + late
+
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        """r times the processor's seconds per minibatch, without latency and messages."""
+        share, r = -(-self.microbatches // replicas), float(replicas)
+        ring_s = self._ring_s(work, np.float64(r))
+        part = 1 / BUCKETS if self.link.overlap else 1.0
+        base_s = share * (work.forward_s + work.recompute_s + work.backward_s) + work.update_s
+        sums = [r * (base_s + part * ring_s)]
+        if replicas > 1 and part < 1:
+            sums.append(r * (base_s - (1 - part) * work.backward_s + ring_s))
+        return sums
+
+    def versions(self, in_flight: ArrayLike) -> ArrayLike:
+        return VERSIONS
 
     def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
         return fewest_for_memory(footprint, gpus_after, memory_bytes, versions=VERSIONS)

@@ -133,8 +133,7 @@ class _Task:
         ledger, cluster = self.space.ledger, self.cluster
         memory = cluster.memory_bytes
         beyond = search_beyond(ledger, model, cluster.gpus, memory, self.space, path, self.recompute)
-        fastest = beyond.path or path
-        bound_s = fastest.seconds if beyond.decided else self.relaxed_s()
+        bound_s = beyond.bound_s
         if beyond.path is None or beyond.space is None or self.keeps_order:
             return self, path, bound_s
         return self._over(beyond.space), beyond.path, bound_s

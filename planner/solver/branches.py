@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 
-from planner.cost import CostModel, RecomputeRule
+import numpy as np
+
+from planner.cost import CostModel, Integers, RecomputeRule
 from planner.pricing import Ledger
-from planner.solver.downsets import Downsets, enumerate_downsets
-from planner.solver.search import Path, Search
+from planner.solver.downsets import Downsets
+from planner.solver.lattice import Covers, Lattice, enumerate_covers
+from planner.solver.relaxation import Budget, OutOfBudgetError, Relaxation
+from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import StateSpace
 
-MOST_DOWNSETS = 400_000  # enumerated in some seconds
-MOST_STATES = 3_000  # searched in some seconds
+MOST_DOWNSETS = 400_000  # enumerated in a second
+MOST_STATES = 2_000  # searched pair by pair in a second
+WORK = 10**9  # covers looked at: some seconds, and the same ones for the same question
+_CLOSE = 0.02  # relative distance of the bounds from which on to ask for anything strictly better, too
+_SETTLED = 4e-10  # nothing that much faster is looked for
+_UNSETTLED = 1e-3  # where a time is neither met nor ruled out, how closely to find where that begins
+_EXPANSIONS = 60  # states from which the walk for a plan goes on
+_BREADTH = 4  # ways on that it tries from each
+_WORTH_A_WALK = 20
 NEAR_STATES = 1_500
-ROUNDS = 8  # a fixed number rather than a time, so that the same question has the same answer
+ROUNDS = 8
+_SLACK = 1e-9
 
 
 @dataclass(frozen=True)
@@ -23,12 +36,12 @@ class Beyond:
     Attributes:
         path: a faster plan, or None when none was found.
         space: where the path's states are.
-        decided: whether nothing is faster than the path, or than the known plan when there is no path.
+        bound_s: no plan over any cuts is faster.
     """
 
     path: Path | None
     space: Downsets | None
-    decided: bool
+    bound_s: float
 
 
 def search_beyond(
@@ -40,28 +53,144 @@ def search_beyond(
     known: Path,
     recompute: RecomputeRule = "auto",
 ) -> Beyond:
-    """Look for a 1f1b plan over all cuts that is faster than the `known` one over `space`.
+    """Look for a 1f1b plan over all cuts that is faster than the `known` one over `space`."""
+    balanced_s = float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / gpus
+    covers = enumerate_covers(ledger, MOST_DOWNSETS)
+    if covers is None:
+        return Beyond(None, None, balanced_s)
+    return _Bracket(ledger, model, gpus, memory_bytes, recompute, covers, space, known, balanced_s).narrowed()
 
-    Where so few cuts are worth a look that all can be searched, the answer is exact. Else the cuts nearest to those of
-    the best plan so far are searched, and again around what that finds, until it finds nothing faster.
-    """
-    words = enumerate_downsets(ledger, MOST_DOWNSETS)
-    if words is None:
-        return Beyond(None, None, decided=False)
-    everything = Downsets(ledger, words, complete=True)
-    best, best_space = known, space
-    answer: Downsets | None = None
-    decided = False
-    for _ in range(ROUNDS):
-        states = everything.worth(model, gpus, best.seconds)
-        decided = len(states) <= MOST_STATES
-        if not decided:
-            cuts = [best_space.layers(0, state) for state in best.states[1:-1]]
-            states = everything.nearest(states, cuts, NEAR_STATES)
-        nearby = everything.only(states, complete=decided)
-        better = Search(nearby, model, gpus, memory_bytes, recompute).best(below_s=best.seconds)
-        if better is not None:
-            best, best_space, answer = better, nearby, nearby
-        if decided or better is None:
-            break
-    return Beyond(None if answer is None else best, answer, decided)
+
+class _Bracket:
+    """The fastest plan so far and the best bound, brought together by asking what is possible at times between them."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        model: CostModel,
+        gpus: int,
+        memory_bytes: int | None,
+        recompute: RecomputeRule,
+        covers: Covers,
+        space: StateSpace,
+        known: Path,
+        balanced_s: float,
+    ) -> None:
+        self.model, self.gpus, self.memory_bytes, self.recompute = model, gpus, memory_bytes, recompute
+        self.space = Downsets(ledger, covers.words, complete=True)
+        self.relaxation = Relaxation(
+            self.space, Lattice(covers, self.space.order), model, gpus, memory_bytes, recompute, Budget(WORK)
+        )
+        self.pairs = self._search(self.space)
+        self.known, self.known_space, self.best = known, space, known
+        self.best_space: Downsets | None = None
+        self.low_s = balanced_s * (1 - RESOLUTION)
+        self.open_s = known.seconds  # what is slower than this, but faster than the best, cannot be told
+
+    def narrowed(self) -> Beyond:
+        """Narrow the bracket as far as the budget goes."""
+        with contextlib.suppress(OutOfBudgetError):
+            self._narrow()
+        if self.low_s < self._goal_s:
+            self._polish()
+        path = None if self.best is self.known else self.best
+        bound_s = self.best.seconds if self.low_s >= self._goal_s else self.low_s
+        return Beyond(path, self.best_space, bound_s)
+
+    @property
+    def _goal_s(self) -> float:
+        return self.best.seconds * (1 - _SETTLED)
+
+    def _narrow(self) -> None:
+        strict, halvings, patience = True, 0, 1
+        while True:
+            told = self.open_s >= self.best.seconds
+            if self.low_s >= (self._goal_s if told else self.open_s * (1 - _UNSETTLED)):
+                return
+            # As in `Search.best`: halving finds good plans, asking for anything strictly better ends the search.
+            strict = strict and told
+            found = self._ask(self._goal_s if strict else (self.low_s + self.open_s) / 2)
+            if strict:
+                strict, halvings, patience = False, 0, patience * (1 + found)
+            elif self.open_s - self.low_s < _CLOSE * self.open_s:
+                halvings += 1
+                strict = halvings >= patience
+
+    def _ask(self, target_s: float) -> bool:
+        """Whether a plan meets the target; move one end of the bracket there."""
+        after = self.relaxation.after(target_s)
+        if after[0] > self.gpus:
+            self.low_s = target_s
+            return False
+        useful = np.flatnonzero(after <= self.gpus)
+        if MOST_STATES < len(useful) <= _WORTH_A_WALK * MOST_STATES:
+            before = self.relaxation.before(target_s, after)
+            useful = np.flatnonzero(before + after <= self.gpus)
+        if len(useful) <= MOST_STATES:
+            space = self.space.only(np.union1d(useful, [0, len(self.space) - 1]), complete=True)
+            path = self._search(space).within(target_s)
+            if path is None:
+                self.low_s = target_s
+                return False
+        else:
+            space, path = self.space, self._traced(after, target_s)
+            if path is None:
+                self.open_s = target_s
+                return False
+        self._keep(path, space)
+        return True
+
+    def _search(self, space: Downsets) -> Search:
+        return Search(space, self.model, self.gpus, self.memory_bytes, self.recompute)
+
+    def _keep(self, path: Path, space: Downsets) -> None:
+        self.best, self.best_space, self.open_s = path, space, path.seconds
+
+    def _traced(self, after: Integers, target_s: float) -> Path | None:
+        """A plan that meets the target, by a depth-first walk along the fewest GPUs that the relaxation leaves."""
+        space, last, left = self.space, len(self.space) - 1, _EXPANSIONS
+        before_s = self.relaxation.least_s
+        trail: list[tuple[int, int]] = []  # states and replicas
+
+        def walk(state: int, room: int) -> bool:
+            nonlocal left
+            if state == last:
+                return True
+            left -= 1
+            others = np.flatnonzero(after[state + 1 :] < room) + state + 1
+            least = np.maximum(np.ceil((before_s[others] - before_s[state]) / target_s - _SLACK), 1)
+            others = space.among_later(state, others[after[others] + least <= room])
+            if not len(others):
+                return False
+            total, replicas, _ = self.pairs.suffixes(state, others, target_s, after[others])
+            for choice in np.argsort(total, kind="stable")[:_BREADTH]:
+                if total[choice] > room or left <= 0:
+                    break
+                trail.append((state, int(replicas[choice])))
+                if walk(int(others[choice]), room - trail[-1][1]):
+                    return True
+                trail.pop()
+            return False
+
+        if not walk(0, self.gpus):
+            return None
+        # Memory depends on all GPUs that follow, so the exact search has the last word.
+        states = np.array([*(state for state, _ in trail), last])
+        path = self._search(space.only(states, complete=False)).within(target_s)
+        if path is None:
+            return None
+        return replace(path, states=tuple(int(states[state]) for state in path.states))
+
+    def _polish(self) -> None:
+        """Look around the best plan's cuts, as long as that finds a faster one."""
+        for _ in range(ROUNDS):
+            origin: StateSpace = self.best_space or self.known_space
+            cuts = [origin.layers(0, state) for state in self.best.states[1:-1]]
+            if not cuts:
+                return
+            states = self.space.nearest(self.space.worth(self.model, self.gpus, self.best.seconds), cuts, NEAR_STATES)
+            nearby = self.space.only(states, complete=False)
+            better = self._search(nearby).best(below_s=self.best.seconds)
+            if better is None:
+                return
+            self._keep(better, nearby)

@@ -154,7 +154,7 @@ class Search:
             others = space.among_later(state, others)
             if not len(others):
                 continue
-            total, r, again = self._suffixes(state, others, target_s, gpus[others])
+            total, r, again = self.suffixes(state, others, target_s, gpus[others])
             # One number that orders by GPUs, then stages, then those that recompute; the first of equals makes the
             # choice deterministic.
             order = np.minimum(total, self.gpus + 1) * (last + 2) + stages[others]
@@ -191,7 +191,7 @@ class Search:
                 prefix[others] = np.minimum(prefix[others], prefix[state] + r)
         self._room = np.minimum(self._room, self.gpus - prefix)
 
-    def _suffixes(
+    def suffixes(
         self, state: int, others: Integers, target_s: float, after: Integers
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""

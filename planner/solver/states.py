@@ -39,7 +39,7 @@ class StateSpace(ABC):
         self.ledger = ledger
         self._sums = sums  # of each quantity, over the layers of each state
         self._fronts = fronts  # live at each state, a row for each of `_FRONTS`
-        self._outputs, self._gradients, self._output_count, self._gradient_count = fronts
+        self.outputs, self.gradients, self._output_count, self._gradient_count = fronts  # bytes, and how many
         self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class StateSpace(ABC):
 
     def largest_front(self) -> tuple[float, float]:
         """Bytes and messages, both directions together, across the busiest cut."""
-        return float((self._outputs + self._gradients).max()), float((self._output_count + self._gradient_count).max())
+        return float((self.outputs + self.gradients).max()), float((self._output_count + self._gradient_count).max())
 
     @abstractmethod
     def among_later(self, state: int, others: Integers) -> Integers:
@@ -87,8 +87,8 @@ class StateSpace(ABC):
             sent_bytes=sent,
             received_messages=received_messages,
             sent_messages=sent_messages,
-            cut_before_bytes=np.asarray(self._outputs[state]),
-            cut_after_bytes=self._outputs[others],
+            cut_before_bytes=np.asarray(self.outputs[state]),
+            cut_after_bytes=self.outputs[others],
             is_first=np.asarray(state == 0),
             input_bytes=left[0],
         )
