@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from planner.api import profile, train
+    from planner.api import estimate, profile, train
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
     from planner.model.file import load_model_file
@@ -35,6 +35,7 @@ _HOMES = {
     "PlannerError": ("planner.errors", "PlannerError"),
     "Profile": ("planner.profile_file", "Profile"),
     "WorkerError": ("planner.errors", "WorkerError"),
+    "estimate": ("planner.api", "estimate"),
     "flat_cluster": ("planner.cluster", "flat_cluster"),
     "load_model_file": ("planner.model.file", "load_model_file"),
     "load_plan": ("planner.plan_file", "load_plan"),
@@ -54,6 +55,7 @@ __all__ = [
     "PlannerError",
     "Profile",
     "WorkerError",
+    "estimate",
     "flat_cluster",
     "load_model_file",
     "load_plan",

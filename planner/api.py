@@ -1,7 +1,8 @@
-"""The verbs that run PyTorch, as functions: `planner.profile` and `planner.train`."""
+"""The verbs that run PyTorch, as functions: `planner.profile`, `planner.estimate` and `planner.train`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import InputError, PlanError
@@ -11,6 +12,9 @@ from planner.model.file import load_model_file
 from planner.plan_file import TRAINABLE, Plan
 from planner.profile_file import Profile
 from planner.profiler import profile_model
+from planner.profiler.calibrate import load_calibration
+from planner.profiler.devices import parse_dtype
+from planner.profiler.estimate import estimate_profile
 from planner.profiler.measure import Progress
 
 DEFAULT_BATCH_SIZE = 32
@@ -38,6 +42,33 @@ def profile(
         InputError: when there is no such device, or a number makes no sense.
     """
     return profile_model(load_model_file(model), batch_size, device=device, threads=threads, progress=progress)
+
+
+def estimate(
+    model: str | Path,
+    *,
+    device: str,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    dtype: str = "float32",
+    calibrate: Sequence[str | Path] = (),
+) -> Profile:
+    """What each layer of a model should cost in training on a device that need not be there.
+
+    Args:
+        model: "model.py", or "model.py:builder" for another function than build_model.
+        device: name in the table of `planner.profiler.devices`: "v100", "h100", "cpu" and others.
+        batch_size: samples of the (micro)batch.
+        dtype: "float32", "tf32", or "bfloat16" or "float16" for autocast.
+        calibrate: profiles measured on such a device, each beside its model.py, to fit the table's numbers to.
+
+    Raises:
+        ModelFileError, CaptureError: when the model file or the model cannot be used.
+        InputError: for a device or data type that the table does not have, and for profiles that do not fit.
+    """
+    model_file = load_model_file(model)
+    wanted = parse_dtype(dtype)
+    calibration = [load_calibration(path) for path in calibrate]
+    return estimate_profile(model_file, batch_size, device=device, dtype=wanted, calibration=calibration)
 
 
 def train(

@@ -5,12 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.profile_file import Profile
 
 DESCRIPTION = """\
 Measure what each layer of the model costs in training on this device: forward, backward and update time, bytes of
 outputs and weights. The other verbs work from the profile that this writes, here or on another machine.
 
     plan profile model.py --batch-size 32
+
+With --estimate nothing is measured and the device need not be there: times come from what each operation computes and
+moves, and from a table of devices. They are for rough answers, and the profile says that they are estimated.
+
+    plan profile model.py --batch-size 32 --estimate --device v100
 """
 DEFAULT_BATCH_SIZE = 32
 
@@ -31,9 +42,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="samples per minibatch, or per microbatch where a schedule divides minibatches (default: %(default)s)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="cpu, cuda or cuda:1; with --estimate cpu (one core), titan-x, titan-x-pascal, p100, v100, v100-pcie, "
+        "a100, a100-80gb, h100 or h200 (default: %(default)s)",
+    )
     parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
+    )
+    estimates = parser.add_argument_group("estimates")
+    estimates.add_argument(
+        "--estimate", action="store_true", help="estimate instead of measuring; the model is run without data"
+    )
+    estimates.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="of products and convolutions: float32, tf32, or bfloat16 or float16 under autocast (default: float32)",
+    )
+    estimates.add_argument(
+        "--calibrate",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="profile measured on such a device, with its model.py beside it, to fit the table to; may be repeated",
     )
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: %(default)s)"
@@ -44,24 +76,46 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
-    from planner.api import profile
-    from planner.executor.memory import keep_freed_pages
     from planner.profile_file import save_profile
     from planner.report.profile import profile_report
 
+    made = _estimated(args) if args.estimate else _measured(args)
+    save_profile(made, args.output)
+    print(made.model_dump_json(indent=1) if args.json else profile_report(made))
+    print(f"written to {args.output}", file=sys.stderr)
+    return 0
+
+
+def _measured(args: argparse.Namespace) -> Profile:
+    from planner.api import profile
+    from planner.executor.memory import keep_freed_pages
+
+    for option, value in (("--dtype", args.dtype), ("--calibrate", args.calibrate)):
+        if value is not None:
+            raise InputError(f"{option} is for estimates", hint="add --estimate, or leave it out")
     keep_freed_pages()  # as the workers do
     progress = _ProgressLine() if sys.stderr.isatty() else None
     try:
-        measured = profile(
+        return profile(
             args.model, batch_size=args.batch_size, device=args.device, threads=args.threads, progress=progress
         )
     finally:
         if progress is not None:
             progress.end()
-    save_profile(measured, args.output)
-    print(measured.model_dump_json(indent=1) if args.json else profile_report(measured))
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
+
+
+def _estimated(args: argparse.Namespace) -> Profile:
+    from planner.api import estimate
+
+    if args.threads != 1:
+        raise InputError(f"--threads {args.threads} cannot be estimated", hint="a CPU is estimated as one core")
+    return estimate(
+        args.model,
+        device=args.device,
+        batch_size=args.batch_size,
+        dtype=args.dtype or "float32",
+        calibrate=args.calibrate or (),
+    )
 
 
 class _ProgressLine:

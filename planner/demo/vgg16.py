@@ -21,9 +21,9 @@ CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 5
 
 
 class VGG16(nn.Module):
-    """Images (batch, 3, 32, 32) -> class scores (batch, 10)."""
+    """Images (batch, 3, size, size) -> class scores (batch, classes); size is a multiple of 32."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE, classes: int = CLASSES) -> None:
         super().__init__()
         features: list[nn.Module] = []
         before = 3
@@ -34,9 +34,9 @@ class VGG16(nn.Module):
             features += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(inplace=True)]
             before = width
         self.features = nn.Sequential(*features)
-        scores = nn.Linear(4096, CLASSES)
+        scores = nn.Linear(4096, classes)
         self.classifier = nn.Sequential(
-            nn.Linear(512, 4096),
+            nn.Linear(512 * (size // 32) ** 2, 4096),
             nn.ReLU(inplace=True),
             nn.Dropout(0.5),
             nn.Linear(4096, 4096),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median, quantiles
@@ -14,7 +15,6 @@ import torch
 
 import planner
 from planner.errors import InputError
-from planner.model.batch import Batch
 from planner.model.capture import capture
 from planner.model.file import ModelFile
 from planner.model.graph import GraphLayer, LayerGraph
@@ -75,19 +75,41 @@ def profile_model(
         graph = capture(model_file.build_model(), batch, model_file.loss if model_file.has_loss else None)
         effort = Effort(seconds, repeats, min(LEAST_REPEATS, repeats), warmup)
         measured = measure(graph, model_file, batch, target, effort, report)
-    return _profile(model_file, graph, batch, measured, _describe(target, threads))
-
-
-def _profile(model_file: ModelFile, graph: LayerGraph, batch: Batch, measured: Measurement, device: Device) -> Profile:
     whole = WholeStep(
         forward_s=median(measured.whole.forward_s),
         backward_s=median(measured.whole.backward_s),
         update_s=median(measured.whole.update_s),
     )
+    return make_profile(model_file, graph, batch.size, measured, _describe(target, threads), whole)
+
+
+def make_profile(
+    model_file: ModelFile,
+    graph: LayerGraph,
+    batch_size: int,
+    measured: Measurement,
+    device: Device,
+    whole: WholeStep | None,
+    *,
+    dtype: str | None = None,
+    value_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Profile:
+    """The profile of times measured, or estimated where there is no whole step.
+
+    Args:
+        model_file: the model's.
+        graph: its layers.
+        batch_size: samples of the microbatch.
+        measured: per layer.
+        device: that the times belong to.
+        whole: the step measured unsplit; None for estimates.
+        dtype: None for that of the weights.
+        value_dtypes: of the values between layers, where they are not as captured.
+    """
     alone_s = sum(update.seconds for update in measured.updates)
     # Stepping layer by layer pays the optimizer's overhead per layer; a stage pays it once.
-    share = whole.update_s / alone_s if alone_s else 0.0
-    held = _Held(graph, batch.size)
+    share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
+    held = _Held(graph, batch_size, value_dtypes or {})
     layers = tuple(
         held.layer(layer, times, update.seconds * share, update.state_bytes, saved)
         for layer, times, update, saved in zip(
@@ -98,8 +120,8 @@ def _profile(model_file: ModelFile, graph: LayerGraph, batch: Batch, measured: M
         model=model_file.name,
         graph_hash=graph.hash,
         device=device,
-        dtype=_dtype(graph),
-        microbatch_size=batch.size,
+        dtype=dtype or _dtype(graph),
+        microbatch_size=batch_size,
         layers=layers,
         edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
         tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in held.parameters),
@@ -108,8 +130,8 @@ def _profile(model_file: ModelFile, graph: LayerGraph, batch: Batch, measured: M
             tool=f"planner {planner.__version__}",
             torch=torch.__version__,
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            repeats=len(measured.whole.forward_s),
-            source="measured",
+            repeats=len(measured.whole.forward_s) if whole is not None else None,
+            source="measured" if whole is not None else "estimated",
         ),
     )
 
@@ -117,9 +139,10 @@ def _profile(model_file: ModelFile, graph: LayerGraph, batch: Batch, measured: M
 class _Held:
     """Bytes of layers; what is tied counts in the first layer that uses it."""
 
-    def __init__(self, graph: LayerGraph, batch_size: int) -> None:
+    def __init__(self, graph: LayerGraph, batch_size: int, dtypes: Mapping[str, torch.dtype]) -> None:
         self._graph = graph
         self._batch_size = batch_size
+        self._dtypes = dtypes
         self.parameters = dict(graph.model.named_parameters())
         self._buffers = dict(graph.model.named_buffers())
         self._counted: set[str] = set()
@@ -152,7 +175,11 @@ class _Held:
         return new
 
     def _outputs(self, layer: GraphLayer) -> tuple[Value, ...]:
-        specs = [self._graph.values[node.name] for node in layer.nodes if node.name in self._graph.values]
+        specs = [
+            replace(spec, dtype=self._dtypes.get(spec.name, spec.dtype))
+            for node in layer.nodes
+            if (spec := self._graph.values.get(node.name)) is not None
+        ]
         size = self._batch_size
         return tuple(
             Value(

@@ -58,5 +58,10 @@ def _layer_update(model_file: ModelFile, parameters: Sequence[nn.Parameter], clo
         end = clock.mark()
         clock.wait()
         times.append(clock.seconds(start, end))
+    return LayerUpdate(sorted(times)[_REPEATS // 2], state_bytes_of(optimizer))
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """Bytes of the tensors that the optimizer keeps between steps."""
     state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
-    return LayerUpdate(sorted(times)[_REPEATS // 2], sum(tensor.nbytes for tensor in state))
+    return sum(tensor.nbytes for tensor in state)

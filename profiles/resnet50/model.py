@@ -45,9 +45,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Images (batch, 3, 64, 64) -> class scores (batch, 10)."""
+    """Images (batch, 3, any, any) -> class scores (batch, classes)."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -64,7 +64,7 @@ class ResNet50(nn.Module):
             stages.append(nn.Sequential(*blocks))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(channels, CLASSES)
+        self.fc = nn.Linear(channels, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

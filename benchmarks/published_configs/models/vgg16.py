@@ -1,0 +1,18 @@
+"""VGG-16 as published: 224x224 images, 1,000 classes, 138 million weights."""
+
+import torch
+from torch import Tensor, nn
+
+from planner.demo.vgg16 import VGG16, loss, optimizer
+
+__all__ = ["build_model", "example_batch", "loss", "optimizer"]
+
+
+def build_model() -> nn.Module:
+    """The model, freshly initialised."""
+    return VGG16(224, 1000)
+
+
+def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
+    """Random images and classes."""
+    return (torch.randn(batch_size, 3, 224, 224),), torch.randint(0, 1000, (batch_size,))

@@ -1,0 +1,172 @@
+"""What devices can do, for profiles without the device: peaks from data sheets, and what operations achieve of them.
+
+Peaks are dense (no sparsity), at boost clock. Sources:
+
+    titan-x         NVIDIA GeForce GTX Titan X (Maxwell, GM200): 3072 cores x 2 x 1.089 GHz, 336.5 GB/s, 12 GB
+    titan-x-pascal  NVIDIA Titan X (Pascal, GP102): 3584 cores x 2 x 1.531 GHz, 480 GB/s, 12 GB
+    p100            NVIDIA Tesla P100 data sheet (2016), SXM2: 10.6 / 21.2 TFLOPS single / half, 732 GB/s
+    v100            NVIDIA V100 data sheet (2018), SXM2: 15.7 single, 125 tensor (half), 900 GB/s, 16 GB
+    v100-pcie       the same, PCIe: 14 single, 112 tensor
+    a100, a100-80gb NVIDIA A100 data sheet (2021), SXM: 19.5 single, 156 TF32, 312 half; 1,555 and 2,039 GB/s
+    h100            NVIDIA H100 data sheet (2022), SXM: 67 single, 494.7 TF32, 989.4 half, 3,350 GB/s
+    h200            NVIDIA H200 data sheet (2023), SXM: the H100's arithmetic, 4,800 GB/s, 141 GB
+    cpu             one core with two AVX-512 multiply-add units at 4 GHz: 2 x 2 x 16 x 4e9 = 256 GFLOP/s
+
+"Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. The GPUs' shares were
+set so that the V100 meets the times of PipeDream's published profiles (benchmarks/estimate says how well), and are
+the same for all GPUs; the CPU's were fitted to the profiles measured on an AMD EPYC (Zen 5) core. `--calibrate` fits
+them to a device of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from planner.errors import InputError
+
+DType = Literal["float32", "tf32", "bfloat16", "float16"]
+DTYPE_ALIASES: Mapping[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES: tuple[DType, ...] = get_args(DType)
+
+# Classes that compute: their arithmetic has an achieved share, and so have the bytes they move.
+ComputeClass = Literal["gemm", "conv", "winograd", "recurrent", "attention"]
+# Classes that only move bytes, as far as a device with enough arithmetic units is concerned.
+MemoryClass = Literal["pointwise", "special", "random", "norm", "pool", "gather", "update"]
+OpClass = Literal[ComputeClass, MemoryClass]
+COMPUTE_CLASSES: tuple[ComputeClass, ...] = get_args(ComputeClass)
+MEMORY_CLASSES: tuple[MemoryClass, ...] = get_args(MemoryClass)
+OP_CLASSES: tuple[OpClass, ...] = (*COMPUTE_CLASSES, *MEMORY_CLASSES)
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device's peaks and what of them is achieved.
+
+    Attributes:
+        name: for people.
+        kind: "cpu" or "cuda", as in a profile.
+        peak_flops_per_s: by data type; a type that is missing is not supported.
+        bandwidth_bytes_per_s: of the memory.
+        memory_bytes: of the device; None for a CPU.
+        achieved_arithmetic: share of the peak, by class. Above 1 where the algorithm multiplies less than the
+            definition does: Winograd's takes 2.25 times fewer multiplications for 3x3 (Lavin & Gray 2016).
+        achieved_bandwidth: share of the bandwidth, by class. Above 1 where tensors stay in caches.
+        launch_s: fixed time of one operation: kernel launch or dispatch.
+    """
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    peak_flops_per_s: Mapping[DType, float]
+    bandwidth_bytes_per_s: float
+    memory_bytes: int | None
+    achieved_arithmetic: Mapping[ComputeClass, float]
+    achieved_bandwidth: Mapping[OpClass, float]
+    launch_s: float
+
+    def peak(self, dtype: DType) -> float:
+        """Arithmetic operations per second; TF32 where a device has none is plain single precision."""
+        return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
+
+
+_GPU_ARITHMETIC: Mapping[ComputeClass, float] = {
+    "gemm": 0.65,
+    "conv": 0.55,
+    "winograd": 1.2,
+    "recurrent": 0.55,
+    "attention": 0.4,
+}
+_GPU_BANDWIDTH: Mapping[OpClass, float] = dict.fromkeys(OP_CLASSES, 0.75)
+_GPU_LAUNCH_S = 5e-6
+
+_CPU_ARITHMETIC: Mapping[ComputeClass, float] = {
+    "gemm": 0.45,
+    "conv": 0.55,
+    "winograd": 0.9,
+    "recurrent": 1.0,
+    "attention": 0.4,
+}
+_CPU_BANDWIDTH: Mapping[OpClass, float] = {
+    "gemm": 0.35,
+    "conv": 0.6,
+    "winograd": 0.6,
+    "recurrent": 1.0,
+    "attention": 0.6,
+    "pointwise": 1.5,
+    "special": 0.4,
+    "random": 0.035,
+    "norm": 0.3,
+    "pool": 0.07,
+    "gather": 0.65,
+    "update": 2.0,
+}
+_CPU_LAUNCH_S = 7e-6
+
+_GIB = 2**30
+
+
+def _gpu(name: str, memory_gib: int, bandwidth: float, single: float, **others: float) -> DeviceSpec:
+    """A GPU with peaks in TFLOP/s and bandwidth in GB/s."""
+    peaks = {"float32": single, "tf32": single, **others}
+    return DeviceSpec(
+        name=name,
+        kind="cuda",
+        peak_flops_per_s={dtype: peaks[dtype] * 1e12 for dtype in DTYPES if dtype in peaks},
+        bandwidth_bytes_per_s=bandwidth * 1e9,
+        memory_bytes=memory_gib * _GIB,
+        achieved_arithmetic=_GPU_ARITHMETIC,
+        achieved_bandwidth=_GPU_BANDWIDTH,
+        launch_s=_GPU_LAUNCH_S,
+    )
+
+
+DEVICES: Mapping[str, DeviceSpec] = {
+    "cpu": DeviceSpec(
+        name="one AVX-512 core",
+        kind="cpu",
+        peak_flops_per_s={"float32": 256e9, "bfloat16": 512e9},
+        bandwidth_bytes_per_s=30e9,
+        memory_bytes=None,
+        achieved_arithmetic=_CPU_ARITHMETIC,
+        achieved_bandwidth=_CPU_BANDWIDTH,
+        launch_s=_CPU_LAUNCH_S,
+    ),
+    "titan-x": _gpu("NVIDIA GeForce GTX Titan X 12 GB", 12, 336.5, 6.69),
+    "titan-x-pascal": _gpu("NVIDIA Titan X (Pascal) 12 GB", 12, 480, 10.97),
+    "p100": _gpu("NVIDIA Tesla P100 SXM2 16 GB", 16, 732, 10.6, float16=21.2),
+    "v100": _gpu("NVIDIA Tesla V100 SXM2 16 GB", 16, 900, 15.7, float16=125),
+    "v100-pcie": _gpu("NVIDIA Tesla V100 PCIe 16 GB", 16, 900, 14.0, float16=112),
+    "a100": _gpu("NVIDIA A100 SXM 40 GB", 40, 1555, 19.5, tf32=156, bfloat16=312, float16=312),
+    "a100-80gb": _gpu("NVIDIA A100 SXM 80 GB", 80, 2039, 19.5, tf32=156, bfloat16=312, float16=312),
+    "h100": _gpu("NVIDIA H100 SXM 80 GB", 80, 3350, 67, tf32=494.7, bfloat16=989.4, float16=989.4),
+    "h200": _gpu("NVIDIA H200 SXM 141 GB", 141, 4800, 67, tf32=494.7, bfloat16=989.4, float16=989.4),
+}
+
+
+def device_spec(name: str, dtype: DType) -> DeviceSpec:
+    """The device of that name.
+
+    Raises:
+        InputError: when the table has no such device, or the device no such arithmetic.
+    """
+    spec = DEVICES.get(name.lower())
+    if spec is None:
+        raise InputError(f"there is no estimate for device '{name}'", hint=f"known are {', '.join(DEVICES)}")
+    if dtype not in spec.peak_flops_per_s and dtype != "tf32":
+        known = ", ".join(spec.peak_flops_per_s)
+        raise InputError(f"device '{name}' has no {dtype} arithmetic in the table", hint=f"give --dtype one of {known}")
+    return spec
+
+
+def parse_dtype(text: str) -> DType:
+    """The data type of that name, "bf16" and the like included.
+
+    Raises:
+        InputError: for any other word.
+    """
+    name = DTYPE_ALIASES.get(text, text)
+    for dtype in DTYPES:
+        if dtype == name:
+            return dtype
+    raise InputError(f"'{text}' is not a data type of estimates", hint=f"give one of {', '.join(DTYPES)}")

@@ -1,0 +1,239 @@
+"""One training step of a model on tensors without data, as a list of operations by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from planner.errors import InputError, ModelFileError
+from planner.model.batch import Batch
+from planner.model.capture import capture
+from planner.model.failure import capture_failure
+from planner.model.file import ModelFile
+from planner.model.graph import LayerGraph
+from planner.model.stage import StageModule, build_stage
+from planner.profiler.clock import LayerTimes
+from planner.profiler.devices import DeviceSpec, DType
+from planner.profiler.operations import Costs, Recorder, recurrent_workspace
+from planner.profiler.saved import saved_bytes
+from planner.profiler.update import LayerUpdate, state_bytes_of, still
+
+T = TypeVar("T")
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What a training step does, layer by layer, on no device in particular.
+
+    Attributes:
+        graph: the captured model, its weights on the meta device.
+        batch_size: samples.
+        saved_bytes: kept from forward to backward, by layer.
+        value_dtypes: of the values between layers, by name: autocast changes some.
+    """
+
+    graph: LayerGraph
+    batch_size: int
+    saved_bytes: list[int]
+    value_dtypes: dict[str, torch.dtype]
+    _clock: _OperationClock
+    _marks: LayerTimes[int]
+    _updates: list[_UpdateTrace]
+
+    def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
+        """Forward, backward and update seconds of each layer on such a device."""
+        self._clock.estimate(spec)
+        forward, backward = self._marks.seconds()
+        return forward, backward, [update.seconds(spec) for update in self._updates]
+
+    def updates(self, spec: DeviceSpec) -> list[LayerUpdate]:
+        """The optimizer's step, by layer."""
+        return [LayerUpdate(update.seconds(spec), update.state_bytes) for update in self._updates]
+
+    @property
+    def costs(self) -> Costs:
+        """All operations of forward and backward."""
+        return self._clock.costs
+
+
+def trace_step(model_file: ModelFile, batch_size: int, dtype: DType = "float32") -> StepTrace:
+    """Run one step of the model without data: nothing is computed, and no memory is needed for weights or activations.
+
+    Args:
+        model_file: whose model can be built on the meta device; others are built in memory once.
+        batch_size: samples of the (micro)batch.
+        dtype: "bfloat16" and "float16" run the forward under autocast.
+
+    Raises:
+        ModelFileError, CaptureError: when the model file or the model cannot be used.
+        InputError: when the batch makes no sense, or the optimizer looks at numbers.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size} is less than 1", hint="give a positive whole number")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        batch = _on_meta(lambda: model_file.example_batch(batch_size)).to("meta")
+        model = _without_data(_on_meta(model_file.build_model))
+        graph = capture(model, batch, model_file.loss if model_file.has_loss else None)
+        stage = build_stage(graph, [layer.name for layer in graph.layers], keep=tuple(graph.values), observable=True)
+        try:
+            return _trace(graph, stage, model_file, batch, dtype)
+        except (NotImplementedError, RuntimeError) as cause:  # operations that cannot tell the shape of their result
+            raise capture_failure(cause, model) from cause
+
+
+def _trace(graph: LayerGraph, stage: StageModule, model_file: ModelFile, batch: Batch, dtype: DType) -> StepTrace:
+    recorder = Recorder("tf32" if dtype == "tf32" else "float32")
+    clock = _OperationClock(recorder)
+    # On a pretended CPU, because PyTorch chooses kernels by device, and has none of its own for the meta device.
+    with FakeTensorMode():
+        parameters = _pretend(stage)
+        pretended = Batch(*tree_map(_pretended_input, (batch.args, batch.kwargs, batch.target)))
+        with recurrent_workspace(), _autocast(dtype):
+            saved = saved_bytes(stage, pretended)
+        marks = LayerTimes(clock, len(graph.layers))
+        stage.set_observer(marks)
+        with recorder:
+            marks.start()
+            with _autocast(dtype):
+                results = stage(pretended, {})
+            marks.start_backward()
+            results["loss"].backward()
+            marks.end()
+        value_dtypes = {name: results[name].dtype for name in graph.values}
+    updates = _trace_updates(graph, model_file, {name for name, p in parameters.items() if p.grad is not None})
+    clock.costs = Costs(recorder.operations)
+    return StepTrace(graph, batch.size, saved, value_dtypes, clock, marks, updates)
+
+
+class _OperationClock:
+    """A point in time is a number of operations; estimated times are told afterwards, for as many devices as wanted."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._until: NDArray[np.float64] = np.zeros(1)
+        self.costs = Costs([])
+
+    def estimate(self, spec: DeviceSpec) -> None:
+        """From now on, times are those on such a device."""
+        self._until = np.concatenate([[0.0], np.cumsum(self.costs.seconds(spec))])
+
+    def mark(self) -> int:
+        return len(self._recorder.operations)
+
+    def wait(self) -> None:
+        return
+
+    def seconds(self, start: int, end: int) -> float:
+        return float(self._until[end] - self._until[start])
+
+
+@dataclass(frozen=True)
+class _UpdateTrace:
+    """The optimizer's step on one layer's parameters."""
+
+    costs: Costs
+    state_bytes: int
+
+    def seconds(self, spec: DeviceSpec) -> float:
+        # On GPUs torch's optimizers run each of their operations once for all parameters (foreach).
+        launches = replace(spec, launch_s=0.0) if spec.kind == "cuda" else spec
+        return float(self.costs.seconds(launches).sum())
+
+
+def _trace_updates(graph: LayerGraph, model_file: ModelFile, trained: set[str]) -> list[_UpdateTrace]:
+    by_name = dict(graph.model.named_parameters())
+    seen: set[str] = set()
+    traces = []
+    for layer in graph.layers:
+        names = [name for name in layer.parameters if name in trained and name not in seen]
+        seen.update(names)
+        parameters = [nn.Parameter(torch.empty_like(by_name[name], device="meta")) for name in names]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        traces.append(_trace_update(model_file, parameters))
+    return traces
+
+
+def _trace_update(model_file: ModelFile, parameters: list[nn.Parameter]) -> _UpdateTrace:
+    if not parameters:
+        return _UpdateTrace(Costs([]), 0)
+    try:
+        with torch.device("meta"):
+            optimizer = still(model_file.optimizer(list(parameters)))
+        optimizer.step()  # makes the state
+        with Recorder(op_class="update") as recorder:
+            optimizer.step()
+    except (NotImplementedError, RuntimeError) as cause:
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise InputError(
+            f"the step of the optimizer in '{model_file.path}' cannot be estimated, it looks at numbers: {reason}",
+            hint="leave --estimate out to measure it, or estimate with another optimizer",
+        ) from cause
+    # Counters of steps are on no device; their arithmetic takes no time worth counting.
+    large = [operation for operation in recorder.operations if operation.bytes >= min(p.nbytes for p in parameters)]
+    return _UpdateTrace(Costs(large), state_bytes_of(optimizer))
+
+
+def _on_meta(build: Callable[[], T]) -> T:
+    """What `build` returns, without memory for its tensors, unless it looks at their numbers."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except ModelFileError:
+        return build()  # a mistake in the file raises again
+
+
+def _without_data(model: nn.Module) -> nn.Module:
+    """The same model on the meta device, its ties kept."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.is_meta for tensor in tensors):
+        return model
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+def _pretend(stage: StageModule) -> dict[str, nn.Parameter]:
+    """Put pretended weights into the stage; by the name of each, the first of those that are tied."""
+    pretended: dict[int, Tensor] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for path, module in stage.named_modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in pretended:
+                    pretended[id(tensor)] = _pretended_weight(tensor)
+                new = pretended[id(tensor)]
+                registry[name] = new
+                if isinstance(new, nn.Parameter):
+                    parameters[f"{path}.{name}" if path else name] = new
+    return parameters
+
+
+def _pretended_weight(tensor: Tensor) -> Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _pretended_input(leaf: Any) -> Any:
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _autocast(dtype: DType) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=_HALF[dtype]) if dtype in _HALF else contextlib.nullcontext()
