@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 # Their schemas do not say that they write these arguments: running mean and variance.
 _WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
@@ -36,10 +36,13 @@ class Observed:
 
 
 def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
-    """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects."""
+    """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects.
+
+    What lies on the meta device is taken to lie on a CPU: memory orders are those of the kernels of real devices.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
         observer = _Observer(module, mode)
-        fake = [mode.from_tensor(leaf, static_shapes=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        fake = [_fake(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             observer.run(*fake, enable_io_processing=False)
     return Observed(observer.requires_grad(), observer.orders, observer.expanded, observer.storages, observer.writes)
@@ -77,7 +80,23 @@ class _Observer(fx.Interpreter):
         if not isinstance(value, Tensor):
             return value
         # Tied parameters must stay one tensor.
-        return self._attributes.setdefault(id(value), self._mode.from_tensor(value, static_shapes=True))
+        return self._attributes.setdefault(id(value), _fake(value, self._mode))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # The tracer wrote down the device it ran on.
+        args, kwargs = tree_map(_real_device, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor, static_shapes=True)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _real_device(leaf: Any) -> Any:
+    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:

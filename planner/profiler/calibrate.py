@@ -17,8 +17,8 @@ from planner.profiler.trace import StepTrace, trace_step
 
 Floats = NDArray[np.float64]
 
-# How many layers' worth of evidence the table is: keeps shares that the profiles say nothing about where they are.
-_TRUST_IN_TABLE = 1e-3
+# What the table counts beside a profile, which counts one: shares that no profile says anything about stay as they are.
+_TRUST_IN_TABLE = 1e-5
 _ITERATIONS = 60
 _STEP = 1e-4  # of the logarithms, for derivatives
 _LEAST_S = 1e-7  # below, a time is noise

@@ -1,0 +1,60 @@
+"""`plan profile --estimate` from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_main import plan
+from tests.cli.test_profile import MODEL
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def test_an_estimate_is_made_shown_and_solved_within_the_devices_memory(folder: Path) -> None:
+    made = plan("profile", "model.py", "--estimate", "--device", "titan-x", "--batch-size", "8", "--json", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    assert made.stderr == "written to profile.json\n"
+    content = json.loads(made.stdout)
+    assert content["provenance"]["source"] == "estimated"
+    shown = plan("show", "profile.json", cwd=folder).stdout
+    assert "estimated" in shown
+    assert "Titan X" in shown
+    solved = plan("solve", "--gpus", "2", "--bandwidth", "10Gbps", "--json", cwd=folder)
+    assert json.loads(solved.stdout)["cluster"]["memory_bytes"] == 12 * 2**30
+
+
+def test_it_is_calibrated(folder: Path) -> None:
+    assert plan("profile", "model.py", "--batch-size", "8", "-o", "cpu.json", cwd=folder).returncode == 0
+    arguments = ("--estimate", "--calibrate", "cpu.json", "--batch-size", "64", "--json")
+    made = plan("profile", "model.py", *arguments, cwd=folder)
+    assert made.returncode == 0, made.stderr
+    assert "calibrated on" in json.loads(made.stdout)["device"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("none.py", "--estimate", "--device", "v100"), "there is no model file 'none.py'"),
+        (("model.py", "--estimate", "--device", "tpu"), "no estimate for device 'tpu'"),
+        (("model.py", "--estimate", "--dtype", "int8"), "'int8' is not a data type"),
+        (("model.py", "--estimate", "--device", "p100", "--dtype", "bf16"), "no bfloat16 arithmetic"),
+        (("model.py", "--estimate", "--threads", "2"), "--threads 2 cannot be estimated"),
+        (("model.py", "--estimate", "--batch-size", "0"), "batch size 0"),
+        (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
+        (("model.py", "--dtype", "bf16"), "--dtype is for estimates"),
+        (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),
+    ],
+)
+def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    done = plan("profile", *arguments, cwd=folder)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "profile.json").exists()
