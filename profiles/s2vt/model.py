@@ -1,8 +1,8 @@
 """S2VT (Venugopalan et al. 2015): videos to sentences with two LSTM layers of 1,000 over 80 steps.
 
-The first layer reads the frames, the second what the first says and the words so far; frames come first, words after
-them, 80 steps together, and each step scores a word. The vocabulary is that of the authors' released model, 46,168
-words, which makes 350 MB of weights, the size that PipeDream's report gives for S2VT.
+The first layer reads the frames, the second what the first says and the words so far. Frames come first, words after
+them, 80 steps together; the last 20 (assumed: descriptions have 7 words on average) score a word each. The vocabulary
+is that of the authors' released model, 46,168 words (assumed for PipeDream, which does not give it).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STEPS = 80
+WORDS = 20  # steps that score
 FEATURES = 4096  # of a frame: the second fully connected layer of VGG-16
 EMBEDDED = 500
 WIDTH = 1000
@@ -21,7 +22,7 @@ VOCABULARY = 46_168
 
 
 class S2VT(nn.Module):
-    """Frames (batch, 80, 4096) and words so far (batch, 80) -> scores of the next word (batch, 80, vocabulary).
+    """Frames (batch, 80, 4096) and words so far (batch, 80) -> scores of the next word (batch, 20, vocabulary).
 
     Args:
         width: of the LSTM layers.
@@ -40,7 +41,7 @@ class S2VT(nn.Module):
     def forward(self, frames: Tensor, words: Tensor) -> Tensor:
         seen = self.lstm1(self.frames(frames))[0]
         said = self.lstm2(torch.cat([seen, self.words(words)], 2))[0]
-        scores: Tensor = self.scores(said)
+        scores: Tensor = self.scores(said[:, -WORDS:])
         return scores
 
 
@@ -57,7 +58,7 @@ def build_tiny() -> nn.Module:
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Random frames and sentences."""
     words = torch.randint(0, VOCABULARY, (batch_size, STEPS + 1))
-    return (torch.randn(batch_size, STEPS, FEATURES), words[:, :-1]), words[:, 1:]
+    return (torch.randn(batch_size, STEPS, FEATURES), words[:, :-1]), words[:, -WORDS:]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -1,0 +1,233 @@
+"""Do we find the configurations that PipeDream published, and do we predict its speed-ups? See README.md here.
+
+python -m benchmarks.published_configs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from benchmarks.published_configs.fixed import best_cuts
+from benchmarks.published_configs.rows import MODELS, ROWS, Row
+from planner.cluster import Cluster
+from planner.cost import cost_model, link_of
+from planner.errors import InfeasibleError
+from planner.model.file import load_model_file
+from planner.plan_file import CostModelName, Plan
+from planner.pricing import Candidate, Ledger
+from planner.profile_file import Profile
+from planner.profiler.devices import device_spec
+from planner.profiler.estimate import profile_of_trace
+from planner.profiler.trace import StepTrace, trace_step
+from planner.solver import solve
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTORS = (1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What we say to a row."""
+
+    row: Row
+    ours: Plan | None
+    published_model: Plan | None
+    theirs_over_one: float | None
+    theirs_over_data_parallel: float | None
+    theirs_fits: bool
+    theirs_busiest: str
+    data_parallel_over_one: float
+    implied_bandwidth_bytes_per_s: float | None
+    at_implied: str
+    agrees_at: tuple[float, ...] | None
+
+
+@cache
+def _trace(model: str, minibatch: int) -> StepTrace:
+    return trace_step(load_model_file(ROOT / MODELS[model]), minibatch)
+
+
+@cache
+def _profile(model: str, minibatch: int, device: str) -> Profile:
+    spec = device_spec(device, "float32")
+    return profile_of_trace(load_model_file(ROOT / MODELS[model]), _trace(model, minibatch), spec, "float32")
+
+
+def answer(row: Row, scan: bool) -> Answer:
+    """Solve a row, and price its published configuration."""
+    profile = _profile(row.model, row.minibatch, row.site.device)
+    memory_bytes = profile.device.memory_bytes
+    cluster = row.site.cluster(row.servers, memory_bytes)
+    free = cluster.model_copy(update={"memory_bytes": None})
+    ledger = Ledger(profile)
+    whole = ledger.work(Candidate(frozenset(), frozenset(range(len(profile.layers))), 1))
+    one_s = float(whole.compute_s)
+    data_parallel_s = _data_parallel_s(ledger, cluster)
+    theirs = best_cuts(ledger, free, row.replicas, "resource")
+    implied = _implied_bandwidth(row, ledger, one_s)
+    at_implied = ""
+    if implied is not None:
+        slower = row.site.cluster(row.servers, memory_bytes, implied / cluster.slowest_bandwidth_bytes_per_s)
+        plan = _solved(profile, slower, "resource")
+        at_implied = "" if plan is None else f"{plan.config} ({plan.predicted.speedup_over_one_gpu:.2f})"
+    return Answer(
+        row=row,
+        ours=_solved(profile, cluster, "resource"),
+        published_model=_solved(profile, free, "pipedream"),
+        theirs_over_one=None if theirs is None else one_s / theirs.seconds,
+        theirs_over_data_parallel=None if theirs is None else data_parallel_s / theirs.seconds,
+        theirs_fits=theirs is not None and (memory_bytes is None or theirs.memory_bytes <= memory_bytes),
+        theirs_busiest="" if theirs is None else theirs.busiest,
+        data_parallel_over_one=one_s / data_parallel_s,
+        implied_bandwidth_bytes_per_s=implied,
+        at_implied=at_implied,
+        agrees_at=_agreeing_factors(row, profile, memory_bytes) if scan else None,
+    )
+
+
+def _solved(profile: Profile, cluster: Cluster, model: CostModelName) -> Plan | None:
+    try:
+        return solve(profile, cluster, cost_model=model)
+    except InfeasibleError:
+        return None
+
+
+def _data_parallel_s(ledger: Ledger, cluster: Cluster) -> float:
+    whole = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
+    return float(cost_model("resource", link_of(cluster)).stage_s(whole, float(cluster.gpus)))
+
+
+def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
+    """The bandwidth at which our price of data parallelism is its published speed-up over one machine."""
+    if row.data_parallel_over_one is None:
+        return None
+    low, high = 1e6, 1e12
+    for _ in range(80):
+        middle = (low * high) ** 0.5
+        factor = middle / row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
+        speedup = one_s / _data_parallel_s(ledger, row.site.cluster(row.servers, None, factor))
+        low, high = (middle, high) if speedup < row.data_parallel_over_one else (low, middle)
+    return float((low * high) ** 0.5)
+
+
+def _agreeing_factors(row: Row, profile: Profile, memory_bytes: int | None) -> tuple[float, ...]:
+    """Factors on the bandwidth (or on the devices' speed, inverted) at which our answer is the published one."""
+    wanted = "-".join(map(str, row.replicas))
+    agreeing = []
+    for factor in FACTORS:
+        try:
+            plan = solve(profile, row.site.cluster(row.servers, memory_bytes, factor), depth="published")
+        except InfeasibleError:
+            continue
+        if plan.config == wanted:
+            agreeing.append(factor)
+    return tuple(agreeing)
+
+
+def _config(plan: Plan | None, gpus: int) -> str:
+    if plan is None:
+        return "does not fit"
+    config = plan.config if set(plan.replicas) != {1} or len(plan.replicas) < 4 else f"straight, {len(plan.replicas)}"
+    return config + ("" if plan.workers == gpus else f" ({plan.workers} GPUs)")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _cut(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def _factors(factors: tuple[float, ...] | None) -> str:
+    if factors is None:
+        return "not tried"
+    return ", ".join(f"{factor:.2g}" for factor in factors) or "none"
+
+
+def tables(answers: list[Answer]) -> str:
+    """Configurations and speed-ups; then why they differ."""
+    first, second = [], []
+    for a in answers:
+        row, ours, published = a.row, a.ours, a.published_model
+        name = f"{row.model}, {row.site.gpus}x{row.servers} ({row.site.name[0]})"
+        said = ours.predicted if ours is not None else None
+        first.append(
+            [
+                row.table,
+                name,
+                row.config,
+                _times(row.over_one),
+                _times(row.over_data_parallel),
+                _cut(row.communication_cut),
+                _config(ours, row.gpus),
+                _times(said.speedup_over_one_gpu if said else None),
+                _times(said.speedup_over_data_parallel if said else None),
+                _cut(said.communication_cut if said else None),
+                "" if ours is None else ours.solver.status,
+                _config(published, row.gpus),
+                _times(published.predicted.speedup_over_data_parallel if published else None),
+            ]
+        )
+        implied = a.implied_bandwidth_bytes_per_s
+        second.append(
+            [
+                row.table,
+                name,
+                row.config,
+                _times(a.theirs_over_one),
+                _times(a.theirs_over_data_parallel),
+                "" if a.theirs_fits else "does not fit",
+                a.theirs_busiest,
+                _times(row.data_parallel_over_one),
+                _times(a.data_parallel_over_one),
+                "" if implied is None else f"{implied * 8 / 1e9:.1f}",
+                a.at_implied,
+                _factors(a.agrees_at),
+            ]
+        )
+    heads = ["paper", "row", "config", "over 1", "over DP", "comm. cut"]
+    heads += ["ours", "over 1", "over DP", "comm. cut", "status", "with --cost-model pipedream", "over DP"]
+    why = ["paper", "row", "its config", "priced here: over 1", "over DP", "memory", "busiest", "DP over 1, paper"]
+    why += ["DP over 1, here", "implied Gbps", "ours at that (over 1)", "ours is theirs at bandwidth x"]
+    return "\n\n".join(
+        tabulate(rows, headers=head, tablefmt="pipe", disable_numparse=True)
+        for rows, head in ((first, heads), (second, why))
+    )
+
+
+def main() -> None:
+    """Print both tables as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=sorted(MODELS), choices=sorted(MODELS), help="models")
+    parser.add_argument("--no-scan", action="store_true", help="leave out the last column, which takes longest")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    answers = []
+    for row in ROWS:
+        if row.model in arguments.only:
+            started = time.process_time()
+            answers.append(answer(row, not arguments.no_scan))
+            seconds = time.process_time() - started
+            what = f"{row.table} {row.model} {row.site.name} {row.gpus}"
+            print(f"{what}: {seconds:.1f} s of CPU", file=sys.stderr, flush=True)
+    print(
+        json.dumps(
+            {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "torch": torch.__version__},
+        )
+    )
+    print(tables(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The best cuts for a given number of replicas per stage: what a published configuration would cost here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.cluster import Cluster
+from planner.cost import cost_model, link_of
+from planner.plan_file import CostModelName
+from planner.pricing import Candidate, Ledger, Price, price
+from planner.solver.depth import price_with_depths
+from planner.solver.states import Chain
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A configuration with its best cuts.
+
+    Attributes:
+        seconds: per minibatch.
+        sent_bytes: by all workers per minibatch.
+        memory_bytes: of the fullest device.
+        busiest: stage and resource that set the pace.
+    """
+
+    seconds: float
+    sent_bytes: float
+    memory_bytes: int
+    busiest: str
+
+
+def best_cuts(ledger: Ledger, cluster: Cluster, replicas: Sequence[int], model: CostModelName) -> Fixed | None:
+    """The cheapest cuts found for stages of these replicas; None where the model has too few layers.
+
+    A dynamic programme over the slowest link, then each cut is moved while that helps at the true price.
+    """
+    space = Chain(ledger)
+    last = len(space) - 1
+    if len(replicas) > last:
+        return None
+    flat = cost_model(model, link_of(cluster))
+    worst = np.full((len(replicas) + 1, last + 1), np.inf)
+    worst[0, 0] = 0.0
+    came = np.zeros((len(replicas) + 1, last + 1), dtype=np.int64)
+    for i in range(last):
+        after = np.arange(i + 1, last + 1)
+        work = space.work(i, after)
+        for k, r in enumerate(replicas):
+            if np.isfinite(worst[k, i]):
+                total = np.maximum(worst[k, i], flat.stage_s(work, np.float64(r)))
+                better = total < worst[k + 1, after]
+                came[k + 1, after[better]] = i
+                worst[k + 1, after[better]] = total[better]
+    cuts = [last]
+    for k in range(len(replicas), 0, -1):
+        cuts.append(int(came[k, cuts[-1]]))
+    return _moved(ledger, space, cluster, cuts[::-1], replicas, model)
+
+
+def _moved(
+    ledger: Ledger, space: Chain, cluster: Cluster, cuts: list[int], replicas: Sequence[int], model: CostModelName
+) -> Fixed:
+    best = _price(ledger, space, cluster, cuts, replicas, model)
+    improved = True
+    while improved:
+        improved = False
+        for k in range(1, len(cuts) - 1):
+            for place in range(max(cuts[k - 1] + 1, cuts[k] - 6), min(cuts[k + 1], cuts[k] + 7)):
+                trial = [*cuts[:k], place, *cuts[k + 1 :]]
+                found = _price(ledger, space, cluster, trial, replicas, model)
+                if found.seconds_per_minibatch < best.seconds_per_minibatch * (1 - 1e-9):
+                    cuts, best, improved = trial, found, True
+    if model == "resource":
+        stages = _stages(space, cuts, replicas)
+        best = price_with_depths(ledger, stages, cluster, best, "auto", "1f1b", 1)
+    bottleneck = best.bottleneck
+    return Fixed(
+        best.seconds_per_minibatch,
+        best.communication_bytes,
+        max(memory.total_bytes for memory in best.memory),
+        f"{bottleneck.resource} of stage {bottleneck.stage}",
+    )
+
+
+def _price(
+    ledger: Ledger, space: Chain, cluster: Cluster, cuts: Sequence[int], replicas: Sequence[int], model: CostModelName
+) -> Price:
+    return price(ledger, _stages(space, cuts, replicas), cluster, model=model)
+
+
+def _stages(space: Chain, cuts: Sequence[int], replicas: Sequence[int]) -> list[Candidate]:
+    return [
+        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r)
+        for i, j, r in zip(cuts, cuts[1:], replicas, strict=False)
+    ]
