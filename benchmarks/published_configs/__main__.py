@@ -32,7 +32,8 @@ from planner.profiler.trace import StepTrace, trace_step
 from planner.solver import solve
 
 ROOT = Path(__file__).resolve().parents[2]
-FACTORS = (1 / 16, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+FACTORS = (1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+CLOSE = 0.15  # how near a published ratio must be met for a bandwidth to be called implied
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def answer(row: Row, scan: bool) -> Answer:
     data_parallel_s = _data_parallel_s(ledger, cluster)
     theirs = best_cuts(ledger, free, row.replicas, "resource")
     implied = _implied_bandwidth(row, ledger, one_s)
+    if implied is None and scan:
+        implied = _implied_by_ratio(row, ledger)
     at_implied = ""
     if implied is not None:
         slower = row.site.cluster(row.servers, memory_bytes, implied / cluster.slowest_bandwidth_bytes_per_s)
@@ -118,6 +121,21 @@ def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
         speedup = one_s / _data_parallel_s(ledger, row.site.cluster(row.servers, None, factor))
         low, high = (middle, high) if speedup < row.data_parallel_over_one else (low, middle)
     return float((low * high) ** 0.5)
+
+
+def _implied_by_ratio(row: Row, ledger: Ledger) -> float | None:
+    """The bandwidth at which the published configuration is as much faster than data parallelism as published."""
+    if len(row.replicas) == 1:
+        return None
+    slowest = row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
+    ratios = []
+    for factor in FACTORS:
+        cluster = row.site.cluster(row.servers, None, factor)
+        theirs = best_cuts(ledger, cluster, row.replicas, "resource")
+        if theirs is not None:
+            ratios.append((abs(_data_parallel_s(ledger, cluster) / theirs.seconds - row.over_data_parallel), factor))
+    away, factor = min(ratios)
+    return slowest * factor if away < CLOSE * row.over_data_parallel else None
 
 
 def _agreeing_factors(row: Row, profile: Profile, memory_bytes: int | None) -> tuple[float, ...]:

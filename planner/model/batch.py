@@ -74,6 +74,18 @@ class Batch:
             )
         )
 
+    def distinct(self) -> Batch:
+        """The same batch, in which no two leaves are one tensor, as inputs and labels of a language model may be."""
+        seen: set[int] = set()
+
+        def distinct(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) not in seen:
+                seen.add(id(leaf))
+                return leaf
+            return leaf.clone()
+
+        return _batch_of(tree_map(distinct, self._tree()))
+
     def _tree(self) -> PyTree:
         return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target
 

@@ -47,8 +47,8 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None, *, training: bool
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
     """
-    # A size of one would be taken for a constant.
-    example = batch.doubled() if batch.size == 1 else batch
+    # A size of one would be taken for a constant, and a tensor that occurs twice for one input.
+    example = (batch.doubled() if batch.size == 1 else batch).distinct()
     forward = _ForwardToLoss(model.train(training), loss)
     module = _export(forward, example)
     _clean(module)

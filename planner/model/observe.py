@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 # Their schemas do not say that they write these arguments: running mean and variance.
 _WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
@@ -38,7 +38,7 @@ class Observed:
 def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
     """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects.
 
-    What lies on the meta device is taken to lie on a CPU: memory orders are those of the kernels of real devices.
+    Its weights may be FakeTensors: of a model that is not there.
     """
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
         observer = _Observer(module, mode)
@@ -82,21 +82,13 @@ class _Observer(fx.Interpreter):
         # Tied parameters must stay one tensor.
         return self._attributes.setdefault(id(value), _fake(value, self._mode))
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        # The tracer wrote down the device it ran on.
-        args, kwargs = tree_map(_real_device, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    if not tensor.is_meta:
+    if not isinstance(tensor, FakeTensor):
         return mode.from_tensor(tensor, static_shapes=True)
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    # Of another mode.
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
-
-
-def _real_device(leaf: Any) -> Any:
-    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 from planner.errors import InputError, ModelFileError
@@ -29,6 +30,7 @@ from planner.profiler.saved import saved_bytes
 from planner.profiler.update import LayerUpdate, state_bytes_of, still
 
 T = TypeVar("T")
+_FEW = 2  # samples
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,7 +39,7 @@ class StepTrace:
     """What a training step does, layer by layer, on no device in particular.
 
     Attributes:
-        graph: the captured model, its weights on the meta device.
+        graph: the captured model, its weights pretended.
         batch_size: samples.
         saved_bytes: kept from forward to backward, by layer.
         value_dtypes: of the values between layers, by name: autocast changes some.
@@ -83,14 +85,21 @@ def trace_step(model_file: ModelFile, batch_size: int, dtype: DType = "float32")
         raise InputError(f"batch size {batch_size} is less than 1", hint="give a positive whole number")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        batch = _on_meta(lambda: model_file.example_batch(batch_size)).to("meta")
+        batch = _on_meta(lambda: model_file.example_batch(batch_size))
         model = _without_data(_on_meta(model_file.build_model))
-        graph = capture(model, batch, model_file.loss if model_file.has_loss else None)
+        graph = _capture(model_file, model, batch_size)
         stage = build_stage(graph, [layer.name for layer in graph.layers], keep=tuple(graph.values), observable=True)
         try:
             return _trace(graph, stage, model_file, batch, dtype)
         except (NotImplementedError, RuntimeError) as cause:  # operations that cannot tell the shape of their result
             raise capture_failure(cause, model) from cause
+
+
+def _capture(model_file: ModelFile, model: nn.Module, batch_size: int) -> LayerGraph:
+    """With few samples, because example batches have data; with all of them where the model knows no other number."""
+    loss = model_file.loss if model_file.has_loss else None
+    graph = capture(model, model_file.example_batch(min(batch_size, _FEW)), loss)
+    return graph if graph.batch_size is None else capture(model, model_file.example_batch(batch_size), loss)
 
 
 def _trace(graph: LayerGraph, stage: StageModule, model_file: ModelFile, batch: Batch, dtype: DType) -> StepTrace:
@@ -159,11 +168,15 @@ def _trace_updates(graph: LayerGraph, model_file: ModelFile, trained: set[str]) 
     for layer in graph.layers:
         names = [name for name in layer.parameters if name in trained and name not in seen]
         seen.update(names)
-        parameters = [nn.Parameter(torch.empty_like(by_name[name], device="meta")) for name in names]
+        parameters = [_on_meta_device(by_name[name]) for name in names]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         traces.append(_trace_update(model_file, parameters))
     return traces
+
+
+def _on_meta_device(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
 
 
 def _trace_update(model_file: ModelFile, parameters: list[nn.Parameter]) -> _UpdateTrace:
@@ -196,15 +209,11 @@ def _on_meta(build: Callable[[], T]) -> T:
 
 
 def _without_data(model: nn.Module) -> nn.Module:
-    """The same model on the meta device, its ties kept."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.is_meta for tensor in tensors):
-        return model
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    """The same model on a pretended CPU, its ties kept."""
+    # Tensors of their own on the meta device would do as well, but for operations that are other ones there.
+    tensors = (*model.parameters(), *model.buffers())
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+        memo: dict[int, Any] = {id(tensor): _pretended_weight(tensor) for tensor in tensors}
     return copy.deepcopy(model, memo)
 
 
@@ -217,9 +226,7 @@ def _pretend(stage: StageModule) -> dict[str, nn.Parameter]:
             for name, tensor in registry.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in pretended:
-                    pretended[id(tensor)] = _pretended_weight(tensor)
-                new = pretended[id(tensor)]
+                new = pretended.setdefault(id(tensor), _pretended_weight(tensor))
                 registry[name] = new
                 if isinstance(new, nn.Parameter):
                     parameters[f"{path}.{name}" if path else name] = new
@@ -227,12 +234,14 @@ def _pretend(stage: StageModule) -> dict[str, nn.Parameter]:
 
 
 def _pretended_weight(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _pretended_input(leaf: Any) -> Any:
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
 
 
 def _autocast(dtype: DType) -> contextlib.AbstractContextManager[Any]:

@@ -31,6 +31,14 @@ def test_no_empty_parts(parts: int) -> None:
         _batch(7).split(parts)
 
 
+def test_distinct_takes_tensors_that_occur_twice_apart() -> None:
+    tokens = torch.arange(3)
+    batch = Batch((tokens,), {"mask": torch.ones(3)}, tokens).distinct()
+    assert batch.args[0] is tokens
+    assert batch.target is not tokens
+    assert torch.equal(batch.target, tokens)
+
+
 def test_doubled_holds_every_sample_twice() -> None:
     twice = _batch(1).doubled()
     assert twice.size == 2

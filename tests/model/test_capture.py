@@ -327,3 +327,23 @@ def _rows() -> Batch:
 
 def _capture(model: nn.Module) -> LayerGraph:
     return capture(model, _rows(), F.cross_entropy)
+
+
+class _OwnLoss(nn.Module):
+    """Tokens and labels in, loss out: language models are tried with the same tensor for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.head(self.embedding(tokens)), labels)}
+
+
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    """The tracer takes equal tensors for one: the embedding would read the labels."""
+    tokens = torch.randint(0, 10, (4,))
+    graph = capture(_OwnLoss(), Batch((), {"tokens": tokens, "labels": tokens}), None)
+    embedding = next(node for node in graph.module.graph.nodes if "embedding" in str(node.target) and node.args)
+    assert str(embedding.args[1]) == "kwargs_tokens"

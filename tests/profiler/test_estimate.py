@@ -137,7 +137,7 @@ def without_times(profile: Profile) -> Profile:
 
 
 def test_attention_is_captured_as_on_a_real_device(tmp_path: Path) -> None:
-    """Its result lies in memory otherwise on the meta device, and the hash of the graph says so."""
+    """Its result lies in memory otherwise on the meta device: operations and hash of the graph would be others."""
     source = """
 import torch
 from torch import nn
@@ -151,7 +151,7 @@ class Net(nn.Module):
     def forward(self, x):
         q, k, v = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.qkv(x).split(8, 2))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(x.shape) + torch.ones(8, device=x.device))
+        return self.out(y.transpose(1, 2).contiguous().reshape(x.shape) + torch.ones(8, device=x.device))
 
 def build_model():
     return Net()
