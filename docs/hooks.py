@@ -3,7 +3,8 @@
 In a page, a line of its own
 
     <!-- fields: planner.profile_file.Profile -->   becomes tables of the fields of that record and of those inside it,
-    <!-- help: plan solve -->                       becomes what `plan solve --help` prints.
+    <!-- help: plan solve -->                       becomes what `plan solve --help` prints,
+    <!-- devices: all -->                           becomes the table of devices that estimates know.
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -22,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel
 
 HELP_COLUMNS = "100"
-_MARKER = re.compile(r"^<!-- (fields|help): (.+?) -->$", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- (fields|help|devices): (.+?) -->$", re.MULTILINE)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -31,10 +32,33 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for every page."""
     shown: set[type[BaseModel]] = set()
 
-    def write(match: re.Match[str]) -> str:
-        return help_text(match[2]) if match[1] == "help" else field_tables(match[2], shown)
+    def write(found: re.Match[str]) -> str:
+        match found[1]:
+            case "help":
+                return help_text(found[2])
+            case "devices":
+                return device_table()
+            case _:
+                return field_tables(found[2], shown)
 
     return _MARKER.sub(write, markdown)
+
+
+def device_table() -> str:
+    """Peaks of every device of the table."""
+    from planner.profiler.devices import DEVICES, DTYPES
+
+    lines = [
+        "| name | device | " + " | ".join(f"{dtype}, TFLOP/s" for dtype in DTYPES) + " | GB/s | memory |",
+        "|---|---|" + "---|" * (len(DTYPES) + 2),
+    ]
+    for name, spec in DEVICES.items():
+        peaks = [spec.peak_flops_per_s.get(dtype) for dtype in DTYPES]
+        cells = [f"{peak / 1e12:g}" if peak is not None else "" for peak in peaks]
+        memory = f"{spec.memory_bytes / 2**30:g} GiB" if spec.memory_bytes is not None else ""
+        bandwidth = f"{spec.bandwidth_bytes_per_s / 1e9:g}"
+        lines.append(f"| `{name}` | {spec.name} | " + " | ".join([*cells, bandwidth, memory]) + " |")
+    return "\n".join(lines)
 
 
 def field_tables(path: str, shown: set[type[BaseModel]] | None = None) -> str:

@@ -51,3 +51,8 @@ def test_the_command_line_page_has_the_help_of_every_verb(hooks: ModuleType) -> 
     assert all(f"<!-- help: plan {verb} -->" in page for verb in VERBS)
     text = hooks.on_page_markdown(page)
     assert all(f"usage: plan {verb}" in text for verb in VERBS)
+
+
+def test_devices_become_a_table(hooks: ModuleType) -> None:
+    table = hooks.on_page_markdown("<!-- devices: all -->")
+    assert "| `v100-pcie` | NVIDIA Tesla V100 PCIe 16 GB | 14 | 14 |  | 112 | 900 | 16 GiB |" in table
