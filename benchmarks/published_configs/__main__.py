@@ -51,6 +51,7 @@ class Answer:
     implied_bandwidth_bytes_per_s: float | None
     at_implied: str
     agrees_at: tuple[float, ...] | None
+    variants: tuple[str, str, str]
 
 
 @cache
@@ -95,7 +96,20 @@ def answer(row: Row, scan: bool) -> Answer:
         implied_bandwidth_bytes_per_s=implied,
         at_implied=at_implied,
         agrees_at=_agreeing_factors(row, profile, memory_bytes) if scan else None,
+        variants=_variants(row, profile, cluster),
     )
+
+
+def _variants(row: Row, profile: Profile, cluster: Cluster) -> tuple[str, str, str]:
+    """Our configuration if updates took no time; if nothing overlapped; if memory had no limit."""
+    no_update = tuple(layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers)
+    asked = (
+        (profile.model_copy(update={"layers": no_update}), cluster),
+        (profile, cluster.model_copy(update={"overlap": False})),
+        (profile, cluster.model_copy(update={"memory_bytes": None})),
+    )
+    first, second, third = (_config(_solved(of, on, "resource"), row.gpus) for of, on in asked)
+    return first, second, third
 
 
 def _solved(profile: Profile, cluster: Cluster, model: CostModelName) -> Plan | None:
@@ -212,12 +226,14 @@ def tables(answers: list[Answer]) -> str:
                 "" if implied is None else f"{implied * 8 / 1e9:.1f}",
                 a.at_implied,
                 _factors(a.agrees_at),
+                *a.variants,
             ]
         )
     heads = ["paper", "row", "config", "over 1", "over DP", "comm. cut"]
     heads += ["ours", "over 1", "over DP", "comm. cut", "status", "with --cost-model pipedream", "over DP"]
     why = ["paper", "row", "its config", "priced here: over 1", "over DP", "memory", "busiest", "DP over 1, paper"]
     why += ["DP over 1, here", "implied Gbps", "ours at that (over 1)", "ours is theirs at bandwidth x"]
+    why += ["ours, updates free", "ours, no overlap", "ours, no memory limit"]
     return "\n\n".join(
         tabulate(rows, headers=head, tablefmt="pipe", disable_numparse=True)
         for rows, head in ((first, heads), (second, why))
