@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planner.errors import ClusterError
 from planner.files import Record, load_record, save_record
@@ -29,8 +30,18 @@ class Level(Record):
     shared: bool = True
 
 
+class Kind(Record):
+    """Devices of one kind in a cluster that has several, on consecutive ranks."""
+
+    count: Annotated[int, Field(ge=1)]
+    speed: Annotated[float, Field(gt=0)] = 1.0  # times as fast as the profiled device
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # of each; None for the cluster's
+
+
 class Cluster(Record):
     """Devices are ranks 0..gpus-1, filled server by server; `memory_bytes` is per device, None for no limit.
+
+    `kinds`: where devices differ, all of them in the order of their ranks; empty where all are like the profiled one.
 
     `overlap`: whether messages travel while devices compute. Not so on a CPU without a core to spare, where the
     workers' own cores move the bytes.
@@ -40,11 +51,33 @@ class Cluster(Record):
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
     overlap: bool = True
+    kinds: tuple[Kind, ...] = ()
 
     @property
     def gpus(self) -> int:
         """Number of devices."""
         return math.prod(level.size for level in self.levels)
+
+    def kind_of(self, rank: int) -> Kind:
+        """What the device of this rank is; only where devices differ."""
+        return next(kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks)
+
+    @property
+    def kind_ranks(self) -> tuple[range, ...]:
+        """The ranks of each kind."""
+        ends = list(accumulate((kind.count for kind in self.kinds), initial=0))
+        return tuple(range(first, end) for first, end in pairwise(ends))
+
+    def memory_of(self, kind: Kind | None) -> int | None:
+        """Bytes of a device of that kind; None for no limit."""
+        return self.memory_bytes if kind is None or kind.memory_bytes is None else kind.memory_bytes
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Cluster:
+        if self.kinds and sum(kind.count for kind in self.kinds) != self.gpus:
+            counts = " + ".join(str(kind.count) for kind in self.kinds)
+            raise ValueError(f"kinds of {counts} devices are not the {self.gpus} devices of the levels")
+        return self
 
     @property
     def joined(self) -> tuple[Level, ...]:

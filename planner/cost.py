@@ -101,6 +101,16 @@ class Work:
         """F + R + Bw + U of one replica that does everything."""
         return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
+    def at_speed(self, speed: float) -> Work:
+        """The same stages on devices so many times as fast as the profiled one."""
+        return replace(
+            self,
+            forward_s=self.forward_s / speed,
+            backward_s=self.backward_s / speed,
+            update_s=self.update_s / speed,
+            recompute_s=self.recompute_s / speed,
+        )
+
     def recomputed(self) -> Work:
         """The same stages, which run their forward once more before each backward: R = F.
 

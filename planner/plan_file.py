@@ -123,6 +123,7 @@ class Plan(Record):
     microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     transfers: tuple[Transfer, ...]
+    contiguous: bool = True  # False: values go back and forth between stages, which no schedule runs
     predicted: Prediction
     solver: SolverReport
     cluster: Cluster
@@ -158,7 +159,10 @@ def _check_config(plan: Plan) -> None:
 
 def _check_ranks(plan: Plan) -> None:
     ranks = list(chain.from_iterable(stage.ranks for stage in plan.stages))
-    if sorted(ranks) != list(range(len(ranks))):
+    if plan.cluster.kinds or not plan.contiguous:  # some devices may have nothing to do
+        if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
+            raise ValueError(f"the stages' ranks {ranks} are not ranks of the cluster, each at most once")
+    elif sorted(ranks) != list(range(len(ranks))):
         raise ValueError(f"the stages' ranks {ranks} are not 0 to {len(ranks) - 1}, each once")
     if len(ranks) > plan.cluster.gpus:
         raise ValueError(f"{len(ranks)} workers do not fit a cluster of {plan.cluster.gpus} GPUs")
@@ -175,7 +179,8 @@ def _check_layers(plan: Plan) -> None:
 def _check_transfers(plan: Plan) -> None:
     seen: set[tuple[int, int]] = set()
     for transfer in plan.transfers:
-        if not transfer.source < transfer.target < len(plan.stages):
+        forward = transfer.source < transfer.target or (transfer.source != transfer.target and not plan.contiguous)
+        if not forward or transfer.target >= len(plan.stages) or transfer.source >= len(plan.stages):
             raise ValueError(f"transfer {transfer.source} -> {transfer.target} is not from a stage to a later one")
         if (transfer.source, transfer.target) in seen:
             raise ValueError(f"transfer {transfer.source} -> {transfer.target} occurs twice")

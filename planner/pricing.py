@@ -13,7 +13,7 @@ from typing import get_args
 
 import numpy as np
 
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Kind
 from planner.cost import (
     DIVIDED,
     POSTED,
@@ -49,12 +49,15 @@ class Candidate:
     """A stage to be priced: positions of its layers, and of all layers in the stages before it.
 
     `recompute`: it keeps only its input for the backward, and runs its forward again for the rest.
+    `kind`: of its devices, where the cluster has several. `ranks`: of its devices; consecutive ones when empty.
     """
 
     before: frozenset[int]
     layers: frozenset[int]
     replicas: int
     recompute: bool = False
+    kind: Kind | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class Ledger:
         key = stage.before, stage.layers
         if key not in self._works:
             self._works[key] = self._work(stage)
-        return self._works[key].recomputed() if stage.recompute else self._works[key]
+        work = self._works[key] if stage.kind is None else self._works[key].at_speed(stage.kind.speed)
+        return work.recomputed() if stage.recompute else work
 
     def _work(self, stage: Candidate) -> Work:
         layers = [self.profile.layers[index] for index in sorted(stage.layers)]

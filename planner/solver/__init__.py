@@ -11,7 +11,7 @@ import numpy as np
 from planner.cluster import Cluster, flat_cluster
 from planner.cost import Link, RecomputeRule, SynchronousModel, check_combination, link_of
 from planner.cost_2bw import asynchronous_model
-from planner.errors import ProfileError
+from planner.errors import InputError, ProfileError
 from planner.placement import PLACED
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
@@ -70,6 +70,8 @@ def solve(
     """
     started = time.perf_counter()
     check_combination(cost_model, schedule, microbatches)
+    if cluster.kinds:
+        raise InputError("the search takes no cluster of GPUs that differ", hint="leave 'kinds' out of the cluster")
     ledger = Ledger(profile)
     space = Chain(ledger)
     if space.compute_s[-1] <= 0:

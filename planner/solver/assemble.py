@@ -65,15 +65,16 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
     made, rank = [], 0
     for stage, in_flight, memory in zip(stages, price.in_flight, price.memory, strict=True):
         layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
+        speed = 1.0 if stage.kind is None else stage.kind.speed
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
-                ranks=tuple(range(rank, rank + stage.replicas)),
+                ranks=stage.ranks or tuple(range(rank, rank + stage.replicas)),
                 in_flight=in_flight,
                 recompute=stage.recompute,
-                forward_s=sum(layer.forward_s for layer in layers),
-                backward_s=sum(layer.backward_s for layer in layers),
-                update_s=sum(layer.update_s for layer in layers),
+                forward_s=sum(layer.forward_s for layer in layers) / speed,
+                backward_s=sum(layer.backward_s for layer in layers) / speed,
+                update_s=sum(layer.update_s for layer in layers) / speed,
                 memory=memory,
             )
         )
@@ -91,13 +92,15 @@ def _prediction(
 ) -> Prediction:
     """Compared, per microbatch, with one GPU and with all GPUs data parallel, under the same cost model.
 
-    Both alternatives train one microbatch per GPU and step, whether or not their memory would suffice.
+    Both alternatives train one microbatch per GPU and step, whether or not their memory would suffice. Where devices
+    differ, one GPU is the profiled one, and data parallel waits for the slowest.
     """
     size = ledger.profile.microbatch_size
     everything = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
     one_gpu_s = float(everything.compute_s)
     model = cost_model(report.cost_model, link_of(cluster))
-    data_parallel_s = float(model.stage_s(everything, np.float64(cluster.gpus)))
+    slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
+    data_parallel_s = float(model.stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
     data_parallel_bytes = 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)
     seconds = price.seconds_per_minibatch
     samples = None if size is None else size * microbatches
