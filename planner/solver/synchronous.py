@@ -59,17 +59,18 @@ class SynchronousSearch:
         best: Path | None = None
         limit_s = np.inf
         while (answer := self.within(limit_s)) is not None:
-            path, sum_s = answer
+            path, sum_s, max_s = answer
             if best is None or path.seconds < best.seconds:
                 best = path
             # A better plan needs a smaller maximum than this one's, and a total below the best.
-            limit_s = min(path.seconds - sum_s, best.seconds - sum_s) * (1 - RESOLUTION)
+            # Its maximum itself, not seconds minus sum, which rounding may leave above it for ever.
+            limit_s = min(max_s, best.seconds - sum_s) * (1 - RESOLUTION)
             if limit_s <= 0:
                 break
         return best
 
-    def within(self, limit_s: float) -> tuple[Path, float] | None:
-        """The least sum with every stage's part of the maximum below the limit, as a path and its sum."""
+    def within(self, limit_s: float) -> tuple[Path, float, float] | None:
+        """The least sum with every stage's part of the maximum below the limit: a path, its sum and its maximum."""
         last = len(self.space) - 1
         sums = np.full((last + 1, self.gpus + 1), np.inf)  # least sum of the suffix, by the GPUs it may use
         sums[last] = 0.0
@@ -139,7 +140,7 @@ class SynchronousSearch:
         sum_s = np.broadcast_to(self.model.sum_s(work), others.shape)
         return _Stages(others, np.full(len(others), recompute), sum_s, max_s, after)
 
-    def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float]:
+    def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float, float]:
         states, replicas, recompute, sums, most_s = [0], [], [], 0.0, 0.0
         while (state := states[-1]) < len(self.space) - 1:
             follow, chosen = choices[state]
@@ -150,4 +151,4 @@ class SynchronousSearch:
             sums += float(stages.sum_s[column])
             most_s = max(most_s, float(stages.max_s[replicas[-1] - 1, column]))
             gpus = min(gpus - replicas[-1], int(stages.after[replicas[-1] - 1, column]))
-        return Path(tuple(states), tuple(replicas), sums + most_s, tuple(recompute)), sums
+        return Path(tuple(states), tuple(replicas), sums + most_s, tuple(recompute)), sums, most_s
