@@ -21,7 +21,7 @@ from planner.solver.branches import MOST_STATES, search_beyond
 from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import explain
-from planner.solver.levels import search_levels
+from planner.solver.levels import search_all_cuts, search_levels
 from planner.solver.placements import Question
 from planner.solver.search import Path, Search
 from planner.solver.states import Chain, StateSpace
@@ -147,24 +147,21 @@ class _Task:
 
     def over_levels(self, path: Path) -> tuple[_Task, Path, float]:
         """`beyond_the_order` for a cluster of several levels, from a path that fits its memory."""
-        task: _Task = self
-        if not self.space.complete and not self.keeps_order and (wider := self.over_all_cuts()) is not None:
-            task, path = wider, wider.best() or path
-        topology = Topology(self.cluster)
-        objective = (
-            self.model if self.schedule == "1f1b" else SynchronousModel(self._link, self.schedule, self.microbatches)
-        )
-        question = Question(
-            task.space, topology, objective, self.cluster.gpus, self.cluster.memory_bytes, self.recompute
-        )
-        found = search_levels(question, task.seconds, path)
+        topology, space = Topology(self.cluster), self.space
+        objective = self.model if self.schedule == "1f1b" else self._drained
+        question = Question(space, topology, objective, self.cluster.gpus, self.cluster.memory_bytes, self.recompute)
+        if space.complete or self.schedule != "1f1b":
+            found = search_levels(question, self.seconds, path)
+            bound_s = found.bound_s if space.complete else self.relaxed_s()
+            assert found.path is not None
+            return self, found.path, bound_s
+        wider, found = search_all_cuts(question, lambda over: self._over(over).seconds, path)
+        if self.keeps_order:
+            ordered = search_levels(question, self.seconds, path).path
+            assert ordered is not None
+            return self, ordered, found.bound_s
         assert found.path is not None
-        if task.space.complete:
-            return task, found.path, found.bound_s
-        nearest = self._flat(topology.link(0))
-        alone = nearest.best()
-        assert alone is not None
-        return task, found.path, min(found.bound_s, nearest.beyond_the_order(alone)[2])
+        return self._over(wider), found.path, found.bound_s
 
     def seconds(self, path: Path) -> float:
         """The price of a path; infinite when it does not fit the memory."""
@@ -228,10 +225,9 @@ class _Task:
             microbatches=self.microbatches,
         )
 
-    def _flat(self, link: Link) -> _Task:
-        """The same task with links that are all alike."""
-        cluster = _flat_cluster(link, self.cluster.gpus, self.cluster.memory_bytes)
-        return _Task(self.space, cluster, self.model, self.schedule, self.microbatches, self.recompute)
+    @property
+    def _drained(self) -> SynchronousModel:
+        return SynchronousModel(self._link, self.schedule, self.microbatches)
 
     def relaxed_s(self) -> float:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
@@ -249,8 +245,7 @@ class _Task:
         if self.schedule in ASYNCHRONOUS:
             asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
             return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute)
-        model = SynchronousModel(self._link, self.schedule, self.microbatches)
-        return SynchronousSearch(self.space, model, gpus, memory_bytes, self.recompute)
+        return SynchronousSearch(self.space, self._drained, gpus, memory_bytes, self.recompute)
 
 
 def _flat_cluster(link: Link, gpus: int, memory_bytes: int | None) -> Cluster:

@@ -93,10 +93,10 @@ class Downsets(StateSpace):
         layers_s = sum(column(self.ledger, name) for name in ("forward_s", "backward_s", "update_s"))
         weights = np.asarray(layers_s / np.mean(layers_s) + 1.0)
         chosen = {0, len(self) - 1}
-        for cut in cuts:
-            sign = np.ones(len(weights))
-            sign[list(cut)] = -1
-            distance = _weighted((weights * sign)[None, :], self._columns[:, states])[0]
+        signs = np.ones((len(cuts), len(weights)))
+        for number, cut in enumerate(cuts):
+            signs[number, list(cut)] = -1
+        for distance in _weighted(weights * signs, self._columns[:, states]):
             chosen.update(states[np.argsort(distance, kind="stable")[: most // len(cuts)]].tolist())
         return np.array(sorted(chosen))
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from planner.cost import Integers, Link, SynchronousModel, cost_model
+from planner.solver.branches import MOST_DOWNSETS, search_beyond
+from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.hierarchy import Found, HierarchySearch, Seconds, better
+from planner.solver.nearest import NearestModel
 from planner.solver.placements import Question
-from planner.solver.search import Path, Search
+from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import Coarse, StateSpace
 from planner.solver.synchronous import SynchronousSearch
 
 MOST_PLACED = 256  # GPUs for which every place is tried
+MOST_BOUNDED = 64  # GPUs for which all cuts of a branching model are looked at
 ROUNDS = 3
+
+PriceOn = Callable[[StateSpace], Seconds]
 
 
 def search_levels(question: Question, price: Seconds, known: Path) -> Found:
@@ -36,11 +42,66 @@ def search_levels(question: Question, price: Seconds, known: Path) -> Found:
     few = question.gpus <= MOST_PLACED
     if few and len(question.space) <= HierarchySearch.states_that_fit(question):
         return HierarchySearch(question).best(price, best)
-    nearest = _flat(question, question.topology.link(0)).best()
+    nearest = _nearest(question).best()
     bound_s = 0.0 if nearest is None else nearest.seconds
+    if nearest is not None:
+        best = better(best, nearest, price)
     if few:
         best = _refined(question, price, best)
     return Found(best, bound_s if best is None else min(bound_s, best.seconds))
+
+
+def search_all_cuts(question: Question, price_on: PriceOn, known: Path) -> tuple[StateSpace, Found]:
+    """`search_levels` beyond the profile's order, for the asynchronous pipeline: the answer, and the space it is over.
+
+    A flat cluster that is never worse bounds what other cuts can give, and tells which of them are worth a look. Where
+    those are few, the answer is exact; else those nearest to the cuts of good plans are searched.
+
+    Args:
+        question: what is sought, over the cuts along the profile's order.
+        price_on: the price of a path over a space.
+        known: a path over the question's space.
+    """
+    assert not isinstance(question.objective, SynchronousModel)
+    space, found = question.space, search_levels(question, price_on(question.space), known)
+    assert found.path is not None
+    nearest = Search(
+        space,
+        NearestModel(question.objective, question.topology),
+        question.gpus,
+        question.memory_bytes,
+        question.recompute,
+    )
+    alone = nearest.best()
+    few = question.gpus <= MOST_BOUNDED
+    words = enumerate_downsets(space.ledger, MOST_DOWNSETS) if few else None
+    if alone is None or words is None:
+        least_s = float(nearest.model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / question.gpus
+        return space, replace(found, bound_s=min(found.bound_s, least_s))
+    gpus, memory_bytes = question.gpus, question.memory_bytes
+    beyond = search_beyond(space.ledger, nearest.model, gpus, memory_bytes, space, alone, question.recompute)
+    everything = Downsets(space.ledger, words, complete=True)
+    seeds: list[tuple[StateSpace, Path]] = [(space, found.path), (space, alone)]
+    if beyond.path is not None and beyond.space is not None:
+        seeds.append((beyond.space, beyond.path))
+    best_space, best = space, found.path
+    for _ in range(ROUNDS):
+        worth = everything.worth(nearest.model, gpus, best.seconds)
+        fit = HierarchySearch.states_that_fit(question)
+        cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
+        states = worth if len(worth) <= fit or not cuts else everything.nearest(worth, cuts, fit)
+        nearby = everything.only(states, complete=len(worth) <= fit)
+        wider = replace(question, space=nearby)
+        answer = HierarchySearch(wider).best(price_on(nearby), None)
+        improved = answer.path is not None and answer.path.seconds < best.seconds * (1 - RESOLUTION)
+        if nearby.complete:
+            bound_s = min(answer.bound_s, best.seconds)
+            return (nearby, answer) if improved else (best_space, Found(best, bound_s))
+        if not improved or answer.path is None:
+            break
+        best_space, best = nearby, answer.path
+        seeds = [(nearby, best)]
+    return best_space, Found(best, min(beyond.bound_s, best.seconds))
 
 
 def _refined(question: Question, price: Seconds, best: Path | None) -> Path | None:
@@ -98,6 +159,15 @@ def _alike(question: Question) -> Iterator[Path]:
             yield path
             for _, size, _, _ in topology.shared:
                 yield replace(path, replicas=tuple(r // size * size or r for r in path.replicas))
+
+
+def _nearest(question: Question) -> Search | SynchronousSearch:
+    """The search for a flat cluster that is never worse."""
+    topology, objective = question.topology, question.objective
+    if isinstance(objective, SynchronousModel):
+        return _flat(question, topology.link(0))
+    model = NearestModel(objective, topology)
+    return Search(question.space, model, question.gpus, question.memory_bytes, question.recompute)
 
 
 def _flat(question: Question, link: Link) -> Search | SynchronousSearch:

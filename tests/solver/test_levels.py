@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from planner.cluster import Cluster, hierarchical_cluster
 from planner.cost import RecomputeRule, SynchronousModel, link_of
+from planner.errors import InfeasibleError
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Ledger, price
 from planner.profile_file import Profile
+from planner.solver import solve
 from planner.solver.brute import brute_force
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.levels import search_levels
@@ -114,3 +116,24 @@ def test_plans_that_drain(
 @given(profile=profiles(most_layers=4), cluster=clusters(), schedule=st.sampled_from(["1f1b", "gpipe"]))
 def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: ScheduleName) -> None:
     check(profile, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 3, in_order=False)
+
+
+@pytest.mark.parametrize("model", COST_MODELS)
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=4), cluster=clusters(), keeps_order=st.booleans())
+def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
+    model: CostModelName, profile: Profile, cluster: Cluster, keeps_order: bool
+) -> None:
+    profile = profile.model_copy(update={"graph_hash": "known" if keeps_order else None})
+    expected = brute_force(Ledger(profile), cluster, model=model)
+    if expected is None:
+        with pytest.raises(InfeasibleError):
+            solve(profile, cluster, cost_model=model)
+        return
+    plan = solve(profile, cluster, cost_model=model)
+    best_s = expected.price.seconds_per_minibatch
+    assert plan.solver.lower_bound_s <= best_s * (1 + 1e-9) or plan.solver.status == "optimal"
+    if model != "resource":  # whose waits brute force does not count
+        assert plan.predicted.seconds_per_minibatch >= best_s * (1 - 1e-9)
+        if plan.solver.status == "optimal":
+            assert plan.predicted.seconds_per_minibatch == pytest.approx(best_s, rel=1e-9)

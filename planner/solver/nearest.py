@@ -1,0 +1,75 @@
+"""A flat cluster that is never worse than one of several levels: what no plan on the levels can beat.
+
+All ranks are as near as the nearest ones, except that a stage of more replicas than a group has members must cross the
+group's link in its all-reduce. What a stage costs then depends on its layers and replicas alone, and the searches for
+flat clusters apply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cost import IMPOSSIBLE, CostModel, Floats, Integers, Resource, Work, cost_model
+from planner.placement import without_transfers
+from planner.plan_file import CostModelName
+from planner.topology import Topology
+
+
+class NearestModel(CostModel):
+    """A cost model whose stages are spread over as few groups as their replicas fit in, and beside their neighbours."""
+
+    def __init__(self, name: CostModelName, topology: Topology) -> None:
+        near = topology.link(0)
+        super().__init__(near)
+        self.name, self._groups = name, [int(size) for size in topology.groups]
+        self._near = cost_model(name, near)
+        # The published models know one bandwidth, which is that of the all-reduce where no cut is looked at.
+        links = [
+            replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)) if name == "resource" else topology.link(level)
+            for level, ring in enumerate(topology.ring_bytes_per_s)
+        ]
+        self._levels = [cost_model(name, link) for link in links]
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        r = np.asarray(replicas)
+        busy = self._near.resources_s(work, r)
+        for smaller, model in zip(self._groups, self._levels[1:], strict=False):
+            farther = model.resources_s(work, r)
+            for resource in busy:
+                if self.name == "resource" or resource == "compute":
+                    busy[resource] = np.where(r > smaller, farther[resource], busy[resource])
+        return busy
+
+    def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
+        """The fewest that stay within a group and meet the target with its links, else within a larger one."""
+        near = self._near.fewest_replicas(work, target_s, at_least, after)
+        answer = np.where(near <= self._groups[0], near, IMPOSSIBLE)
+        alone = work if self.name == "resource" else _without_cuts(work)
+        for smaller, larger, model in zip(self._groups, self._groups[1:], self._levels[1:], strict=False):
+            if np.all(answer < IMPOSSIBLE):
+                break
+            floor = np.maximum(near, smaller + 1)
+            r = np.maximum(model.fewest_replicas(alone, target_s, floor, after), floor)
+            answer = np.where((answer >= IMPOSSIBLE) & (r <= larger), r, answer)
+        return answer.astype(np.int64)
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        return self._near._lower_bounds(work, target_s)
+
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        level = sum(replicas > size for size in self._groups[:-1])
+        return self._levels[level].additive_s(work, replicas)
+
+    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
+        return self._near.cut_within(output_bytes, replicas, target_s)
+
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        return self._near.fewest_around_cut(output_bytes, gradient_bytes, target_s)
+
+
+def _without_cuts(work: Work) -> Work:
+    nothing = np.zeros_like(work.cut_before_bytes)
+    return replace(without_transfers(work), cut_before_bytes=nothing, cut_after_bytes=nothing)
