@@ -27,7 +27,7 @@ Integers = NDArray[np.int64]
 RecomputeRule = Literal["auto", "never", "always"]
 Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
 
-DIVIDED: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "2bw")  # schedules of several microbatches per minibatch
+DIVIDED: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "2bw", "interleaved")  # several microbatches per minibatch
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
 # Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.
 BUCKETS = 6
@@ -506,7 +506,7 @@ def cost_model(name: CostModelName, link: Link) -> CostModel:
     return models[name](link)
 
 
-def check_combination(name: CostModelName, schedule: ScheduleName, microbatches: int) -> None:
+def check_combination(name: CostModelName, schedule: ScheduleName, microbatches: int, chunks: int = 1) -> None:
     """Refuse what has no meaning.
 
     Raises:
@@ -519,6 +519,9 @@ def check_combination(name: CostModelName, schedule: ScheduleName, microbatches:
         raise InputError(
             f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use --cost-model resource"
         )
+    if chunks < 1:
+        raise InputError(f"{chunks} chunks hold no model", hint="give --chunks 1 or more")
+    assert chunks == 1 or schedule == "interleaved"
     if schedule not in DIVIDED and microbatches > 1:
         raise InputError(
             f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",

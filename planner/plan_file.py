@@ -18,7 +18,7 @@ from planner.profile_file import Bytes, Device, Seconds
 
 REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
 
-ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "gpipe", "naive"]
+ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"]
 TRAINABLE: tuple[ScheduleName, ...] = ("1f1b", "1f1b-flush", "gpipe", "naive")  # schedules that `plan train` runs
 CostModelName = Literal["resource", "pipedream", "paper"]
 
@@ -131,7 +131,17 @@ class Plan(Record):
     @property
     def workers(self) -> int:
         """Number of worker processes."""
-        return sum(stage.replicas for stage in self.stages)
+        return len({rank for stage in self.stages for rank in stage.ranks})
+
+    @property
+    def chunks(self) -> int:
+        """Stages per worker: 1, except under interleaved."""
+        return len(self.stages) // len({stage.ranks for stage in self.stages})
+
+    def memory_bytes(self, stage: int) -> int:
+        """Peak bytes of each worker that runs the stage, its other stages included."""
+        ranks = self.stages[stage].ranks
+        return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -158,7 +168,15 @@ def _check_config(plan: Plan) -> None:
 
 
 def _check_ranks(plan: Plan) -> None:
-    ranks = list(chain.from_iterable(stage.ranks for stage in plan.stages))
+    stages = [stage.ranks for stage in plan.stages]
+    if plan.schedule == "interleaved":
+        workers = len(set(stages))
+        if stages != stages[:workers] * (len(stages) // workers):
+            raise ValueError(f"the stages' ranks {stages} do not repeat, as those of an interleaved plan must")
+        if len(set(map(len, stages))) > 1:
+            raise ValueError(f"the replicas {plan.config} differ, which those of an interleaved plan must not")
+        stages = stages[:workers]
+    ranks = list(chain.from_iterable(stages))
     if plan.cluster.kinds or not plan.contiguous:  # some devices may have nothing to do
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
             raise ValueError(f"the stages' ranks {ranks} are not ranks of the cluster, each at most once")

@@ -27,6 +27,7 @@ from planner.cost import (
     link_of,
 )
 from planner.cost_2bw import VERSIONS, asynchronous_model
+from planner.cost_interleaved import InterleavedModel, StageSeconds
 from planner.placement import PLACED, Placement
 from planner.plan_file import Bottleneck, CostModelName, ScheduleName, StageMemory
 from planner.profile_file import Profile
@@ -69,6 +70,14 @@ class Price:
     in_flight: tuple[int, ...]
     memory: tuple[StageMemory, ...]
     communication_bytes: float  # sent by all workers, per minibatch
+    chunks: int = 1  # stages per worker: stage s is one of worker s mod (stages / chunks)
+
+    @property
+    def gpu_bytes(self) -> tuple[int, ...]:
+        """For each stage, what a GPU that runs it holds, with its other stages."""
+        workers = len(self.memory) // self.chunks
+        totals = [memory.total_bytes for memory in self.memory]
+        return tuple(sum(totals[stage % workers :: workers]) for stage in range(len(totals)))
 
 
 class Ledger:
@@ -179,13 +188,16 @@ def price(
     model: CostModelName = "resource",
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
+    chunks: int = 1,
 ) -> Price:
     """Price a whole plan. A minibatch is `microbatches` microbatches of the profile's size.
+
+    Under `interleaved` each worker has `chunks` of the stages, which must be a multiple and all have as many replicas.
 
     Raises:
         InputError: for a cost model and schedule that do not go together.
     """
-    check_combination(model, schedule, microbatches)
+    check_combination(model, schedule, microbatches, chunks)
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
     link = link_of(cluster)
@@ -202,6 +214,11 @@ def price(
         bottleneck = _busiest(busy)
         seconds = bottleneck.busy_s
         in_flight = [int(in_flight_1f1b(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
+    elif schedule == "interleaved":
+        bottleneck, in_flight = _interleaved(
+            works, replicas, InterleavedModel(link, len(stages) // chunks, chunks, replicas[0], microbatches)
+        )
+        seconds = bottleneck.busy_s
     else:
         synchronous = SynchronousModel(link, schedule, microbatches)
         if placement is None:
@@ -218,7 +235,23 @@ def price(
         stage_memory(ledger.footprint(stage), flying, versions_of(schedule, flying))
         for stage, flying in zip(stages, in_flight, strict=True)
     )
-    return Price(seconds, bottleneck, tuple(in_flight), memory, _sent_bytes(works, replicas, schedule, microbatches))
+    sent_bytes = _sent_bytes(works, replicas, schedule, microbatches)
+    return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, chunks)
+
+
+def _interleaved(
+    works: Sequence[Work], replicas: Sequence[int], model: InterleavedModel
+) -> tuple[Bottleneck, list[int]]:
+    """The worker that takes longest, by the number of its first stage, and what each stage has in flight."""
+    assert len(set(replicas)) == 1
+    assert len(works) == model.workers * model.chunks
+    each = [StageSeconds.of(work, model.replicas, model.link) for work in works]
+    columns = {name: np.array([getattr(stage, name) for stage in each]) for name in vars(each[0])}
+    by_resource = model.worker_s(StageSeconds(**columns))
+    workers: list[dict[Resource, Floats]] = [
+        {name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)
+    ]
+    return _busiest(workers), list(model.in_flight())
 
 
 def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:

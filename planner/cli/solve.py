@@ -38,17 +38,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "naive"],
+        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"],
         default="1f1b",
         help="1f1b: asynchronous, with weight stashing; 2bw: asynchronous, with two weight versions and one update per "
-        "minibatch of several microbatches; gpipe and 1f1b-flush: the pipeline drains after every minibatch, "
-        "1f1b-flush in less memory; naive: one minibatch at a time (default: %(default)s)",
+        "minibatch of several microbatches; gpipe, 1f1b-flush and interleaved: the pipeline drains after every "
+        "minibatch, 1f1b-flush in less memory, interleaved with several chunks of the model per GPU; naive: one "
+        "minibatch at a time (default: %(default)s)",
     )
     parser.add_argument(
         "--microbatches",
         type=int,
         metavar="M",
-        help=f"per minibatch, for gpipe, 1f1b-flush and 2bw (default: {MICROBATCHES_PER_GPU} per GPU)",
+        help=f"per minibatch, for schedules that divide it (default: {MICROBATCHES_PER_GPU} per GPU)",
+    )
+    parser.add_argument(
+        "--chunks", type=int, default=2, metavar="V", help="of the model on each GPU, for interleaved (default: 2)"
     )
     parser.add_argument(
         "--depth",
@@ -92,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         microbatches=_microbatches(args.microbatches, args.schedule, cluster.gpus),
         depth=args.depth,
         recompute=args.recompute,
+        chunks=args.chunks,
     )
     save_plan(plan, args.output)
     print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))

@@ -19,6 +19,7 @@ _SCHEDULES = {
     "2bw": "2bw, two weight versions, {microbatches} microbatches per minibatch",
     "1f1b-flush": "1f1b-flush, {microbatches} microbatches per minibatch",
     "gpipe": "gpipe, {microbatches} microbatches per minibatch",
+    "interleaved": "interleaved, {chunks} chunks per GPU, {microbatches} microbatches per minibatch",
     "naive": "naive, one minibatch at a time",
 }
 
@@ -34,7 +35,7 @@ def _head(plan: Plan) -> str:
     lines = [
         ("model", plan.model),
         ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
-        ("schedule", _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches)),
+        ("schedule", _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches, chunks=plan.chunks)),
         ("cluster", _cluster(plan.cluster)),
     ]
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
@@ -64,7 +65,7 @@ def _stage_table(plan: Plan) -> str:
             stage.in_flight,
             format_seconds(stage.compute_s),
             _sends(plan, number),
-            format_bytes(stage.memory.total_bytes),
+            format_bytes(plan.memory_bytes(number)),
             *(["yes" if stage.recompute else "no"] if some_recompute else []),
         ]
         for number, stage in enumerate(plan.stages)

@@ -14,6 +14,7 @@ from planner.schedule.instructions import (
     Backward,
     Forward,
     Instruction,
+    Receive,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
@@ -42,17 +43,19 @@ def check_streams(shape: PipelineShape, minibatches: int) -> None:
 class _Run:
     def __init__(self, shape: PipelineShape, minibatches: int) -> None:
         self.shape = shape
-        self.stage_of = {rank: stage for stage, ranks in enumerate(shape.ranks) for rank in ranks}
+        self.stage_of = shape.first_stages
         self.streams: Mapping[int, Iterator[Instruction]] = {
             rank: stream(shape, stage, rank, minibatches) for rank, stage in self.stage_of.items()
         }
         self.blocked: dict[int, Instruction | None] = {
             rank: next(instructions, None) for rank, instructions in self.streams.items()
         }
-        self.mail: dict[tuple[int, int, type], deque[Instruction]] = {}
+        self.mail: dict[tuple[int, int, type, int, int], deque[Instruction]] = {}
         self.arrived: dict[AllReduce, set[int]] = {}
         self.updates = dict.fromkeys(self.stage_of, 0)
-        self.in_flight: dict[int, list[Unit]] = {rank: [] for rank in self.stage_of}
+        self.in_flight: dict[tuple[int, int], list[Unit]] = {
+            (rank, stage): [] for stage, ranks in enumerate(shape.ranks) for rank in ranks
+        }
 
     def complete(self) -> None:
         while any(self.blocked.values()):
@@ -75,12 +78,12 @@ class _Run:
         match instruction:
             case SendActivation() | SendGradient():
                 receive = matching_receive(instruction, rank)
-                self.mail.setdefault((rank, instruction.peer_rank, type(receive)), deque()).append(receive)
+                self.mail.setdefault(_link(rank, instruction.peer_rank, receive), deque()).append(receive)
             case ReceiveActivation() | ReceiveGradient():
-                box = self.mail.get((instruction.peer_rank, rank, type(instruction)))
+                box = self.mail.get(_link(instruction.peer_rank, rank, instruction))
                 if not box:
                     return False
-                # Messages between two workers arrive in order: the first one must be the one awaited.
+                # Messages between two stages' workers arrive in order: the first one must be the one awaited.
                 if (first := box.popleft()) != instruction:
                     raise ScheduleError(f"rank {rank} awaits {instruction} but {first} comes first")
             case AllReduce():
@@ -89,13 +92,15 @@ class _Run:
                 return here == set(self.shape.ranks[instruction.stage])
             case Forward():
                 self._check_version(rank, instruction)
-                self.in_flight[rank].append(instruction.unit)
-                if len(self.in_flight[rank]) > self.shape.in_flight(instruction.stage):
-                    raise ScheduleError(f"rank {rank} holds {self.in_flight[rank]}")
+                flying = self.in_flight[rank, instruction.stage]
+                flying.append(instruction.unit)
+                if len(flying) > self.shape.in_flight(instruction.stage):
+                    raise ScheduleError(f"rank {rank} holds {flying}")
             case Backward():
-                if instruction.unit not in self.in_flight[rank]:
+                flying = self.in_flight[rank, instruction.stage]
+                if instruction.unit not in flying:
                     raise ScheduleError(f"rank {rank} runs {instruction} without its forward")
-                self.in_flight[rank].remove(instruction.unit)
+                flying.remove(instruction.unit)
             case Update():
                 self.updates[rank] += 1
         return True
@@ -104,3 +109,8 @@ class _Run:
         """Under 2bw minibatch t runs at the version that t - 2 left, or the two versions would not suffice."""
         if self.shape.schedule == "2bw" and self.updates[rank] < forward.unit.minibatch - 1:
             raise ScheduleError(f"rank {rank} runs {forward} after {self.updates[rank]} updates")
+
+
+def _link(sender: int, receiver: int, receive: Receive) -> tuple[int, int, type, int, int]:
+    """What keeps messages in order: one direction between two stages, from one worker to another."""
+    return sender, receiver, type(receive), receive.stage, receive.peer_stage

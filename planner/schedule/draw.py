@@ -7,8 +7,11 @@ from planner.schedule.streams import PipelineShape, stream
 
 
 def draw_order(shape: PipelineShape, minibatches: int) -> list[str]:
-    """Per worker the order of its computations: F forward, B backward, U update; "F1.0" is microbatch 0 of 1."""
-    stage_of = {rank: stage for stage, ranks in enumerate(shape.ranks) for rank in ranks}
+    """Per worker the order of its computations: F forward, B backward, U update; "F1.0" is microbatch 0 of 1.
+
+    A worker's second chunk of the model is marked by ', its third by ''.
+    """
+    stage_of = shape.first_stages
     return [
         " ".join(filter(None, (_symbol(shape, i) for i in stream(shape, stage_of[rank], rank, minibatches))))
         for rank in sorted(stage_of)
@@ -17,14 +20,18 @@ def draw_order(shape: PipelineShape, minibatches: int) -> list[str]:
 
 def _symbol(shape: PipelineShape, instruction: object) -> str | None:
     match instruction:
-        case Forward(unit=unit):
-            return f"F{_label(shape, unit)}"
-        case Backward(unit=unit):
-            return f"B{_label(shape, unit)}"
-        case Update(round=round_):
-            return f"U{round_}"
+        case Forward(stage=stage, unit=unit):
+            return f"F{_label(shape, unit)}{_chunk(shape, stage)}"
+        case Backward(stage=stage, unit=unit):
+            return f"B{_label(shape, unit)}{_chunk(shape, stage)}"
+        case Update(stage=stage, round=round_):
+            return f"U{round_}{_chunk(shape, stage)}"
         case _:
             return None
+
+
+def _chunk(shape: PipelineShape, stage: int) -> str:
+    return "'" * (stage // shape.pipeline_length)
 
 
 def _label(shape: PipelineShape, unit: Unit) -> str:

@@ -7,8 +7,10 @@ The schedules differ in two numbers only, the units between two updates and the 
     2bw          the minibatch's microbatches    d_s, at most m / r_s + 1              (PipeDream-2BW, ICML'21)
     1f1b-flush   the minibatch's microbatches    d_s                                   (PipeDream-Flush, ICML'21)
     gpipe        the minibatch's microbatches    all of them                           (GPipe, NeurIPS'19)
+    interleaved  the minibatch's microbatches    see `planner.schedule.interleaved`     (Megatron-LM, SC'21)
     naive        one                             1
 
+Under interleaved a worker has several stages, and one stream for all of them; elsewhere it has one.
 1f1b and 2bw never drain the pipeline. Under 1f1b a forward uses the newest weights; under 2bw the forward of minibatch
 t uses those that minibatch t - 2 left, whatever is there since.
 """
@@ -30,6 +32,7 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
+from planner.schedule.interleaved import chunks_in_flight, interleave
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class PipelineShape:
     Args:
         ranks: per stage, the ranks of its replicas.
         channels: the pairs of stages that exchange values.
-        schedule: "1f1b", "2bw", "1f1b-flush", "gpipe" or "naive".
+        schedule: "1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved" or "naive".
         microbatches: per minibatch; 1 for "1f1b" and "naive".
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
     """
@@ -60,7 +63,7 @@ class PipelineShape:
     depths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "gpipe", "naive"):
+        if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"):
             raise ValueError(f"unknown schedule '{self.schedule}'")
         if self.schedule in ("1f1b", "naive") and self.microbatches != 1:
             raise ValueError(f"schedule '{self.schedule}' has one microbatch per minibatch, not {self.microbatches}")
@@ -69,6 +72,16 @@ class PipelineShape:
     def asynchronous(self) -> bool:
         """Whether a stage updates without draining the pipeline."""
         return self.schedule in ("1f1b", "2bw")
+
+    @property
+    def first_stages(self) -> dict[int, int]:
+        """The first stage of every worker: its only one, except under interleaved."""
+        return {rank: stage for stage, ranks in reversed(list(enumerate(self.ranks))) for rank in ranks}
+
+    @property
+    def pipeline_length(self) -> int:
+        """Stages on workers of their own; those beyond are further chunks of the same workers, in the same order."""
+        return len(set(self.ranks))
 
     def rank_of(self, stage: int, unit: Unit) -> int:
         """The worker that runs `unit` at `stage`: round-robin, the same for forward and backward (1F1B-RR)."""
@@ -87,6 +100,12 @@ class PipelineShape:
                 return 1
             case "gpipe":
                 return -(-self.microbatches // len(self.ranks[stage]))
+            case "interleaved":
+                chunk, position = divmod(stage, self.pipeline_length)
+                chunks = len(self.ranks) // self.pipeline_length
+                replicas = len(self.ranks[stage])
+                shares = {-(-self.microbatches // replicas), self.microbatches // replicas} - {0}
+                return max(chunks_in_flight(self.pipeline_length, chunks, position, n)[chunk] for n in shares)
             case "2bw":
                 share = self.microbatches // len(self.ranks[stage])
                 return min(share + 1, warm_up_depth([len(ranks) for ranks in self.ranks], stage))
@@ -117,7 +136,7 @@ def one_forward_one_backward(units: int, in_flight: int) -> Iterator[tuple[bool,
 def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
     """All instructions of the worker `rank` for `minibatches` minibatches, in the order it runs them.
 
-    Yields lazily: a week of training costs no memory.
+    `stage` is one of the worker's. Yields lazily: a week of training costs no memory.
     """
     assert rank in shape.ranks[stage]
     match shape.schedule:
@@ -125,6 +144,9 @@ def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Ite
             yield from _asynchronous(shape, stage, rank, minibatches)
         case "2bw":
             yield from _double_buffered(shape, stage, rank, minibatches)
+        case "interleaved":
+            for minibatch in range(minibatches):
+                yield from _interleaved(shape, stage, rank, minibatch)
         case _:
             for minibatch in range(minibatches):
                 yield from _synchronous(shape, stage, rank, minibatch)
@@ -185,6 +207,21 @@ def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
         else:
             yield from _backward(shape, stage, mine[index], last_of_round=index == len(mine) - 1)
     yield from _finish_minibatch(shape, stage, minibatch)
+
+
+def _interleaved(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+    """One minibatch on all stages of the worker, with a flush at its end."""
+    workers = shape.pipeline_length
+    own = range(stage % workers, len(shape.ranks), workers)
+    units = [Unit(minibatch, microbatch) for microbatch in range(shape.microbatches)]
+    mine = [unit for unit in units if shape.rank_of(stage, unit) == rank]
+    for is_forward, chunk, index in interleave(workers, len(own), own[0], len(mine)):
+        if is_forward:
+            yield from _forward(shape, own[chunk], mine[index])
+        else:
+            yield from _backward(shape, own[chunk], mine[index], last_of_round=index == len(mine) - 1)
+    for each in reversed(own):  # in the order in which their gradients are complete
+        yield from _finish_minibatch(shape, each, minibatch)
 
 
 def _forward(shape: PipelineShape, stage: int, unit: Unit) -> Iterator[Instruction]:

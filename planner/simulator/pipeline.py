@@ -103,7 +103,7 @@ class _Simulation:
     ) -> None:
         self.shape, self.stages, self.transfers = shape, stages, transfers
         self.streams: dict[int, Iterator[Instruction]] = {
-            rank: stream(shape, stage, rank, minibatches) for stage, ranks in enumerate(shape.ranks) for rank in ranks
+            rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()
         }
         self.next: dict[int, Instruction | None] = {rank: next(s, None) for rank, s in self.streams.items()}
         # Always the worker that is furthest behind moves, so that links serve messages in the order of their sending.
@@ -113,7 +113,7 @@ class _Simulation:
         self.incoming = dict.fromkeys(self.streams, 0.0)
         self.arrived: dict[tuple[int, Receive], float] = {}
         self.awaited: dict[tuple[int, Receive], int] = {}
-        self.backward_began = dict.fromkeys(self.streams, 0.0)
+        self.backward_began = {(rank, stage): 0.0 for stage, ranks in enumerate(shape.ranks) for rank in ranks}
         self.rounds: dict[AllReduce, list[int]] = {}
         self.completions: list[float] = []
 
@@ -137,7 +137,7 @@ class _Simulation:
             case Forward(stage=stage):
                 self.clock[rank] += self.stages[stage].forward_s
             case Backward(stage=stage):
-                self.backward_began[rank] = self.clock[rank]
+                self.backward_began[rank, stage] = self.clock[rank]
                 self.clock[rank] += self.stages[stage].backward_s
                 if stage == len(self.stages) - 1:
                     self.completions.append(self.clock[rank])
@@ -160,6 +160,8 @@ class _Simulation:
         times = self.transfers[source, target]
         seconds = times.activation_s if isinstance(send, SendActivation) else times.gradient_s
         assert seconds is not None
+        if send.peer_rank == rank:
+            seconds = 0.0  # to another stage of the same worker
         start = max(self.clock[rank], self.outgoing[rank], self.incoming[send.peer_rank])
         self.outgoing[rank] = self.incoming[send.peer_rank] = start + seconds
         receive = matching_receive(send, rank)
@@ -174,7 +176,8 @@ class _Simulation:
             return False
         del self.rounds[instruction]
         # Replicas without a minibatch in this round are ready when they reach the instruction.
-        summed = max(self.backward_began[r] for r in waiting) + self.stages[instruction.stage].all_reduce_s
+        began = max(self.backward_began[r, instruction.stage] for r in waiting)
+        summed = began + self.stages[instruction.stage].all_reduce_s
         done = max(summed, *(self.clock[r] for r in waiting))
         for other in waiting:
             self.clock[other] = done

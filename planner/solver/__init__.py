@@ -21,6 +21,7 @@ from planner.solver.branches import MOST_STATES, search_beyond
 from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import explain
+from planner.solver.interleaved_plan import solve_interleaved
 from planner.solver.levels import search_all_cuts, search_levels
 from planner.solver.placements import Question
 from planner.solver.search import Path, Search
@@ -45,6 +46,7 @@ def solve(
     microbatches: int = 1,
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
+    chunks: int = 2,
 ) -> Plan:
     """The fastest plan for training the profiled model on the cluster.
 
@@ -58,6 +60,7 @@ def solve(
             does, "auto" more where workers would otherwise wait for messages or for each other.
         recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
             demands it, "never", or "always".
+        chunks: of the model on each GPU, for `interleaved`.
 
     Returns:
         A plan on as few GPUs as are needed for its speed. `solver.status` is `optimal` when every legal cut was
@@ -69,25 +72,16 @@ def solve(
         InputError: for a cost model or number of microbatches that the schedule has no use for.
     """
     started = time.perf_counter()
-    check_combination(cost_model, schedule, microbatches)
+    check_combination(cost_model, schedule, microbatches, chunks if schedule == "interleaved" else 1)
     if cluster.kinds:
         raise InputError("the search takes no cluster of GPUs that differ", hint="leave 'kinds' out of the cluster")
-    ledger = Ledger(profile)
-    space = Chain(ledger)
-    if space.compute_s[-1] <= 0:
+    if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
-    task = _Task(space, cluster, cost_model, schedule, microbatches, recompute)
-    path = task.best()
-    if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
-        task, path = wider, wider.best()
-    if path is None:
-        recomputing = task.with_recompute("auto").fits if recompute == "never" else None
-        raise explain(ledger, cluster, task.fits, recomputing)
-    task, path, bound_s = task.over_levels(path) if task.placed else task.beyond_the_order(path)
-    stages, cost = task.priced(path)
-    bound_s = min(bound_s, cost.seconds_per_minibatch)
-    if schedule in ASYNCHRONOUS and cost_model == "resource":
-        cost = price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches)
+    ledger = Ledger(profile)
+    if schedule == "interleaved":
+        stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, recompute)
+    else:
+        stages, cost, bound_s = _solve_searched(ledger, cluster, cost_model, schedule, microbatches, depth, recompute)
     seconds = cost.seconds_per_minibatch
     optimal = seconds <= bound_s * (1 + _ROUNDING)
     bound_s = seconds if optimal else bound_s
@@ -100,6 +94,32 @@ def solve(
         seconds=time.perf_counter() - started,
     )
     return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+
+
+def _solve_searched(
+    ledger: Ledger,
+    cluster: Cluster,
+    cost_model: CostModelName,
+    schedule: ScheduleName,
+    microbatches: int,
+    depth: DepthRule,
+    recompute: RecomputeRule,
+) -> tuple[Sequence[Candidate], Price, float]:
+    """Stages, price and lower bound, for schedules with one stage per GPU."""
+    space = Chain(ledger)
+    task = _Task(space, cluster, cost_model, schedule, microbatches, recompute)
+    path = task.best()
+    if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
+        task, path = wider, wider.best()
+    if path is None:
+        recomputing = task.with_recompute("auto").fits if recompute == "never" else None
+        raise explain(ledger, cluster, task.fits, recomputing)
+    task, path, bound_s = task.over_levels(path) if task.placed else task.beyond_the_order(path)
+    stages, cost = task.priced(path)
+    bound_s = min(bound_s, cost.seconds_per_minibatch)
+    if schedule in ASYNCHRONOUS and cost_model == "resource":
+        cost = price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches)
+    return stages, cost, bound_s
 
 
 class _Task:

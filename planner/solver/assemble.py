@@ -62,8 +62,12 @@ def transfers(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Transfer, ..
 
 
 def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[Stage, ...]:
-    made, rank = [], 0
+    made: list[Stage] = []
+    workers = len(stages) // price.chunks
+    rank = 0
     for stage, in_flight, memory in zip(stages, price.in_flight, price.memory, strict=True):
+        if len(made) % workers == 0:
+            rank = 0  # under interleaved, the next chunk of the same workers
         layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
         speed = 1.0 if stage.kind is None else stage.kind.speed
         made.append(

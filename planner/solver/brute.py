@@ -6,7 +6,7 @@ Shares the formulas with the search, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from planner.cluster import Cluster
@@ -44,6 +44,7 @@ def brute_force(
     model: CostModelName = "resource",
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
+    chunks: int = 1,
     recompute: RecomputeRule = "auto",
     in_order: bool = False,
     resolution: float = 1e-11,
@@ -61,9 +62,14 @@ def brute_force(
     if len(ledger.profile.layers) > MOST_LAYERS:
         raise InputError(f"{len(ledger.profile.layers)} layers are too many to try every plan", hint="use the search")
     best: Answer | None = None
-    for stages in plans(ledger, cluster.gpus, in_order, recompute):
-        cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches)
-        if cluster.memory_bytes is not None and any(m.total_bytes > cluster.memory_bytes for m in cost.memory):
+    every = (
+        interleaved_plans(ledger, cluster.gpus, in_order, recompute, microbatches, chunks)
+        if schedule == "interleaved"
+        else plans(ledger, cluster.gpus, in_order, recompute)
+    )
+    for stages in every:
+        cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches, chunks=chunks)
+        if cluster.memory_bytes is not None and max(cost.gpu_bytes) > cluster.memory_bytes:
             continue
         if schedule == "2bw" and not two_versions_suffice(microbatches, [s.replicas for s in stages], cost.in_flight):
             continue
@@ -93,6 +99,21 @@ def plans(
                     yield from ((stage, *rest) for rest in extend(after, left - replicas))
 
     return extend(frozenset(), gpus)
+
+
+def interleaved_plans(
+    ledger: Ledger, gpus: int, in_order: bool, recompute: RecomputeRule, microbatches: int, chunks: int
+) -> Iterator[tuple[Candidate, ...]]:
+    """All chains of legal cuts into `chunks` stages for each of two workers or more, in as many copies as there may be.
+
+    Each copy has at least as many microbatches as workers.
+    """
+    for stages in plans(ledger, len(ledger.profile.layers), in_order, recompute):
+        workers, rest = divmod(len(stages), chunks)
+        if rest == 0 and workers >= 2 and all(stage.replicas == 1 for stage in stages):
+            for copies in range(1, gpus // workers + 1):
+                if microbatches // copies >= workers:
+                    yield tuple(replace(stage, replicas=copies) for stage in stages)
 
 
 def downsets(ledger: Ledger) -> list[frozenset[int]]:

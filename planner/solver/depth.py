@@ -90,7 +90,7 @@ def price_with_depths(
         schedule: "1f1b" or "2bw".
         microbatches: per minibatch.
     """
-    times = _pipeline_times(ledger, stages, cluster, price, schedule, microbatches)
+    times = pipeline_times(ledger, stages, cluster, price, schedule, microbatches)
     if sum(times.replicas) > MOST_WORKERS or sum(times.replicas) * microbatches > MOST_MICROBATCHES:
         return price
     choice = choose_depths(times) if rule == "auto" else price_depths(times, price.in_flight)
@@ -102,7 +102,7 @@ def price_with_depths(
     return replace(price, seconds_per_minibatch=seconds, in_flight=choice.depths, memory=memory)
 
 
-def _pipeline_times(
+def pipeline_times(
     ledger: Ledger,
     stages: Sequence[Candidate],
     cluster: Cluster,

@@ -29,7 +29,7 @@ def explain(ledger: Ledger, cluster: Cluster, fits: Fits, recomputing: Fits | No
     """
     assert cluster.memory_bytes is not None
     stages, price = _leanest(ledger, cluster, fits)
-    totals = [memory.total_bytes for memory in price.memory]
+    totals = price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)
     layers = [ledger.profile.layers[index].name for index in sorted(stages[worst].layers)]
     place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
@@ -70,7 +70,7 @@ def _leanest(ledger: Ledger, cluster: Cluster, fits: Fits) -> tuple[Sequence[Can
             low = middle
         else:
             found = better
-            high = max(memory.total_bytes for memory in found[1].memory)
+            high = max(found[1].gpu_bytes)
     return found
 
 

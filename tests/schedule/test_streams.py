@@ -97,6 +97,30 @@ def test_the_checker_finds_a_third_version() -> None:
         check_streams(shape, 4)
 
 
+def make_interleaved(
+    workers: int, chunks: int, microbatches: int, replicas: int = 1, extra: tuple[Channel, ...] = ()
+) -> PipelineShape:
+    """Stage i on worker i mod `workers`, each stage joined to the next, plus `extra` channels."""
+    ranks = tuple(tuple(range(p * replicas, (p + 1) * replicas)) for p in range(workers)) * chunks
+    chain = tuple(Channel(s, s + 1) for s in range(workers * chunks - 1))
+    return PipelineShape(ranks, chain + extra, "interleaved", microbatches)
+
+
+def test_interleaved_runs_a_group_of_microbatches_through_one_chunk_after_the_other() -> None:
+    """As in figure 4 of the paper, with two workers, two chunks each and four microbatches."""
+    assert draw_order(make_interleaved(2, 2, 4), 1) == [
+        "F0.0 F0.1 F0.0' F0.1' F0.2 B0.0' F0.3 B0.1' F0.2' B0.0 F0.3' B0.1 B0.2' B0.3' B0.2 B0.3 U0' U0",
+        "F0.0 F0.1 F0.0' B0.0' F0.1' B0.1' F0.2 B0.0 F0.3 B0.1 F0.2' B0.2' F0.3' B0.3' B0.2 B0.3 U0' U0",
+    ]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_interleaved_never_deadlocks_whatever_the_microbatches(workers: int) -> None:
+    for chunks, replicas, microbatches in itertools.product(range(1, 4), range(1, 4), range(3, 15)):
+        skips = (Channel(0, workers), Channel(0, workers + 1, gradient=False)) if chunks > 1 else ()
+        check_streams(make_interleaved(workers, chunks, microbatches, replicas, skips), 2)
+
+
 def test_naive_runs_one_minibatch_at_a_time() -> None:
     assert draw_order(make_shape((1, 1), "naive"), 2) == ["F0 B0 U0 F1 B1 U1", "F0 B0 U0 F1 B1 U1"]
 
