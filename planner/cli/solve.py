@@ -5,8 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from planner.cli.batch_sizes import parse_sizes, profile_path
 from planner.cli.cluster import add_cluster_arguments, cluster_of
+from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.cluster import Cluster
+    from planner.plan_file import Plan
+    from planner.profile_file import Profile
 
 DESCRIPTION = """\
 Find the fastest plan: which layers form which stage, and how many GPUs run each. The answer is exact for the cost model
@@ -14,7 +22,7 @@ and says how good it is. It uses no more GPUs than its speed needs.
 
     plan solve --gpus 8 --bandwidth 10Gbps --memory 16GB
 """
-MICROBATCHES_PER_GPU = 4  # from which on GPipe calls its bubble negligible
+MICROBATCHES_PER_GPU = 4  # as in planner.solver.choose, which this module must not import for its help
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,28 +36,38 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_cluster_arguments(parser)
     parser.add_argument(
         "--profile",
-        type=Path,
-        default=Path("profile.json"),
+        type=_paths,
+        default=[Path("profile.json")],
         metavar="FILE",
-        help="profile.json of `plan profile`, or a graph.txt that PipeDream published (default: %(default)s)",
+        help="profile.json of `plan profile`, or a graph.txt that PipeDream published; several of the same model at "
+        "other batch sizes, separated by commas, to choose among (default: profile.json)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=parse_sizes,
+        metavar="N,N",
+        help="choose among the profiles that `plan profile --batch-size N,N` wrote beside --profile",
     )
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="(default: %(default)s)"
     )
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"],
+        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive", "auto", "all"],
         default="1f1b",
         help="1f1b: asynchronous, with weight stashing; 2bw: asynchronous, with two weight versions and one update per "
         "minibatch of several microbatches; gpipe, 1f1b-flush and interleaved: the pipeline drains after every "
         "minibatch, 1f1b-flush in less memory, interleaved with several chunks of the model per GPU; naive: one "
-        "minibatch at a time (default: %(default)s)",
+        "minibatch at a time; auto: compare 1f1b, 2bw, 1f1b-flush, gpipe and interleaved, and take the fastest per "
+        "sample that `plan train` runs (which 2bw and interleaved are not yet); all: take the fastest of all (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--microbatches",
         type=int,
         metavar="M",
-        help=f"per minibatch, for schedules that divide it (default: {MICROBATCHES_PER_GPU} per GPU)",
+        help="per minibatch, for schedules that divide it; with several batch sizes, of the smallest, and as many as "
+        f"make the same minibatch of the others (default: {MICROBATCHES_PER_GPU} per GPU)",
     )
     parser.add_argument(
         "--chunks", type=int, default=2, metavar="V", help="of the model on each GPU, for interleaved (default: 2)"
@@ -84,11 +102,24 @@ def run(args: argparse.Namespace) -> int:
     from planner.pipedream import read_profile
     from planner.plan_file import save_plan
     from planner.report.plan import plan_report
+
+    profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
+    profile = profiles[0]
+    cluster = cluster_of(args, profile)
+    if len(profiles) > 1 or args.schedule in ("auto", "all"):
+        plan = _chosen(args, profiles, cluster)
+    else:
+        plan = _solved(args, profile, cluster)
+    save_plan(plan, args.output)
+    print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
+    print(f"written to {args.output}", file=sys.stderr)
+    return 0
+
+
+def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Plan:
     from planner.solver import solve
 
-    profile = read_profile(args.profile)
-    cluster = cluster_of(args, profile)
-    plan = solve(
+    return solve(
         profile,
         cluster,
         cost_model=args.cost_model,
@@ -98,10 +129,30 @@ def run(args: argparse.Namespace) -> int:
         recompute=args.recompute,
         chunks=args.chunks,
     )
-    save_plan(plan, args.output)
-    print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
-    print(f"written to {args.output}", file=sys.stderr)
-    return 0
+
+
+def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster) -> Plan:
+    from planner.report.choice import choice_report
+    from planner.solver.choose import COMPARED, choose
+
+    if args.cost_model != "resource":
+        raise InputError(
+            f"the cost model '{args.cost_model}' describes 1f1b at one batch size, so there is nothing to choose",
+            hint="use --cost-model resource",
+        )
+    choice = choose(
+        profiles,
+        cluster,
+        schedules=COMPARED if args.schedule in ("auto", "all") else [args.schedule],
+        microbatches=args.microbatches,
+        depth=args.depth,
+        recompute=args.recompute,
+        chunks=args.chunks,
+        any_schedule=args.schedule != "auto",
+    )
+    if not args.json:
+        print(choice_report(choice), end="\n\n")
+    return choice.plan
 
 
 def _microbatches(given: int | None, schedule: str, gpus: int) -> int:
@@ -110,3 +161,18 @@ def _microbatches(given: int | None, schedule: str, gpus: int) -> int:
     if given is not None:
         return given
     return MICROBATCHES_PER_GPU * gpus if schedule in DIVIDED else 1
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(",")]
+
+
+def _profile_paths(given: list[Path], sizes: list[int] | None) -> list[Path]:
+    if sizes is None:
+        return given
+    if len(given) > 1:
+        raise InputError(
+            f"--batch-size {','.join(map(str, sizes))} and several profiles say the same twice",
+            hint="leave --batch-size out, or name one --profile",
+        )
+    return [profile_path(given[0], size) for size in sizes]

@@ -1,0 +1,197 @@
+"""Which schedule, and which microbatch size: the best plan of each, side by side, at the same minibatch.
+
+Every schedule that divides minibatches gets the same number of samples per minibatch, whatever the microbatch size.
+1f1b does not divide: its minibatch is what the profile measured. How well a model trains per sample is not weighed:
+asynchronous schedules use older weights (1f1b as many updates old as its pipeline is deep, 2bw one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cluster import Cluster
+from planner.cost import DIVIDED, RecomputeRule
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.plan_file import TRAINABLE, Plan, ScheduleName
+from planner.profile_file import Profile
+from planner.solver import solve
+from planner.solver.depth import DepthRule
+
+COMPARED: tuple[ScheduleName, ...] = ("1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved")
+MICROBATCHES_PER_GPU = 4  # from which on GPipe calls its bubble negligible
+
+
+@dataclass(frozen=True)
+class Option:
+    """One schedule at one microbatch size.
+
+    Attributes:
+        schedule: what was solved for.
+        profile: the costs at the microbatch size.
+        microbatches: per minibatch.
+        plan: the best one, or None where there is none.
+        obstacle: why there is no plan, or why it is not chosen.
+    """
+
+    schedule: ScheduleName
+    profile: Profile
+    microbatches: int
+    plan: Plan | None
+    obstacle: PlannerError | None
+
+    @property
+    def eligible(self) -> bool:
+        """Whether it may be chosen."""
+        return self.plan is not None and self.obstacle is None
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Of a plan; per microbatch where the profile does not know its size."""
+        assert self.plan is not None
+        return self.plan.predicted.seconds_per_minibatch / self.samples_per_minibatch
+
+    @property
+    def samples_per_minibatch(self) -> int:
+        """Samples, or microbatches where the profile does not know their size."""
+        return self.microbatches * (self.profile.microbatch_size or 1)
+
+    @property
+    def samples_per_update(self) -> int:
+        """The most that a stage averages over: 1f1b updates after each round of its replicas, others per minibatch."""
+        assert self.plan is not None
+        rounds = max(self.plan.replicas) if self.schedule == "1f1b" else 1
+        return self.samples_per_minibatch * rounds
+
+    @property
+    def idle_share(self) -> float:
+        """Part of their time that the plan's GPUs do not compute: bubble, messages, and work that is not even."""
+        assert self.plan is not None
+        busy_s = sum(
+            self.microbatches * (stage.compute_s - stage.update_s)
+            + stage.update_s * (stage.replicas if self.schedule in DIVIDED else 1)
+            for stage in self.plan.stages
+        )
+        return max(0.0, 1 - busy_s / (self.plan.workers * self.plan.predicted.seconds_per_minibatch))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the GPU that holds most."""
+        assert self.plan is not None
+        return max(self.plan.memory_bytes(stage) for stage in range(len(self.plan.stages)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest plan that may be chosen, and all that were looked at."""
+
+    best: Option
+    options: tuple[Option, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan."""
+        assert self.best.plan is not None
+        return self.best.plan
+
+
+def choose(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    *,
+    schedules: Sequence[ScheduleName] = COMPARED,
+    microbatches: int | None = None,
+    depth: DepthRule = "auto",
+    recompute: RecomputeRule = "auto",
+    chunks: int = 2,
+    any_schedule: bool = False,
+) -> Choice:
+    """The plan with most samples per second over all schedules and profiles.
+
+    Args:
+        profiles: of one model, at different microbatch sizes.
+        cluster: devices, memory and links.
+        schedules: what to compare.
+        microbatches: per minibatch, of the smallest of the profiles' sizes; 4 per GPU when None. Larger microbatches
+            are as many as make the same minibatch.
+        depth: as for `solve`.
+        recompute: as for `solve`.
+        chunks: as for `solve`.
+        any_schedule: also choose schedules that `plan train` does not run, for models that it could train.
+
+    Raises:
+        InfeasibleError: when nothing fits the memory.
+        InputError: for profiles of different models, or sizes that do not make the same minibatch.
+    """
+    _check_alike(profiles)
+    options = []
+    for profile in sorted(profiles, key=lambda each: each.microbatch_size or 0):
+        many = _microbatches(profile, profiles, cluster, microbatches)
+        for schedule in schedules:
+            count = many if schedule in DIVIDED else 1
+            try:
+                plan = solve(
+                    profile,
+                    cluster,
+                    schedule=schedule,
+                    microbatches=count,
+                    depth=depth,
+                    recompute=recompute,
+                    chunks=chunks,
+                )
+            except (InfeasibleError, InputError) as error:
+                options.append(Option(schedule, profile, count, None, error))
+            else:
+                options.append(Option(schedule, profile, count, plan, None if any_schedule else _obstacle(plan)))
+    eligible = [option for option in options if option.eligible]
+    if not eligible:
+        raise _least_demanding(options).obstacle or InfeasibleError("no schedule has a plan")
+    # The first of equals: schedules in the order given, smaller microbatches before larger ones.
+    return Choice(min(eligible, key=lambda option: option.seconds_per_sample), tuple(options))
+
+
+def _obstacle(plan: Plan) -> PlannerError | None:
+    """Why a plan for a model that can be trained is not chosen."""
+    if plan.graph_hash is None or plan.schedule in TRAINABLE:
+        return None
+    return InfeasibleError(
+        f"the schedule {plan.schedule} has a plan, but `plan train` does not run it yet",
+        hint="--schedule all takes it into account",
+    )
+
+
+def _least_demanding(options: Sequence[Option]) -> Option:
+    """The option whose obstacle to report where every one has its own: 1f1b-flush holds least, or any with a plan."""
+    return min(options, key=lambda option: (option.plan is None, option.schedule != "1f1b-flush"))
+
+
+def _check_alike(profiles: Sequence[Profile]) -> None:
+    first = profiles[0]
+    sizes = [profile.microbatch_size for profile in profiles]
+    for profile in profiles[1:]:
+        if (profile.model, profile.graph_hash) != (first.model, first.graph_hash):
+            raise InputError(
+                f"the profiles are of different models, '{first.model}' and '{profile.model}'",
+                hint="give profiles of one model at several batch sizes",
+            )
+        if None in sizes:
+            raise InputError(
+                f"a profile of '{profile.model}' does not know its batch size, so that it cannot be compared",
+                hint="give one profile, or profiles of `plan profile --batch-size`",
+            )
+    for size in sizes:
+        if len(profiles) > 1 and sizes.count(size) > 1:
+            raise InputError(f"two profiles have the batch size {size}", hint="give one profile per batch size")
+
+
+def _microbatches(profile: Profile, profiles: Sequence[Profile], cluster: Cluster, asked: int | None) -> int:
+    """As many as make the same minibatch with every profile."""
+    smallest = min(each.microbatch_size or 1 for each in profiles)
+    samples = (asked or MICROBATCHES_PER_GPU * cluster.gpus) * smallest
+    size = profile.microbatch_size or 1
+    if samples % size:
+        raise InputError(
+            f"a minibatch of {samples} samples cannot be divided into microbatches of {size}",
+            hint=f"give --microbatches for microbatches of {smallest} so that all batch sizes divide the minibatch",
+        )
+    return samples // size

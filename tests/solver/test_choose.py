@@ -1,0 +1,117 @@
+"""Schedules and microbatch sizes side by side."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.cluster import flat_cluster
+from planner.errors import InfeasibleError, InputError
+from planner.plan_file import TRAINABLE
+from planner.profile_file import Profile
+from planner.report.choice import choice_report
+from planner.solver import solve
+from planner.solver.choose import COMPARED, choose
+from tests.samples import layer, profile
+
+
+def deep(size: int = 4, fixed_s: float = 0.0, graph_hash: str | None = "0123") -> Profile:
+    """Sixteen layers whose times and activations grow with the batch, beside a fixed part per operation."""
+    made = profile(
+        *(
+            layer(
+                f"l{i}",
+                fixed_s + size / 4,
+                2 * (fixed_s + size / 4),
+                output_bytes=size,
+                weight_bytes=100,
+                saved_bytes=25 * size,
+            )
+            for i in range(16)
+        )
+    )
+    return made.model_copy(update={"microbatch_size": size, "graph_hash": graph_hash})
+
+
+def test_the_fastest_that_can_be_trained_is_chosen_and_all_are_shown() -> None:
+    model, cluster = deep(), flat_cluster(4, 1e3)
+    choice = choose([model], cluster)
+    assert [option.schedule for option in choice.options] == list(COMPARED)
+    assert choice.plan.schedule in TRAINABLE
+    trainable = [option for option in choice.options if option.schedule in TRAINABLE]
+    assert choice.best.seconds_per_sample == min(option.seconds_per_sample for option in trainable)
+    for option in choice.options:
+        count = 1 if option.schedule == "1f1b" else 16
+        alone = solve(model, cluster, schedule=option.schedule, microbatches=count)
+        assert option.plan is not None
+        assert option.plan.predicted == alone.predicted
+        assert option.seconds_per_sample == pytest.approx(alone.predicted.seconds_per_minibatch / (4 * count))
+        assert 0 <= option.idle_share < 1
+    report = choice_report(choice)
+    assert "chosen" in report
+    assert report.count("not run by plan train") == 2
+
+
+def test_all_schedules_may_be_chosen_when_asked_or_when_nothing_can_be_trained() -> None:
+    cluster = flat_cluster(4, 1e3)
+    for choice in (choose([deep()], cluster, any_schedule=True), choose([deep(graph_hash=None)], cluster)):
+        assert choice.best.seconds_per_sample == min(option.seconds_per_sample for option in choice.options)
+        assert "not run" not in choice_report(choice)
+
+
+def test_idle_time_is_the_bubble_where_all_else_is_even() -> None:
+    """Free links, equal layers, four stages: (K - 1) / (m + K - 1), and half of that bubble with two chunks."""
+    model = profile(*(layer(f"l{i}", 1, 2, weight_bytes=10**6, update_s=0) for i in range(8)))
+    choice = choose([model], flat_cluster(4, 1e2), microbatches=8)
+    idle = {option.schedule: option.idle_share for option in choice.options}
+    assert idle["gpipe"] == pytest.approx(3 / 11)
+    assert idle["1f1b-flush"] == pytest.approx(3 / 11)
+    assert idle["interleaved"] == pytest.approx(3 / 19)
+    assert idle["1f1b"] == pytest.approx(0, abs=0.02)
+
+
+def test_memory_decides_and_the_table_says_what_does_not_fit() -> None:
+    model = deep()
+    # Neither all sixteen microbatches fit, nor two versions of the weights.
+    choice = choose([model], flat_cluster(4, 1e3, 2600), recompute="never")
+    assert choice.plan.schedule == "1f1b-flush"
+    assert "does not fit the memory" in choice_report(choice)
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        choose([model], flat_cluster(4, 1e3, 300))
+
+
+def test_one_gpu_has_nothing_to_interleave() -> None:
+    choice = choose([deep()], flat_cluster(1, 1e3))
+    assert choice.options[-1].schedule == "interleaved"
+    assert choice.options[-1].plan is None
+    assert "too little to divide" in choice_report(choice)
+
+
+def test_larger_microbatches_win_until_memory_ends() -> None:
+    """A fixed part per operation favours large microbatches, memory small ones, at the same minibatch of 64."""
+    sizes = [deep(size, fixed_s=0.5) for size in (16, 4, 8)]
+    roomy = choose(sizes, flat_cluster(4, 1e4), schedules=["1f1b-flush"], microbatches=16)
+    assert [(option.profile.microbatch_size, option.microbatches) for option in roomy.options] == [
+        (4, 16),
+        (8, 8),
+        (16, 4),
+    ]
+    assert {option.samples_per_minibatch for option in roomy.options} == {64}
+    best = min(roomy.options, key=lambda option: option.seconds_per_sample)
+    assert roomy.plan.microbatch_size == best.profile.microbatch_size != 4
+    assert roomy.plan.profile_digest == best.profile.digest
+    tight = choose(sizes, flat_cluster(4, 1e4, 2600), schedules=["1f1b-flush"], microbatches=16, recompute="never")
+    assert tight.plan.microbatch_size == 4
+    assert "batch size" in choice_report(roomy)
+
+
+def test_profiles_that_do_not_compare_are_refused() -> None:
+    cluster = flat_cluster(2, 1e3)
+    other = deep(8).model_copy(update={"model": "other"})
+    for profiles, message in (
+        ([deep(4), other], "of different models"),
+        ([deep(4), deep(4)], "two profiles have the batch size 4"),
+        ([deep(4), deep(8).model_copy(update={"microbatch_size": None})], "does not know its batch size"),
+        ([deep(4), deep(6)], "a minibatch of 32 samples cannot be divided into microbatches of 6"),
+    ):
+        with pytest.raises(InputError, match=message):
+            choose(profiles, cluster)
