@@ -154,7 +154,9 @@ class _Task:
         model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
         ledger, cluster = self.space.ledger, self.cluster
         memory = cluster.memory_bytes
-        beyond = search_beyond(ledger, model, cluster.gpus, memory, self.space, path, self.recompute)
+        beyond = search_beyond(
+            ledger, model, cluster.gpus, memory, self.space, path, self.recompute, bound_only=self.keeps_order
+        )
         bound_s = beyond.bound_s
         if beyond.path is None or beyond.space is None or self.keeps_order:
             return self, path, bound_s

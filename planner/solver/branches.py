@@ -11,14 +11,17 @@ from planner.cost import CostModel, Integers, RecomputeRule
 from planner.pricing import Ledger
 from planner.solver.downsets import Downsets
 from planner.solver.lattice import Covers, Lattice, enumerate_covers
+from planner.solver.orders import around, depth_first, fewest_live_bytes
 from planner.solver.relaxation import Budget, OutOfBudgetError, Relaxation
 from planner.solver.search import RESOLUTION, Path, Search
-from planner.solver.states import StateSpace
+from planner.solver.states import Chain, StateSpace
+from planner.solver.windows import Windows
 
-MOST_DOWNSETS = 400_000  # enumerated in a second
+MOST_DOWNSETS = 300_000  # enumerated in a second
 MOST_STATES = 2_000  # searched pair by pair in a second
-WORK = 10**9  # covers looked at: some seconds, and the same ones for the same question
+WORK = 8 * 10**8  # covers looked at: some seconds, and the same ones for the same question
 _CLOSE = 0.02  # relative distance of the bounds from which on to ask for anything strictly better, too
+_PRECISION = 1e-3  # gains below this are not worth another look around a plan's cuts
 _SETTLED = 4e-10  # nothing that much faster is looked for
 _UNSETTLED = 1e-3  # where a time is neither met nor ruled out, how closely to find where that begins
 _EXPANSIONS = 60  # states from which the walk for a plan goes on
@@ -26,6 +29,7 @@ _BREADTH = 4  # ways on that it tries from each
 _WORTH_A_WALK = 20
 NEAR_STATES = 1_500
 ROUNDS = 8
+_NEAR_UNLISTED, _ROUNDS_UNLISTED = 1_000, 4
 _SLACK = 1e-9
 
 
@@ -40,7 +44,7 @@ class Beyond:
     """
 
     path: Path | None
-    space: Downsets | None
+    space: StateSpace | None
     bound_s: float
 
 
@@ -52,39 +56,68 @@ def search_beyond(
     space: StateSpace,
     known: Path,
     recompute: RecomputeRule = "auto",
+    *,
+    bound_only: bool = False,
 ) -> Beyond:
-    """Look for a 1f1b plan over all cuts that is faster than the `known` one over `space`."""
-    balanced_s = float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / gpus
+    """Look for a plan over all cuts that is faster than the `known` one over `space`, and for a bound.
+
+    `bound_only`: other plans would not be used.
+    """
+    task = _Task(ledger, model, gpus, memory_bytes, recompute)
     covers = enumerate_covers(ledger, MOST_DOWNSETS)
-    if covers is None:
-        return Beyond(None, None, balanced_s)
-    return _Bracket(ledger, model, gpus, memory_bytes, recompute, covers, space, known, balanced_s).narrowed()
+    if covers is not None:
+        return _Bracket(task, covers, space, known).narrowed()
+    bound_s = Windows(ledger, model).bound_s(gpus, memory_bytes, recompute, known.seconds)
+    return Beyond(known, space, bound_s) if bound_only else _along_orders(task, space, known, bound_s)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The question, whatever the states."""
+
+    ledger: Ledger
+    model: CostModel
+    gpus: int
+    memory_bytes: int | None
+    recompute: RecomputeRule
+
+    def over(self, space: StateSpace) -> Search:
+        """The exact search over these states."""
+        return Search(space, self.model, self.gpus, self.memory_bytes, self.recompute)
+
+
+def _along_orders(task: _Task, space: StateSpace, known: Path, bound_s: float) -> Beyond:
+    """Where cuts are too many to list: the best along other orders of the branches, and what is near its cuts."""
+    best, best_space = known, space
+    for order in (depth_first, fewest_live_bytes):
+        chain = Chain(task.ledger, order(task.ledger))
+        if (better := task.over(chain).best(below_s=best.seconds)) is not None:
+            best, best_space = better, chain
+    for _ in range(_ROUNDS_UNLISTED):
+        cuts = [best_space.layers(0, state) for state in best.states[1:-1]]
+        if not cuts or best.seconds * (1 - _SETTLED) <= bound_s:
+            break
+        nearby = Downsets(task.ledger, around(task.ledger, cuts, _NEAR_UNLISTED), complete=False)
+        if (better := task.over(nearby).best(best.seconds * (1 - _PRECISION), _PRECISION)) is None:
+            break
+        best, best_space = better, nearby
+    return Beyond(None if best is known else best, None if best is known else best_space, min(bound_s, best.seconds))
 
 
 class _Bracket:
     """The fastest plan so far and the best bound, brought together by asking what is possible at times between them."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        model: CostModel,
-        gpus: int,
-        memory_bytes: int | None,
-        recompute: RecomputeRule,
-        covers: Covers,
-        space: StateSpace,
-        known: Path,
-        balanced_s: float,
-    ) -> None:
-        self.model, self.gpus, self.memory_bytes, self.recompute = model, gpus, memory_bytes, recompute
-        self.space = Downsets(ledger, covers.words, complete=True)
+    def __init__(self, task: _Task, covers: Covers, space: StateSpace, known: Path) -> None:
+        self.task, self.gpus = task, task.gpus
+        self.space = Downsets(task.ledger, covers.words, complete=True)
+        lattice = Lattice(covers, self.space.order)
         self.relaxation = Relaxation(
-            self.space, Lattice(covers, self.space.order), model, gpus, memory_bytes, recompute, Budget(WORK)
+            self.space, lattice, task.model, task.gpus, task.memory_bytes, task.recompute, Budget(WORK)
         )
-        self.pairs = self._search(self.space)
+        self.pairs = task.over(self.space)
         self.known, self.known_space, self.best = known, space, known
         self.best_space: Downsets | None = None
-        self.low_s = balanced_s * (1 - RESOLUTION)
+        self.low_s = float(self.relaxation.least_s[-1]) / task.gpus * (1 - RESOLUTION)
         self.open_s = known.seconds  # what is slower than this, but faster than the best, cannot be told
 
     def narrowed(self) -> Beyond:
@@ -93,6 +126,10 @@ class _Bracket:
             self._narrow()
         if self.low_s < self._goal_s:
             self._polish()
+            task = self.task
+            windows = Windows(task.ledger, task.model)
+            bound_s = windows.bound_s(task.gpus, task.memory_bytes, task.recompute, self.best.seconds)
+            self.low_s = max(self.low_s, bound_s)
         path = None if self.best is self.known else self.best
         bound_s = self.best.seconds if self.low_s >= self._goal_s else self.low_s
         return Beyond(path, self.best_space, bound_s)
@@ -128,7 +165,7 @@ class _Bracket:
             useful = np.flatnonzero(before + after <= self.gpus)
         if len(useful) <= MOST_STATES:
             space = self.space.only(np.union1d(useful, [0, len(self.space) - 1]), complete=True)
-            path = self._search(space).within(target_s)
+            path = self.task.over(space).within(target_s)
             if path is None:
                 self.low_s = target_s
                 return False
@@ -139,9 +176,6 @@ class _Bracket:
                 return False
         self._keep(path, space)
         return True
-
-    def _search(self, space: Downsets) -> Search:
-        return Search(space, self.model, self.gpus, self.memory_bytes, self.recompute)
 
     def _keep(self, path: Path, space: Downsets) -> None:
         self.best, self.best_space, self.open_s = path, space, path.seconds
@@ -176,7 +210,7 @@ class _Bracket:
             return None
         # Memory depends on all GPUs that follow, so the exact search has the last word.
         states = np.array([*(state for state, _ in trail), last])
-        path = self._search(space.only(states, complete=False)).within(target_s)
+        path = self.task.over(space.only(states, complete=False)).within(target_s)
         if path is None:
             return None
         return replace(path, states=tuple(int(states[state]) for state in path.states))
@@ -188,9 +222,11 @@ class _Bracket:
             cuts = [origin.layers(0, state) for state in self.best.states[1:-1]]
             if not cuts:
                 return
-            states = self.space.nearest(self.space.worth(self.model, self.gpus, self.best.seconds), cuts, NEAR_STATES)
+            states = self.space.nearest(
+                self.space.worth(self.task.model, self.gpus, self.best.seconds), cuts, NEAR_STATES
+            )
             nearby = self.space.only(states, complete=False)
-            better = self._search(nearby).best(below_s=self.best.seconds)
+            better = self.task.over(nearby).best(below_s=self.best.seconds)
             if better is None:
                 return
             self._keep(better, nearby)

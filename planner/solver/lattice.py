@@ -115,11 +115,15 @@ def enumerate_covers(ledger: Ledger, most: int) -> Covers | None:
         if len(masks) > most:
             return None
         level, ready = larger, larger_ready
-    layers = [sum(1 << layer for layer in group) for group in groups]
+    return Covers(words_of_groups(masks, groups), np.array(lowers), np.array(uppers), np.array(admitted))
+
+
+def words_of_groups(masks: Sequence[int], groups: Sequence[tuple[int, ...]]) -> Words:
+    """Bit sets of layers, from bit sets of groups of layers."""
     if any(len(group) > 1 for group in groups):
+        layers = [sum(1 << layer for layer in group) for group in groups]
         masks = [sum(bits for number, bits in enumerate(layers) if mask >> number & 1) for mask in masks]
-    words = words_of_masks(masks, len(ledger.profile.layers))
-    return Covers(words, np.array(lowers), np.array(uppers), np.array(admitted))
+    return words_of_masks(masks, sum(len(group) for group in groups))
 
 
 def to_words(sets: Sequence[Sequence[int]], count: int) -> Words:

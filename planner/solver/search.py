@@ -65,15 +65,16 @@ class Search:
         self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
 
-    def best(self, below_s: float | None = None) -> Path | None:
+    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> Path | None:
         """The fastest plan; of equally fast ones that with fewest GPUs, then fewest stages, then fewest that recompute.
 
         Args:
             below_s: look for plans faster than this only.
+            precision: how much faster, relatively, other plans may be.
 
         Returns:
             None when nothing fits the memory, or nothing is that fast. Otherwise optimal over the space, up to
-            `RESOLUTION`.
+            `precision`.
         """
         start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
         if (rough := self._rough(below_s)) is not None:
@@ -89,7 +90,7 @@ class Search:
         low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
         tighten_at_s = _CLOSE * best.seconds
         strict, halvings, patience = False, 0, 1
-        while low_s < (goal_s := best.seconds * (1 - RESOLUTION)):
+        while low_s < (goal_s := best.seconds * (1 - precision)):
             # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
             target_s = goal_s if strict else (low_s + best.seconds) / 2
             better = self.within(target_s)

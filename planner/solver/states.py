@@ -16,6 +16,7 @@ and the same for gradients in the other direction.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -150,19 +151,30 @@ class Coarse(StateSpace):
 
 
 class Chain(StateSpace):
-    """Prefixes of the profile's order that may be cut: those not forbidden by `no_cut_after`."""
+    """Prefixes of an order of the layers that may be cut: those not forbidden by `no_cut_after`."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        layers = ledger.profile.layers
-        groups = uncut_groups(ledger)
-        self._ends = np.array([0, *(group[-1] + 1 for group in groups)])
-        sums = {name: np.concatenate(([0.0], np.cumsum(column(ledger, name))))[self._ends] for name in COUNTED}
-        fronts = np.zeros((len(_FRONTS), len(layers) + 1))
-        for value in ledger.traffic:
-            live = slice(value.producer + 1, value.users[-1] + 1)  # produced, and some user still to come
-            fronts[:, live] += value_weights(value.output_bytes, value.gradient_bytes)[:, None]
+    def __init__(self, ledger: Ledger, order: Sequence[tuple[int, ...]] | None = None) -> None:
+        """`order`: the uncut groups in a topological order other than the profile's."""
+        groups = uncut_groups(ledger) if order is None else order
+        self._order = np.array([layer for group in groups for layer in group])
+        self._ends = np.cumsum([0, *(len(group) for group in groups)])
+        rank = np.argsort(self._order)
+        self._values = [  # place of the producer, places of the users ascending, and what the value adds to a front
+            (
+                int(rank[value.producer]),
+                sorted(rank[list(value.users)].tolist()),
+                value_weights(value.output_bytes, value.gradient_bytes),
+            )
+            for value in ledger.traffic
+        ]
+        sums = {
+            name: np.concatenate(([0.0], np.cumsum(column(ledger, name)[self._order])))[self._ends] for name in COUNTED
+        }
+        fronts = np.zeros((len(_FRONTS), len(self._order) + 1))
+        for producer, users, weights in self._values:
+            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and some user still to come
         super().__init__(ledger, sums, fronts[:, self._ends])
-        self.complete = is_linear(ledger, groups)
+        self.complete = order is None and is_linear(ledger, uncut_groups(ledger))
 
     def among_later(self, state: int, others: Integers) -> Integers:
         """All of them: each prefix contains the shorter ones."""
@@ -176,8 +188,8 @@ class Chain(StateSpace):
         return sums[:, np.searchsorted(uses, self._ends[others], side="left")]
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Consecutive positions."""
-        return tuple(range(self._ends[state], self._ends[other]))
+        """Consecutive in the order."""
+        return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:
@@ -186,10 +198,9 @@ class Chain(StateSpace):
         A value whose next use is the next group is left out: it passes by no stage.
         """
         live: list[list[tuple[int, Floats]]] = [[] for _ in range(len(self))]
-        for value in self.ledger.traffic:
-            weights = value_weights(value.output_bytes, value.gradient_bytes)
-            last = value.producer
-            for user in value.users:
+        for producer, users, weights in self._values:
+            last = producer
+            for user in users:
                 # States that contain `last` but not `user`; the stage from the last of them begins with the user.
                 first, end = np.searchsorted(self._ends, (last, user), side="right")
                 for state in range(first, end - 1):
