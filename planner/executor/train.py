@@ -22,9 +22,9 @@ from planner.executor.measure import ProgressCallback, progress_reporter, steady
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.worker import Worker, WorkerLog
-from planner.model.capture import capture
 from planner.model.file import ModelFile, load_model_file
 from planner.model.graph import ValueSpec
+from planner.model.load import capture_file
 from planner.model.stage import StageModule, build_stage
 from planner.plan_file import Plan, Transfer
 from planner.schedule.check import ScheduleError, check_streams
@@ -290,9 +290,7 @@ def _build_stage(plan: Plan, index: int, model_file: ModelFile, batch_size: int,
         PlanError: when the captured model is not the one that was profiled.
     """
     torch.manual_seed(seed)
-    graph = capture(
-        model_file.build_model(), model_file.example_batch(batch_size), model_file.loss if model_file.has_loss else None
-    )
+    graph = capture_file(model_file, model_file.example_batch(batch_size))
     if graph.hash != plan.graph_hash:
         raise PlanError(
             f"the plan was made for another model than '{model_file.path}': graph {plan.graph_hash} in the plan, "

@@ -38,7 +38,8 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
     if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
         return CaptureError(
             f"{what}: this depends on the values of a tensor",
-            hint="replace Python's if, while and .item() on tensors by tensor operations such as torch.where",
+            hint="replace Python's if, while and .item() on tensors by operations such as torch.where, or name the "
+            "parts of the model in blocks(model): see docs/model-file.md",
         )
     reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
     return CaptureError(

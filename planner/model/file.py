@@ -51,6 +51,11 @@ class ModelFile:
         return hasattr(self.module, "loss")
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether the file names the blocks of its model, which become the layers."""
+        return hasattr(self.module, "blocks")
+
+    @property
     def default_optimizer(self) -> bool:
         return not hasattr(self.module, "optimizer")
 
@@ -86,6 +91,14 @@ class ModelFile:
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((batch.args, batch.kwargs))):
             raise ModelFileError(f"{place} returned no tensor for the model", hint="return (args, target)")
         return batch
+
+    def blocks(self, model: nn.Module) -> Any:
+        """The file's blocks(model); call it only where `has_blocks`.
+
+        Raises:
+            ModelFileError: when the function fails.
+        """
+        return self._call("blocks", model)
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """The file's loss; call it only where `has_loss`."""
@@ -161,16 +174,18 @@ def load_model_file(spec: str | Path) -> ModelFile:
         ("loss", False),
         ("optimizer", False),
         ("dataset", False),
+        ("blocks", False),
     ):
         _check_function(module, path, name, required)
     return ModelFile(path, builder, module)
 
 
-_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1}
+_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1, "blocks": 1}
 _SIGNATURES = {
     "example_batch": "example_batch(batch_size)",
     "loss": "loss(output, target)",
     "optimizer": "optimizer(parameters)",
+    "blocks": "blocks(model)",
 }
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +14,9 @@ from torch.utils._pytree import TreeSpec
 
 from planner.model.names import Names
 from planner.model.size import Size, SizeReader, evaluate
+
+if TYPE_CHECKING:
+    from planner.model.blocks import BlockChain
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class LayerGraph:
         tied_parameters: groups of names of one and the same parameter.
         batch_size: the only one the graph is good for; None when it is good for any.
         hash: of operations, arguments, shapes and parameter names; the same in every process and for every batch size.
+        blocks: what runs in place of the graph's operations, for a model whose file names its blocks.
     """
 
     model: nn.Module
@@ -132,6 +136,7 @@ class LayerGraph:
     tied_parameters: tuple[tuple[str, ...], ...]
     batch_size: int | None
     hash: str
+    blocks: BlockChain | None = None
 
     def with_hash(self, digest: str) -> LayerGraph:
         """The same graph with its hash filled in."""

@@ -62,7 +62,7 @@ class _Observer(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor) and not _is_wrapped(value) and not _depends_on_data(value):
-            self.orders[n] = _memory_order(value)
+            self.orders[n] = memory_order(value)
             self.expanded[n] = tuple(d for d, size in enumerate(value.shape) if size > 1 and value.stride(d) == 0)
         self.storages[n] = _storages(value)
         self.writes[n] = _storages([self.env[node] for node in _written_nodes(n, self.module)])
@@ -91,7 +91,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return empty.requires_grad_(tensor.requires_grad)
 
 
-def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost in memory to the innermost."""
     # Sizes of one have any stride, expanded dimensions none: where they stand does not matter, so they stay in place.
     strides: tuple[int, ...] = tuple(tensor.stride())
     moved = [d for d, size in enumerate(tensor.shape) if size > 1 and strides[d] > 0]

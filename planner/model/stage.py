@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_map
+from torch.utils._pytree import tree_map
 
-from planner.errors import CaptureError, ModelFileError
+from planner.errors import CaptureError
 from planner.model.batch import Batch
+from planner.model.block_stage import block_parts
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
+from planner.model.parts import StageParts, exchange, stage_parts
 from planner.model.randomness import RandomKey, is_random, reseed
-from planner.model.size import evaluate_number, is_symbolic, samples_in
+from planner.model.size import evaluate_number, is_symbolic
 from planner.model.weights import weights_of
-
-LOSS = "loss"  # the key under which a stage returns the loss
 
 
 class LayerObserver(Protocol):
@@ -47,11 +46,11 @@ class StageModule(nn.Module):
         layer_names: the layers.
     """
 
-    _parts: _Parts
+    _parts: StageParts
     _key: RandomKey
     _observer: LayerObserver | None
 
-    def __init__(self, parts: _Parts) -> None:
+    def __init__(self, parts: StageParts) -> None:
         super().__init__()
         # One bare module holds the weights for the generated code, which looks them up there. The stage shares its
         # registries, so that .to(), state_dict() and the rest see them, and no model's names clash with the stage's.
@@ -122,66 +121,6 @@ class StageModule(nn.Module):
         return next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What `build_stage` makes of a graph."""
-
-    layers: tuple[GraphLayer, ...]
-    weights: nn.Module
-    code: Callable[..., tuple[Tensor, ...]]  # (weights, device, key, observer, *inputs, *received, *numbers)
-    batch_spec: TreeSpec
-    inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
-    received: tuple[ValueSpec, ...]
-    numbers: tuple[Any, ...]  # expressions in the batch size
-    sent: tuple[ValueSpec, ...]
-    results: tuple[str, ...]
-    has_loss: bool
-    fixed_batch_size: int | None
-
-    def read_batch(self, batch: Batch | None) -> list[Any]:
-        if batch is None:
-            raise ModelFileError("this stage reads the batch, but got none", hint="pass the batch to every stage")
-        leaves, spec = batch.flatten()
-        if spec != self.batch_spec:
-            raise ModelFileError(
-                f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of example_batch() were "
-                f"{_outline(self.batch_spec)}",
-                hint="dataset() and example_batch() must give the model the same arguments",
-            )
-        return [leaves[index] for index, _ in self.inputs]
-
-    def batch_size(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> int:
-        if self.fixed_batch_size is not None:
-            return self.fixed_batch_size
-        for spec, tensor in (*zip(self.received, received, strict=True), *self._input_specs(inputs)):
-            for size, value in zip(spec.sizes, tensor.shape, strict=False):
-                samples = samples_in(size, value)
-                if samples is not None:
-                    return samples
-        return 0  # the graph knows no batch
-
-    def check(self, inputs: Sequence[Any], received: Sequence[Tensor], size: int) -> None:
-        """Wrong shapes must not reach the captured operations, which trust them."""
-        for spec, tensor in self._input_specs(inputs):
-            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape(size):
-                raise ModelFileError(
-                    f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
-                    f"captured with {spec.dtype} of shape {spec.shape(size)}",
-                    hint="dataset() and example_batch() must give tensors of the same shape and dtype",
-                )
-        for spec, tensor in zip(self.received, received, strict=True):
-            assert tensor.dtype == spec.dtype, (spec.name, tensor.dtype)
-            assert tuple(tensor.shape) == spec.shape(size), (spec.name, tuple(tensor.shape))
-
-    def _input_specs(self, inputs: Sequence[Any]) -> list[tuple[ValueSpec, Tensor]]:
-        return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
-
-
-def _outline(spec: TreeSpec) -> str:
-    """The structure with a star for each leaf: ((*, *), {'mask': *}, *)."""
-    return repr(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
-
-
 def build_stage(
     graph: LayerGraph, layer_names: Sequence[str], keep: Sequence[str] = (), *, observable: bool = False
 ) -> StageModule:
@@ -197,8 +136,9 @@ def build_stage(
         CaptureError: when a layer is unknown, or the layers are not consecutive.
     """
     first, last = _range(graph, layer_names)
-    builder = _Builder(graph, first, last)
-    return StageModule(builder.build(keep, observable))
+    if graph.blocks is not None:
+        return StageModule(block_parts(graph, first, last, keep))
+    return StageModule(_Builder(graph, first, last).build(keep, observable))
 
 
 def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
@@ -225,23 +165,11 @@ class _Builder:
         self._new = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
 
-    def build(self, keep: Sequence[str], observable: bool) -> _Parts:
+    def build(self, keep: Sequence[str], observable: bool) -> StageParts:
         graph = self._graph
-        used = dict.fromkeys(
-            source for layer in self._layers for node in layer.nodes for source in node.all_input_nodes
-        )
-        inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf.node in used]
-        owner = graph.owner
-        received = [node for node in graph.crossing if node in used and owner[node] < self._first]
-        made = [node for layer in self._layers for node in layer.nodes]
-        sent = [node for node in (*received, *made) if graph.last_use(node) > self._last or node.name in keep]
-        if not any(
-            _tells_batch_size(graph.specs.get(node)) for node in (*received, *(leaf.node for _, leaf in inputs))
-        ):
-            # Layers that use no input may still ask how large the batch is.
-            inputs += [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tells_batch_size(leaf.spec)][:1]
-        self._declare([leaf.node for _, leaf in inputs], received)
-        numbers = self._declare_numbers(used)
+        trade = exchange(graph, self._first, self._last, keep)
+        self._declare([leaf.node for _, leaf in trade.inputs], trade.received)
+        numbers = self._declare_numbers(trade.used)
         for index, layer in enumerate(self._layers, start=self._first):
             if any(is_random(node, graph.module) for node in layer.nodes):
                 self._new.call_function(reseed, (self._key, self._device, index))
@@ -250,30 +178,19 @@ class _Builder:
             if observable:
                 self._new.call_function(_notify, (self._observer, index, self._last_on_gradient_path(layer)))
         has_loss = graph.loss in self._copies
-        results = [*sent, graph.loss] if has_loss else sent
+        results = [*trade.sent, graph.loss] if has_loss else trade.sent
         self._new.output(tuple(self._copies[node] for node in results))
-        return _Parts(
-            layers=self._layers,
-            weights=self._weights,
-            code=type(fx.GraphModule(self._weights, self._new)).forward,
-            batch_spec=graph.batch_spec,
-            inputs=tuple((index, leaf.spec) for index, leaf in inputs),
-            received=tuple(graph.specs[node] for node in received),
-            numbers=tuple(numbers),
-            sent=tuple(graph.specs[node] for node in sent),
-            results=(*(node.name for node in sent), *([LOSS] if has_loss else [])),
-            has_loss=has_loss,
-            fixed_batch_size=graph.batch_size,
-        )
+        code = type(fx.GraphModule(self._weights, self._new)).forward
+        return stage_parts(graph, self._layers, trade, self._weights, code, numbers)
 
-    def _declare(self, inputs: list[fx.Node], received: list[fx.Node]) -> None:
+    def _declare(self, inputs: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
         self._device = self._new.placeholder("device")
         self._key = self._new.placeholder("random_key")
         self._observer = self._new.placeholder("observer")
         for node in (*inputs, *received):
             self._copies[node] = self._new.placeholder(node.name)
 
-    def _declare_numbers(self, used: dict[fx.Node, None]) -> list[Any]:
+    def _declare_numbers(self, used: Sequence[fx.Node]) -> list[Any]:
         """Numbers that depend on the batch size alone become arguments, computed by each stage itself."""
         expressions = []
         for node in used:
@@ -313,7 +230,3 @@ class _Builder:
         else:
             self._weights.add_module(place, constant)
         return place
-
-
-def _tells_batch_size(spec: ValueSpec | None) -> bool:
-    return spec is not None and any(samples_in(size, 0) is not None for size in spec.sizes)

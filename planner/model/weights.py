@@ -11,9 +11,18 @@ from planner.model.graph import GraphLayer, LayerGraph
 
 def weights_of(graph: LayerGraph, layers: Sequence[GraphLayer]) -> nn.Module:
     """Bare modules that hold the layers' parameters and buffers under their names in the model, in its order."""
-    used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
-    wanted = set(graph.names_of(sorted(used)))
     root = nn.Module()
+    add_missing(root, graph, [name for layer in layers for name in (*layer.parameters, *layer.buffers)])
+    return root
+
+
+def add_missing(root: nn.Module, graph: LayerGraph, names: Sequence[str]) -> None:
+    """Add the model's parameters and buffers called `names` to the tree at `root`, each under all its names."""
+    present = {
+        name
+        for name, _ in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    }
+    wanted = set(graph.names_of(sorted(set(names)))) - present
     for name, parameter in graph.model.named_parameters(remove_duplicate=False):
         if name in wanted:
             holder, last = _holder(root, name)
@@ -22,19 +31,23 @@ def weights_of(graph: LayerGraph, layers: Sequence[GraphLayer]) -> nn.Module:
         if name in wanted:
             holder, last = _holder(root, name)
             holder.register_buffer(last, buffer, persistent=_is_persistent(graph.model, name))
-    return root
 
 
 def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    *path, last = name.split(".")
+    path, _, last = name.rpartition(".")
+    return holder_of(root, path), last
+
+
+def holder_of(root: nn.Module, path: str) -> nn.Module:
+    """The bare module at `path` below `root`, made where it is missing."""
     holder = root
-    for part in path:
+    for part in path.split(".") if path else []:
         if part not in holder._modules:
             holder.add_module(part, nn.Module())
         child = holder._modules[part]
         assert child is not None
         holder = child
-    return holder, last
+    return holder
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:

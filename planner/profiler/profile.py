@@ -15,9 +15,9 @@ import torch
 
 import planner
 from planner.errors import InputError
-from planner.model.capture import capture
 from planner.model.file import ModelFile
 from planner.model.graph import GraphLayer, LayerGraph
+from planner.model.load import capture_file
 from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value, WholeStep
 from planner.profiler.measure import Effort, Measurement, Progress, StepTimes, measure
 
@@ -72,7 +72,7 @@ def profile_model(
         torch.manual_seed(seed)
         report("capturing", 0.0)
         batch = model_file.example_batch(batch_size)
-        graph = capture(model_file.build_model(), batch, model_file.loss if model_file.has_loss else None)
+        graph = capture_file(model_file, batch)
         effort = Effort(seconds, repeats, min(LEAST_REPEATS, repeats), warmup)
         measured = measure(graph, model_file, batch, target, effort, report)
     whole = WholeStep(

@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from planner.cluster import flat_cluster
-from planner.model.capture import capture
 from planner.model.file import load_model_file
 from planner.model.graph import ValueSpec
+from planner.model.load import capture_file
 from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, candidates, price
 from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
@@ -21,7 +21,7 @@ from planner.solver.assemble import assemble
 def structural_profile(path: Path, batch_size: int) -> Profile:
     """The layers, values and edges of a model file, every layer as slow as every other."""
     model_file = load_model_file(str(path))
-    graph = capture(model_file.build_model(), model_file.example_batch(batch_size), model_file.loss)
+    graph = capture_file(model_file, model_file.example_batch(batch_size))
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
     outputs: dict[int, list[Value]] = {}
     for node in graph.crossing:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from planner.executor.data import BatchSource, make_batches
 from planner.executor.job import Job, TrainResult
-from planner.model.capture import capture
 from planner.model.file import ModelFile, load_model_file
+from planner.model.load import capture_file
 from planner.model.stage import StageModule, build_stage
 from planner.plan_file import ScheduleName
 from planner.profile_file import Profile
@@ -33,7 +33,7 @@ CASES: list[Case] = [(model, optimizer) for model in MODELS for optimizer in OPT
 def unsplit(model_file: ModelFile) -> StageModule:
     """The whole model as one stage, initialised as the workers do."""
     torch.manual_seed(SEED)
-    graph = capture(model_file.build_model(), model_file.example_batch(BATCH_SIZE), model_file.loss)
+    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE))
     return build_stage(graph, [layer.name for layer in graph.layers])
 
 

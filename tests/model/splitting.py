@@ -68,7 +68,7 @@ def run_model(graph: LayerGraph, batch: Batch, loss: Loss | None) -> Step:
     for name, buffer in model.named_buffers():
         buffer.data.copy_(before[name])
     names = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
-    leaves = [leaf for leaf in tree_leaves(as_tree(output)) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(as_tree(output)) if isinstance(leaf, Tensor)] if names else []
     return Step(
         loss=value.detach(),
         outputs={name: leaf.detach() for name, leaf in zip(names, leaves, strict=True)},

@@ -1,0 +1,32 @@
+"""Model file -> LayerGraph: by capture, or of the blocks that the file names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from planner.model.batch import Batch
+from planner.model.blocks import capture_blocks
+from planner.model.capture import capture
+from planner.model.file import ModelFile
+from planner.model.graph import LayerGraph
+
+
+def capture_file(
+    model_file: ModelFile, batch: Batch, model: nn.Module | None = None, *, training: bool = True
+) -> LayerGraph:
+    """The graph of the file's model.
+
+    Args:
+        model_file: whose loss, and blocks where it names them, are used.
+        batch: example.
+        model: from the file; None builds a new one.
+        training: whether the model is in training or evaluation mode.
+
+    Raises:
+        ModelFileError, CaptureError: when the model file or the model cannot be used.
+    """
+    model = model_file.build_model() if model is None else model
+    loss = model_file.loss if model_file.has_loss else None
+    if model_file.has_blocks:
+        return capture_blocks(model, model_file.blocks(model), batch, loss, training=training)
+    return capture(model, batch, loss, training=training)
