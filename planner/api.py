@@ -80,6 +80,7 @@ def train(
     seed: int = 0,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
+    defer_weights: bool = False,
     show_progress: bool = False,
 ) -> TrainResult:
     """Train in worker processes on this host, as `plan` says.
@@ -92,6 +93,8 @@ def train(
         seed: of weights, data order and dropout.
         baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead.
         save_weights: file for the trained weights, by original name.
+        defer_weights: each worker makes the weights of its own stage alone, for models of which the whole fits nowhere;
+            the initial weights are others than without, and the same for any plan.
         show_progress: whether the workers write a progress line to stderr.
 
     Raises:
@@ -105,6 +108,7 @@ def train(
         seed=seed,
         baseline=baseline,
         save_weights=save_weights,
+        defer_weights=defer_weights,
         show_progress=show_progress,
     )
     return run_job(job)
@@ -144,6 +148,7 @@ def make_job(
     seed: int = 0,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
+    defer_weights: bool = False,
     show_progress: bool = False,
 ) -> Job:
     """The job of `train`, checked.
@@ -157,6 +162,11 @@ def make_job(
     for option, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and value < 1:
             raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")
+    if defer_weights and baseline is not None:
+        raise InputError(
+            f"--defer-weights cannot train {baseline}, which needs the whole model on every worker",
+            hint="leave out one of the two",
+        )
     return Job(
         model=str(model),
         plan=plan,
@@ -165,5 +175,6 @@ def make_job(
         seed=seed,
         baseline=baseline,
         save_weights=None if save_weights is None else str(save_weights),
+        defer_weights=defer_weights,
         show_progress=show_progress,
     )

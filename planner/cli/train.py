@@ -43,6 +43,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--save-weights", metavar="FILE", help="write the trained weights, by original name, for torch.load"
     )
     parser.add_argument(
+        "--defer-weights",
+        action="store_true",
+        help="each worker makes the weights of its own stage alone, for models of which the whole fits nowhere; the "
+        "initial weights differ from those without, and are the same for any plan",
+    )
+    parser.add_argument(
         "--baseline",
         choices=["data-parallel"],
         help="train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan",
@@ -64,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         baseline=args.baseline,
         save_weights=args.save_weights,
+        defer_weights=args.defer_weights,
         show_progress=sys.stderr.isatty(),
     )
     # torchrun sets these for each process it starts.

@@ -26,6 +26,7 @@ class Job(Record):
     seed: int = 0
     baseline: BaselineName | None = None
     save_weights: str | None = None
+    defer_weights: bool = False  # each worker makes the weights of its own stage alone
     show_progress: bool = False
     result_path: str | None = None  # where rank 0 leaves the result for the launching process
     failure_folder: str | None = None  # where a failing worker leaves its reason

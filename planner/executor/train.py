@@ -22,6 +22,7 @@ from planner.executor.measure import ProgressCallback, progress_reporter, steady
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.worker import Worker, WorkerLog
+from planner.model.deferred import build_deferred, materialize
 from planner.model.file import ModelFile, load_model_file
 from planner.model.graph import ValueSpec
 from planner.model.load import capture_file
@@ -130,7 +131,9 @@ class StageReplica:
         self.microbatch_size = plan.microbatch_size
         self.data = make_batches(model_file, self.microbatch_size, plan.microbatches, job.seed)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
-        self.stage = _build_stage(plan, self.index, model_file, self.microbatch_size, job.seed).to(device)
+        self.stage = _build_stage(plan, self.index, model_file, self.microbatch_size, job.seed, job.defer_weights).to(
+            device
+        )
         parameters = [p for p in self.stage.parameters() if p.requires_grad]
         self.optimizer = model_file.optimizer(parameters) if parameters else None
         specs: dict[str, ValueSpec] = {spec.name: spec for spec in (*self.stage.received, *self.stage.sent)}
@@ -283,21 +286,28 @@ class StageReplica:
         )
 
 
-def _build_stage(plan: Plan, index: int, model_file: ModelFile, batch_size: int, seed: int) -> StageModule:
-    """Build the model, capture it, and keep the layers of stage `index`.
+def _build_stage(
+    plan: Plan, index: int, model_file: ModelFile, batch_size: int, seed: int, defer_weights: bool
+) -> StageModule:
+    """Build the model, capture it, and keep the layers of stage `index`; with `defer_weights`, make no other weights.
 
     Raises:
         PlanError: when the captured model is not the one that was profiled.
     """
     torch.manual_seed(seed)
-    graph = capture_file(model_file, model_file.example_batch(batch_size))
+    model = build_deferred(model_file.build_model, seed) if defer_weights else model_file.build_model()
+    graph = capture_file(model_file, model_file.example_batch(batch_size), model)
     if graph.hash != plan.graph_hash:
         raise PlanError(
             f"the plan was made for another model than '{model_file.path}': graph {plan.graph_hash} in the plan, "
             f"{graph.hash} captured",
             hint="profile and solve again: plan profile, plan solve",
         )
-    return build_stage(graph, plan.stages[index].layers)
+    layers = plan.stages[index].layers
+    if defer_weights:
+        wanted = [name for layer in graph.layers if layer.name in set(layers) for name in layer.parameters]
+        materialize(graph.model, model_file.build_model, seed, set(graph.names_of(wanted)))
+    return build_stage(graph, layers)
 
 
 def _specs_of(transfer: Transfer, specs: dict[str, ValueSpec]) -> list[ValueSpec]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.blocks import capture_blocks
 from planner.model.capture import capture
+from planner.model.deferred import is_deferred, without_storage
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph
 
@@ -19,7 +21,7 @@ def capture_file(
     Args:
         model_file: whose loss, and blocks where it names them, are used.
         batch: example.
-        model: from the file; None builds a new one.
+        model: from the file, perhaps deferred; None builds a new one.
         training: whether the model is in training or evaluation mode.
 
     Raises:
@@ -27,6 +29,14 @@ def capture_file(
     """
     model = model_file.build_model() if model is None else model
     loss = model_file.loss if model_file.has_loss else None
+    if is_deferred(model):
+        if model_file.has_blocks:
+            raise ModelFileError(
+                f"'{model_file.path}' names blocks, which are run to be captured, and so need their weights",
+                hint="train without --defer-weights",
+            )
+        with without_storage(model):
+            return capture(model, batch, loss, training=training)
     if model_file.has_blocks:
         return capture_blocks(model, model_file.blocks(model), batch, loss, training=training)
     return capture(model, batch, loss, training=training)

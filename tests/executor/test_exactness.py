@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from planner.executor.data import BatchSource, make_batches
 from planner.executor.job import Job, TrainResult
+from planner.model.deferred import build_deferred, materialize
 from planner.model.file import ModelFile, load_model_file
 from planner.model.load import capture_file
 from planner.model.stage import StageModule, build_stage
@@ -138,3 +139,27 @@ def test_synchronous_schedules_equal_plain_training(
         assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4), job.model
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}")
+
+
+def test_deferred_weights_train_as_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Each worker makes its own stage's weights alone; together they are those of one construction."""
+    minibatches = 5
+    path = write_model(tmp_path, "language", "momentum")
+    plan = make_plan(_profile_of(tmp_path, "language"), (1, 1), "1f1b-flush", 2)
+    job = Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=str(tmp_path / "weights.pt"))
+    (result,) = run_jobs([job.model_copy(update={"defer_weights": True})], tmp_path)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    model_file = load_model_file(path)
+    model = build_deferred(model_file.build_model, SEED)
+    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE), model)
+    materialize(model, model_file.build_model, SEED, {name for name, _ in model.named_parameters()})
+    whole = build_stage(graph, [layer.name for layer in graph.layers])
+    data = make_batches(model_file, BATCH_SIZE, 2, SEED)
+
+    def microbatch_losses(stage: nn.Module, minibatch: int) -> list[Tensor]:
+        return [stage(data.batch(Unit(minibatch, microbatch)), {})["loss"] for microbatch in range(2)]
+
+    losses, expected = plain_training(whole, model_file.optimizer, microbatch_losses, minibatches)
+    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
