@@ -21,6 +21,7 @@ from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture import Loss, loss_of
 from planner.model.digest import graph_digest
+from planner.model.failure import refuse_untrainable
 from planner.model.graph import GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.names import Names
 from planner.model.observe import memory_order
@@ -114,6 +115,7 @@ def capture_blocks(
     Raises:
         CaptureError: when the blocks fail, compute something else than the model, or exchange what cannot travel.
     """
+    refuse_untrainable(model)
     example = batch.doubled() if batch.size == 1 else batch
     model.train(training)
     named = _named(model, blocks)

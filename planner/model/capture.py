@@ -20,6 +20,7 @@ from planner.model.failure import (
     refuse_assignments,
     refuse_custom_autograd,
     refuse_kept_tensors,
+    refuse_untrainable,
     silent_tracer,
 )
 from planner.model.graph import Input, LayerGraph, ValueSpec
@@ -47,6 +48,7 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None, *, training: bool
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
     """
+    refuse_untrainable(model)
     # A size of one would be taken for a constant, and a tensor that occurs twice for one input.
     example = (batch.doubled() if batch.size == 1 else batch).distinct()
     forward = _ForwardToLoss(model.train(training), loss)

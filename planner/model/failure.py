@@ -42,10 +42,38 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
             "parts of the model in blocks(model): see docs/model-file.md",
         )
     reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    if (unsupported := re.search(r"Unsupported input type <class '([^']+)'>", reason)) is not None:
+        return CaptureError(
+            f"example_batch() gives the model a {unsupported[1].rpartition('.')[2]}, which no graph can take",
+            hint="give tensors, numbers, strings and None, within tuples, lists and dicts, and make anything else of "
+            "them in forward",
+        )
     return CaptureError(
         f"{what}: {type(cause).__name__}: {reason}",
         hint="the model must run on example_batch(n), and must not depend on the values of tensors",
     )
+
+
+def refuse_untrainable(model: nn.Module) -> None:
+    """Raise for models of which it can be told beforehand that nothing can be captured or trained."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"module '{name or type(model).__name__}' is a compiled script, whose layers cannot be seen",
+                hint="build the model without torch.jit.script and torch.jit.trace",
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CaptureError(
+                f"parameter '{name}' has no shape yet, its module is lazy",
+                hint="call the model once on an example at the end of build_model()",
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        has_none = next(model.parameters(), None) is None
+        raise CaptureError(
+            f"{type(model).__name__} has no parameters" + ("" if has_none else " that require a gradient"),
+            hint="there is nothing to train; are they in modules or nn.Parameter, and not frozen?",
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture import loss_of
 from planner.model.file import ModelFile
@@ -71,7 +72,14 @@ def measure(
     graph.model.to(device)
     batch = batch.to(device)
     stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True).to(device)
-    return _Run(graph, stage, model_file, batch, effort, progress).measure(clock_for(device))
+    try:
+        return _Run(graph, stage, model_file, batch, effort, progress).measure(clock_for(device))
+    except RuntimeError as cause:  # whatever PyTorch raises in the user's model, too little memory included
+        reason = (str(cause).strip().splitlines() or [""])[0]
+        raise ModelFileError(
+            f"a training step of the model fails: {type(cause).__name__}: {reason}",
+            hint="run it on example_batch(n) without planner: forward, loss, backward and the optimizer's step",
+        ) from cause
 
 
 class _Run:

@@ -83,6 +83,11 @@ def trace_step(model_file: ModelFile, batch_size: int, dtype: DType = "float32")
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size} is less than 1", hint="give a positive whole number")
+    if model_file.has_blocks:
+        raise InputError(
+            f"'{model_file.path}' names blocks, which are run to see what they do, and an estimate runs nothing",
+            hint="measure it: plan profile without --estimate",
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         batch = _on_meta(lambda: model_file.example_batch(batch_size))
