@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.batch_sizes import parse_sizes, profile_path
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
     parser.add_argument(
         "--batch-size",
-        type=int,
-        default=DEFAULT_BATCH_SIZE,
+        type=parse_sizes,
+        default=[DEFAULT_BATCH_SIZE],
         metavar="N",
-        help="samples per minibatch, or per microbatch where a schedule divides minibatches (default: %(default)s)",
+        help="samples per minibatch, or per microbatch where a schedule divides minibatches; several, as in 8,16,32, "
+        "write profile-b8.json and so on, among which `plan solve --batch-size 8,16,32` chooses "
+        f"(default: {DEFAULT_BATCH_SIZE})",
     )
     parser.add_argument(
         "--device",
@@ -79,14 +82,22 @@ def run(args: argparse.Namespace) -> int:
     from planner.profile_file import save_profile
     from planner.report.profile import profile_report
 
-    made = _estimated(args) if args.estimate else _measured(args)
-    save_profile(made, args.output)
-    print(made.model_dump_json(indent=1) if args.json else profile_report(made))
-    print(f"written to {args.output}", file=sys.stderr)
+    several = len(args.batch_size) > 1
+    profiles = []
+    for size in args.batch_size:
+        profiles.append(_estimated(args, size) if args.estimate else _measured(args, size))
+        path = profile_path(args.output, size) if several else args.output
+        save_profile(profiles[-1], path)
+        print(f"written to {path}", file=sys.stderr)
+    if args.json:
+        texts = [profile.model_dump_json(indent=1) for profile in profiles]
+        print(f"[{','.join(texts)}]" if several else texts[0])
+    else:
+        print("\n\n".join(map(profile_report, profiles)))
     return 0
 
 
-def _measured(args: argparse.Namespace) -> Profile:
+def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
     from planner.executor.memory import keep_freed_pages
 
@@ -96,15 +107,13 @@ def _measured(args: argparse.Namespace) -> Profile:
     keep_freed_pages()  # as the workers do
     progress = _ProgressLine() if sys.stderr.isatty() else None
     try:
-        return profile(
-            args.model, batch_size=args.batch_size, device=args.device, threads=args.threads, progress=progress
-        )
+        return profile(args.model, batch_size=batch_size, device=args.device, threads=args.threads, progress=progress)
     finally:
         if progress is not None:
             progress.end()
 
 
-def _estimated(args: argparse.Namespace) -> Profile:
+def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import estimate
 
     if args.threads != 1:
@@ -112,7 +121,7 @@ def _estimated(args: argparse.Namespace) -> Profile:
     return estimate(
         args.model,
         device=args.device,
-        batch_size=args.batch_size,
+        batch_size=batch_size,
         dtype=args.dtype or "float32",
         calibrate=args.calibrate or (),
     )

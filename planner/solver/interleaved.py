@@ -32,9 +32,9 @@ T = TypeVar("T", Work, Footprint)
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan for one number of workers and copies, and whether no cut of the space is better."""
+    """The best plan for one number of workers and copies, if any fits, and whether no cut of the space is better."""
 
-    path: Path
+    path: Path | None
     exact: bool
 
 
@@ -84,16 +84,16 @@ class InterleavedSearch:
             if self.bound_s(model) >= fastest * (1 - RESOLUTION):
                 break  # so it is for all that follow, and `fastest` is the least of their bounds
             answer = self.within(model)
-            exact = answer is not None and answer.exact and not self.sampled
-            if answer is not None:
+            if answer.path is not None:
                 found.append(answer.path)
                 fastest = min(fastest, answer.path.seconds)
-            bounds.append(answer.path.seconds if answer is not None and exact else self.bound_s(model))
+            if not answer.exact or self.sampled:
+                bounds.append(self.bound_s(model))
         found.sort(key=lambda path: (path.seconds, sum(path.replicas)))
         return found, min([*bounds, fastest])
 
-    def within(self, model: InterleavedModel) -> Found | None:
-        """The best plan of this shape; None where none was found to fit the memory."""
+    def within(self, model: InterleavedModel) -> Found:
+        """The best plan of this shape."""
         stages, last = model.workers * model.chunks, len(self._space) - 1
         if math.comb(last - 1, stages - 1) <= MOST_TRIED:
             cuts, exact = self._all(model, last)
@@ -101,7 +101,7 @@ class InterleavedSearch:
             cuts, exact = self._improved(model, self._equal_parts(stages, last)), False
         over, seconds, again, _ = self._evaluate(model, cuts[None])
         if over[0] > 0:
-            return None
+            return Found(None, exact)
         states = tuple(int(self._states[cut]) for cut in cuts)
         path = Path(states, (model.replicas,) * stages, float(seconds[0]), tuple(map(bool, again[0])))
         return Found(path, exact)

@@ -47,12 +47,34 @@ def test_a_profile_is_made_shown_and_solved(folder: Path) -> None:
     assert json.loads(solved.stdout)["graph_hash"] == content["graph_hash"]
 
 
+def test_the_microbatch_size_is_chosen_among_those_profiled(folder: Path) -> None:
+    made = plan("profile", "model.py", "--batch-size", "4,8", "--json", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    assert made.stderr == "written to profile-b4.json\nwritten to profile-b8.json\n"
+    assert [each["microbatch_size"] for each in json.loads(made.stdout)] == [4, 8]
+    cluster = ("--gpus", "2", "--bandwidth", "10Gbps")
+    solved = plan("solve", *cluster, "--batch-size", "4,8", "--schedule", "1f1b-flush", cwd=folder)
+    assert solved.returncode == 0, solved.stderr
+    assert solved.stdout.count("chosen") == 1
+    content = planner.load_plan(folder / "plan.json")
+    profiles = [planner.load_profile(folder / f"profile-b{size}.json") for size in (4, 8)]
+    assert content.profile_digest in [each.digest for each in profiles]
+    assert content.microbatches * (content.microbatch_size or 0) == 4 * 2 * 4
+    named = plan("solve", *cluster, "--profile", "profile-b4.json,profile-b8.json", "--schedule", "auto", cwd=folder)
+    assert named.stdout.count("interleaved") == 2
+    twice = plan("solve", *cluster, "--profile", "profile-b4.json,profile-b8.json", "--batch-size", "4", cwd=folder)
+    assert twice.returncode == 2
+    assert "say the same twice" in twice.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("none.py",), "there is no model file 'none.py'"),
         (("model.py:other",), "other"),
         (("model.py", "--batch-size", "0"), "batch size 0"),
+        (("model.py", "--batch-size", "4,x"), "'4,x' is no batch size"),
+        (("model.py", "--batch-size", "4,4"), "the same batch size twice"),
         (("model.py", "--device", "tpu"), "'tpu' is not a device"),
     ],
 )

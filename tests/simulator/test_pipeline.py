@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
+from planner.cluster import flat_cluster
+from planner.plan_file import ScheduleName
+from planner.pricing import Ledger, candidates, price
 from planner.schedule.streams import PipelineShape
 from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 
 FREE = TransferTimes(0.0, 0.0)
@@ -87,3 +92,43 @@ def test_a_deadlock_is_reported_not_timed() -> None:
     outcome = simulate(shape, *equal_stages(shape, FREE), 10)
     assert outcome.deadlocked
     assert outcome.seconds_per_unit() == float("inf")
+
+
+def drained(schedule: ScheduleName, microbatches: int, times: list[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds per minibatch of stages with these forward and backward times and free links: priced and simulated."""
+    layers = [layer(f"l{i}", forward_s, backward_s) for i, (forward_s, backward_s) in enumerate(times)]
+    stages = candidates([[i] for i in range(len(times))], [1] * len(times))
+    priced = price(
+        Ledger(profile(*layers)), stages, flat_cluster(len(times), 1.0), schedule=schedule, microbatches=microbatches
+    )
+    shape = make_shape((1,) * len(times), schedule, microbatches)
+    outcome = simulate(
+        shape, tuple(StageTimes(f, b, 0.0) for f, b in times), {(c.source, c.target): FREE for c in shape.channels}, 3
+    )
+    ends = outcome.completions_s[microbatches - 1 :: microbatches]
+    return priced.seconds_per_minibatch, (ends[-1] - ends[0]) / 2
+
+
+def test_the_formula_of_gpipe_is_what_its_streams_take_where_backwards_are_alike() -> None:
+    """The sum and the rest of the slowest, if the slowest stage is that both ways; otherwise it is too optimistic."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        microbatches, forward_s = int(rng.integers(1, 13)), rng.uniform(0.5, 1.5, int(rng.integers(1, 5)))
+        priced, simulated = drained("gpipe", microbatches, [(f, 2 * f) for f in forward_s.tolist()])
+        assert simulated == pytest.approx(priced)
+        backward_s = rng.uniform(1, 3, len(forward_s))
+        priced, simulated = drained(
+            "gpipe", microbatches, list(zip(forward_s.tolist(), backward_s.tolist(), strict=True))
+        )
+        assert priced * (1 - 1e-9) <= simulated <= 1.25 * priced
+
+
+def test_the_streams_of_flush_take_no_longer_than_its_formula() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        microbatches, stages = int(rng.integers(1, 13)), int(rng.integers(1, 5))
+        times = list(zip(rng.uniform(0.5, 1.5, stages).tolist(), rng.uniform(1, 3, stages).tolist(), strict=True))
+        priced, simulated = drained("1f1b-flush", microbatches, times)
+        assert 0.8 * priced <= simulated <= priced * (1 + 1e-9)
+        priced, simulated = drained("1f1b-flush", microbatches, [(1.0, 2.0)] * stages)
+        assert simulated == pytest.approx(priced)

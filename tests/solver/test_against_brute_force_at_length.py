@@ -1,0 +1,93 @@
+"""Search == brute force again, on more and larger models than the fast tests take: every schedule, up to 8 on 8."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.cluster import Cluster, flat_cluster
+from planner.cost import RecomputeRule, SynchronousModel, link_of
+from planner.cost_2bw import asynchronous_model
+from planner.plan_file import ScheduleName
+from planner.pricing import Ledger
+from planner.profile_file import Profile
+from planner.solver.brute import brute_force
+from planner.solver.interleaved import InterleavedSearch
+from planner.solver.search import Path, Search
+from planner.solver.states import Chain
+from planner.solver.synchronous import SynchronousSearch
+from tests.samples import layer, profile
+
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "2bw", "gpipe", "1f1b-flush", "interleaved", "naive")
+
+
+def random_model(rng: np.random.Generator, layers: int) -> Profile:
+    """Small whole numbers, so that ties are common, and some skips."""
+    names = [f"l{i}" for i in range(layers)]
+    made = [
+        layer(
+            name,
+            float(rng.integers(0, 9)) + (index == 0),
+            float(rng.integers(0, 9)),
+            output_bytes=int(rng.integers(1, 9)),
+            weight_bytes=int(rng.integers(0, 9) * rng.integers(0, 2)),
+            update_s=float(rng.integers(0, 3)),
+            saved_bytes=int(rng.integers(0, 9)),
+        )
+        for index, name in enumerate(names)
+    ]
+    edges = [
+        (names[i], names[j]) for i in range(layers) for j in range(i + 1, layers) if j == i + 1 or rng.random() < 0.1
+    ]
+    return profile(*made, edges=edges)
+
+
+def searched(
+    model: Profile, cluster: Cluster, schedule: ScheduleName, microbatches: int, recompute: RecomputeRule
+) -> tuple[Path | None, bool]:
+    """What the schedule's search finds, and whether it says that nothing is better."""
+    space, link, gpus, memory = Chain(Ledger(model)), link_of(cluster), cluster.gpus, cluster.memory_bytes
+    if schedule == "interleaved":
+        paths, bound_s = InterleavedSearch(space, link, gpus, memory, microbatches, 2, recompute).best()
+        return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
+    if schedule in ("1f1b", "2bw"):
+        asynchronous = asynchronous_model("resource", schedule, microbatches, link)
+        return Search(space, asynchronous, gpus, memory, recompute).best(), True
+    drained = SynchronousModel(link, schedule, microbatches)
+    return SynchronousSearch(space, drained, gpus, memory, recompute).best(), True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("most_layers", "most_gpus", "instances"), [(5, 5, 150), (6, 6, 50), (8, 8, 60)])
+def test_search_finds_what_brute_force_finds(
+    schedule: ScheduleName, most_layers: int, most_gpus: int, instances: int
+) -> None:
+    rng = np.random.default_rng([most_layers, SCHEDULES.index(schedule)])
+    rules: tuple[RecomputeRule, ...] = ("auto", "never", "always") if most_layers < 8 else ("never", "always")
+    plans = told = 0
+    for _ in range(instances):
+        model = random_model(rng, int(rng.integers(most_layers - 2, most_layers + 1)))
+        gpus = int(rng.integers(max(2, most_gpus - 2), most_gpus + 1))
+        microbatches = int(rng.integers(1, 10)) if schedule not in ("1f1b", "naive") else 1
+        memory = None if rng.random() < 0.3 else int(rng.integers(20, 120))
+        cluster = flat_cluster(gpus, float(rng.choice([0.5, 2.0, 8.0])), memory, float(rng.choice([0.0, 0.25])))
+        rule = rules[int(rng.integers(len(rules)))]
+        path, exact = searched(model, cluster, schedule, microbatches, rule)
+        expected = brute_force(
+            Ledger(model),
+            cluster,
+            schedule=schedule,
+            microbatches=microbatches,
+            chunks=2 if schedule == "interleaved" else 1,
+            recompute=rule,
+            in_order=True,
+        )
+        assert (path is None) == (expected is None)
+        if path is None or expected is None:
+            continue
+        plans, told = plans + 1, told + exact
+        best_s = expected.price.seconds_per_minibatch
+        assert path.seconds == pytest.approx(best_s, rel=1e-9) if exact else path.seconds >= best_s * (1 - 1e-9)
+    assert plans > instances / 4 or schedule == "interleaved"
+    assert told >= 0.8 * plans  # under interleaved, what recomputes is not always settled
