@@ -126,6 +126,23 @@ def check_trainable(plan: Plan) -> None:
     Raises:
         PlanError: with what to solve for instead.
     """
+    if not plan.contiguous:
+        raise PlanError(
+            "the plan's stages are not contiguous: values go back and forth between them, which no schedule runs",
+            hint="make a plan without --not-contiguous",
+        )
+    if plan.solver.cost_model == "max-load":
+        raise PlanError(
+            "the plan is for the max-load objective, which counts no minibatches in flight",
+            hint="make a plan with: plan solve --cost-model resource",
+        )
+    ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
+    if ranks != list(range(len(ranks))):
+        idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)
+        raise PlanError(
+            f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
+            hint="list the kinds of GPUs in the cluster so that unused ones come last",
+        )
     if plan.schedule not in TRAINABLE:
         raise PlanError(
             f"the plan's schedule {plan.schedule} can be solved for, but `plan train` does not run it yet",

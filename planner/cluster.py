@@ -36,6 +36,7 @@ class Kind(Record):
     count: Annotated[int, Field(ge=1)]
     speed: Annotated[float, Field(gt=0)] = 1.0  # times as fast as the profiled device
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # of each; None for the cluster's
+    pays_transfers: bool = True  # False: what it sends and receives takes none of its time (a host; max-load only)
 
 
 class Cluster(Record):

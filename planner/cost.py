@@ -498,6 +498,7 @@ class SynchronousModel:
 
 def cost_model(name: CostModelName, link: Link) -> CostModel:
     """The cost model of that name."""
+    assert name != "max-load", "priced by the whole plan"
     models: dict[CostModelName, type[CostModel]] = {
         "resource": ResourceModel,
         "pipedream": PublishedModel,

@@ -52,7 +52,7 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
     try:
         return record.model_validate(content)
     except ValidationError as cause:
-        raise error(f"'{path}': {_first_problem(cause)}", hint=remedy) from None
+        raise error(f"'{path}': {first_problem(cause)}", hint=remedy) from None
 
 
 def save_record(record: Record, path: Path | str) -> None:
@@ -93,7 +93,8 @@ def _umask() -> int:
     return mask
 
 
-def _first_problem(cause: ValidationError) -> str:
+def first_problem(cause: ValidationError) -> str:
+    """The place, the value, and what is wrong with it."""
     problem = cause.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     message = problem["msg"].removeprefix("Value error, ")

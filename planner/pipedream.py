@@ -22,6 +22,7 @@ from pathlib import Path
 from planner import __version__
 from planner.errors import ProfileError
 from planner.profile_file import REMEDY, Device, Edge, Layer, Profile, Provenance, Value, load_profile
+from planner.workload import is_workload, load_workload
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _HINT = "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=3.0, \
@@ -36,24 +37,30 @@ class _Node:
 
 
 def read_profile(path: Path | str) -> Profile:
-    """A profile in either format, told apart by content: our own JSON, or graph.txt.
+    """A profile in any format, told apart by content: our own JSON, graph.txt, or a dnn-partitioning workload.
 
     Raises:
         ProfileError: naming the file and what is wrong in it.
     """
     path = Path(path)
-    return load_graph_txt(path) if _is_graph_txt(path) else load_profile(path)
+    if _is_graph_txt(path):
+        return load_graph_txt(path)
+    return load_workload(path) if is_workload(_json(path)) else load_profile(path)
 
 
 def is_profile(path: Path) -> bool:
-    """Whether the file looks like a profile of either format rather than a plan."""
+    """Whether the file looks like a profile of any format rather than a plan."""
     if _is_graph_txt(path):
         return True
+    content = _json(path)
+    return is_workload(content) or (isinstance(content, dict) and "layers" in content and "stages" not in content)
+
+
+def _json(path: Path) -> object:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "layers" in content and "stages" not in content
+        return None  # whoever loads it says what is wrong
 
 
 def _is_graph_txt(path: Path) -> bool:

@@ -6,10 +6,10 @@ Written from the definitions, stage by stage, with sets: slow, plain, and the re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from planner.cost import (
     POSTED,
     Floats,
     Footprint,
+    Link,
     Resource,
     SynchronousModel,
     Work,
@@ -30,7 +31,7 @@ from planner.cost_2bw import VERSIONS, asynchronous_model
 from planner.cost_interleaved import InterleavedModel, StageSeconds
 from planner.placement import PLACED, Placement
 from planner.plan_file import Bottleneck, CostModelName, ScheduleName, StageMemory
-from planner.profile_file import Profile
+from planner.profile_file import Layer, Profile
 from planner.topology import Topology
 
 
@@ -134,6 +135,11 @@ class Ledger:
         """Values made by the layers `done` and used by others."""
         return [t for t in self.traffic if t.producer in done and set(t.users) - done]
 
+    def moved(self, layers: frozenset[int]) -> list[Traffic]:
+        """Values that enter or leave these layers, whichever layers they are; each once."""
+        leaving = [t for t in self.traffic if t.producer in layers and set(t.users) - layers]
+        return leaving + [t for t in self.traffic if t.producer not in layers and layers.intersection(t.users)]
+
     def footprint(self, stage: Candidate) -> Footprint:
         """The stage's bytes."""
         key = stage.before, stage.layers
@@ -198,6 +204,8 @@ def price(
         InputError: for a cost model and schedule that do not go together.
     """
     check_combination(model, schedule, microbatches, chunks)
+    if model == "max-load":
+        return _price_loads(ledger, stages, link_of(cluster))
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
     link = link_of(cluster)
@@ -252,6 +260,38 @@ def _interleaved(
         {name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)
     ]
     return _busiest(workers), list(model.in_flight())
+
+
+def _price_loads(ledger: Ledger, stages: Sequence[Candidate], link: Link) -> Price:
+    """The price under `max-load`: every stage holds what it holds once."""
+    bottleneck, memory, crossing_bytes = Bottleneck(stage=0, resource="compute", busy_s=0.0), [], 0
+    for number, stage in enumerate(stages):
+        moved = ledger.moved(stage.layers)
+        free = stage.kind is not None and not stage.kind.pays_transfers
+        moved_s = 0.0 if free else sum(value_load_s(value, link) for value in moved)
+        moved_bytes = sum(value.output_bytes + value.gradient_bytes for value in moved)
+        compute_s = float(ledger.work(stage).compute_s)
+        if moved_s + compute_s > bottleneck.busy_s:
+            resource: Literal["compute", "link"] = "compute" if compute_s >= moved_s else "link"
+            bottleneck = Bottleneck(stage=number, resource=resource, busy_s=moved_s + compute_s)
+        footprint = replace(ledger.footprint(stage), message_bytes=np.float64(moved_bytes))
+        memory.append(stage_memory(footprint, 1, 1))
+        crossing_bytes += sum(
+            value.output_bytes + value.gradient_bytes for value in moved if value.producer not in stage.layers
+        )
+    return Price(bottleneck.busy_s, bottleneck, (1,) * len(stages), tuple(memory), float(crossing_bytes))
+
+
+def held_bytes(layer: Layer) -> int:
+    """What a layer adds to its device's memory under `max-load`."""
+    fixed = layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + layer.buffer_bytes
+    return fixed + layer.saved_bytes
+
+
+def value_load_s(value: Traffic, link: Link) -> float:
+    """Seconds that a value, with its gradient, adds to the load of each device that it leaves or enters."""
+    messages = 1 + (value.gradient_bytes > 0)
+    return (value.output_bytes + value.gradient_bytes) / link.bandwidth_bytes_per_s + messages * link.latency_s
 
 
 def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from planner.cli.batch_sizes import parse_sizes, profile_path
 from planner.cli.cluster import add_cluster_arguments, cluster_of
+from planner.cli.constraints import add_constraint_arguments, constraints_of
 from planner.errors import InputError
+from planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster
@@ -34,13 +36,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_cluster_arguments(parser)
+    add_constraint_arguments(parser)
     parser.add_argument(
         "--profile",
         type=_paths,
         default=[Path("profile.json")],
         metavar="FILE",
-        help="profile.json of `plan profile`, or a graph.txt that PipeDream published; several of the same model at "
-        "other batch sizes, separated by commas, to choose among (default: profile.json)",
+        help="profile.json of `plan profile`, a graph.txt that PipeDream published, or a dnn-partitioning workload; "
+        "several of the same model at other batch sizes, separated by commas, to choose among (default: profile.json)",
     )
     parser.add_argument(
         "--batch-size",
@@ -88,10 +91,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--cost-model",
-        choices=["resource", "pipedream", "paper"],
+        choices=["resource", "pipedream", "paper", "max-load"],
         default="resource",
         help="resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
-        "equation of its SOSP 2019 paper (default: %(default)s)",
+        "equation of its SOSP 2019 paper; max-load: the objective of the dnn-partitioning workloads, without replicas "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--solver",
+        choices=["auto", "search", "ilp", "brute"],
+        default="auto",
+        help="search: exact; ilp: an integer program (HiGHS or CBC), for constraints and GPUs that the search does not "
+        "take; brute: every plan, of up to 10 layers; auto: the search where it can, else ilp (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=parse_seconds,
+        metavar="TIME",
+        help="answer after that time, 30s, with the best plan so far and how far from optimal it can be",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
@@ -128,6 +145,9 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Pla
         depth=args.depth,
         recompute=args.recompute,
         chunks=args.chunks,
+        solver=args.solver,
+        constraints=constraints_of(args),
+        time_limit_s=args.time_limit,
     )
 
 
@@ -135,6 +155,11 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
     from planner.report.choice import choice_report
     from planner.solver.choose import COMPARED, choose
 
+    if args.solver != "auto" or args.time_limit is not None or not constraints_of(args).empty:
+        raise InputError(
+            "--solver, --time-limit and constraints are for one schedule and one profile",
+            hint="name one --schedule and one --profile",
+        )
     if args.cost_model != "resource":
         raise InputError(
             f"the cost model '{args.cost_model}' describes 1f1b at one batch size, so there is nothing to choose",

@@ -106,6 +106,8 @@ def _prediction(plan: Plan) -> str:
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]
+    if not plan.contiguous:
+        lines.append(("stages", "not contiguous: this plan cannot be trained"))
     if solver.cost_model != "resource":
         lines.insert(1, ("cost model", f"{solver.cost_model}, as published"))
     return tabulate(lines, tablefmt="plain", disable_numparse=True)

@@ -9,21 +9,25 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cluster import Cluster, flat_cluster
+from planner.constraints import Constraints
 from planner.cost import Link, RecomputeRule, SynchronousModel, check_combination, link_of
 from planner.cost_2bw import asynchronous_model
-from planner.errors import InputError, ProfileError
+from planner.errors import ProfileError
 from planner.placement import PLACED
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price, price
 from planner.profile_file import REMEDY, Profile
 from planner.solver.assemble import assemble
 from planner.solver.branches import MOST_STATES, search_beyond
+from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import explain
 from planner.solver.interleaved_plan import solve_interleaved
 from planner.solver.levels import search_all_cuts, search_levels
+from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.placements import Question
+from planner.solver.request import Request
 from planner.solver.search import Path, Search
 from planner.solver.states import Chain, StateSpace
 from planner.solver.synchronous import SynchronousSearch
@@ -47,6 +51,9 @@ def solve(
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
     chunks: int = 2,
+    solver: SolverName = "auto",
+    constraints: Constraints | None = None,
+    time_limit_s: float | None = None,
 ) -> Plan:
     """The fastest plan for training the profiled model on the cluster.
 
@@ -61,6 +68,10 @@ def solve(
         recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
             demands it, "never", or "always".
         chunks: of the model on each GPU, for `interleaved`.
+        solver: "search", "ilp" (an integer program), "brute" (every plan of ten layers), or "auto": the search, unless
+            the constraints or the cluster ask for the integer program.
+        constraints: what the plan must respect beside memory.
+        time_limit_s: after which to answer with the best plan so far; steps that take some seconds are not cut short.
 
     Returns:
         A plan on as few GPUs as are needed for its speed. `solver.status` is `optimal` when every legal cut was
@@ -73,41 +84,43 @@ def solve(
     """
     started = time.perf_counter()
     check_combination(cost_model, schedule, microbatches, chunks if schedule == "interleaved" else 1)
-    if cluster.kinds:
-        raise InputError("the search takes no cluster of GPUs that differ", hint="leave 'kinds' out of the cluster")
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
+    deadline = Deadline.after(time_limit_s)
     ledger = Ledger(profile)
-    if schedule == "interleaved":
-        stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, recompute)
+    request = Request(ledger, cluster, cost_model, schedule, microbatches, recompute, constraints or Constraints())
+    if (method := method_for(request, solver)) != "search":
+        found = answer(request, method, deadline)
+        cost = request.priced(found.stages)
     else:
-        stages, cost, bound_s = _solve_searched(ledger, cluster, cost_model, schedule, microbatches, depth, recompute)
+        ledger = request.without_constraints().ledger
+        if schedule == "interleaved":
+            stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, recompute)
+        else:
+            stages, cost, bound_s = _searched(request.about(ledger.profile), deadline)
+        found = Found(tuple(stages), bound_s, "search")
+    bound_s = min(found.bound_s, cost.seconds_per_minibatch)
+    if schedule in ASYNCHRONOUS and cost_model == "resource":
+        cost = price_with_depths(ledger, found.stages, cluster, cost, depth, schedule, microbatches)
     seconds = cost.seconds_per_minibatch
     optimal = seconds <= bound_s * (1 + _ROUNDING)
     bound_s = seconds if optimal else bound_s
     report = SolverReport(
-        name="search",
+        name=found.name,
         cost_model=cost_model,
         status="optimal" if optimal else "feasible",
         lower_bound_s=bound_s,
         gap=(seconds - bound_s) / seconds,
         seconds=time.perf_counter() - started,
     )
-    return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+    contiguous = request.constraints.contiguous
+    return assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report, contiguous=contiguous)
 
 
-def _solve_searched(
-    ledger: Ledger,
-    cluster: Cluster,
-    cost_model: CostModelName,
-    schedule: ScheduleName,
-    microbatches: int,
-    depth: DepthRule,
-    recompute: RecomputeRule,
-) -> tuple[Sequence[Candidate], Price, float]:
+def _searched(request: Request, deadline: Deadline) -> tuple[Sequence[Candidate], Price, float]:
     """Stages, price and lower bound, for schedules with one stage per GPU."""
-    space = Chain(ledger)
-    task = _Task(space, cluster, cost_model, schedule, microbatches, recompute)
+    ledger, cluster, recompute = request.ledger, request.cluster, request.recompute
+    task = _Task(Chain(ledger), cluster, request.model, request.schedule, request.microbatches, recompute, deadline)
     path = task.best()
     if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
         task, path = wider, wider.best()
@@ -116,9 +129,6 @@ def _solve_searched(
         raise explain(ledger, cluster, task.fits, recomputing)
     task, path, bound_s = task.over_levels(path) if task.placed else task.beyond_the_order(path)
     stages, cost = task.priced(path)
-    bound_s = min(bound_s, cost.seconds_per_minibatch)
-    if schedule in ASYNCHRONOUS and cost_model == "resource":
-        cost = price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches)
     return stages, cost, bound_s
 
 
@@ -133,20 +143,27 @@ class _Task:
         schedule: ScheduleName,
         microbatches: int,
         recompute: RecomputeRule,
+        deadline: Deadline = NO_HURRY,
     ) -> None:
-        self.space, self.cluster, self.recompute = space, cluster, recompute
+        self.space, self.cluster, self.recompute, self.deadline = space, cluster, recompute, deadline
+        self.interrupted = False  # by the deadline: the last search may have missed faster plans
         self.model, self.schedule, self.microbatches = model, schedule, microbatches
         self._link = link_of(cluster)
 
     def best(self) -> Path | None:
         """The best path on the cluster."""
-        return self._search(self.cluster.gpus, self.cluster.memory_bytes).best()
+        search = self._search(self.cluster.gpus, self.cluster.memory_bytes)
+        path = search.best()
+        self.interrupted = search.interrupted
+        return path
 
     def beyond_the_order(self, path: Path) -> tuple[_Task, Path, float]:
         """The best path over all cuts as far as it can be told, the task whose states it has, and a lower bound.
 
         For a model that keeps its order, other cuts only bound what is possible.
         """
+        if self.interrupted:
+            return self, path, self.relaxed_s()
         if self.space.complete:
             return self, path, path.seconds
         if self.schedule not in ASYNCHRONOUS:
@@ -169,6 +186,8 @@ class _Task:
 
     def over_levels(self, path: Path) -> tuple[_Task, Path, float]:
         """`beyond_the_order` for a cluster of several levels, from a path that fits its memory."""
+        if self.interrupted:
+            return self, path, self.relaxed_s()
         topology, space = Topology(self.cluster), self.space
         objective = self.model if self.schedule == "1f1b" else self._drained
         question = Question(space, topology, objective, self.cluster.gpus, self.cluster.memory_bytes, self.recompute)
@@ -205,16 +224,16 @@ class _Task:
 
     def with_recompute(self, rule: RecomputeRule) -> _Task:
         """The same task under another rule for recomputation."""
-        return _Task(self.space, self.cluster, self.model, self.schedule, self.microbatches, rule)
+        return _Task(self.space, self.cluster, self.model, self.schedule, self.microbatches, rule, self.deadline)
 
     def _over(self, space: StateSpace) -> _Task:
-        return _Task(space, self.cluster, self.model, self.schedule, self.microbatches, self.recompute)
+        return _Task(space, self.cluster, self.model, self.schedule, self.microbatches, self.recompute, self.deadline)
 
     def _beyond_drained(self, path: Path) -> tuple[_Task, Path, float]:
         """`beyond_the_order` for schedules that drain."""
         wider = self.over_all_cuts()
         best = None if wider is None else wider.best()
-        if wider is None or best is None:
+        if wider is None or best is None or wider.interrupted:
             return self, path, self.relaxed_s()
         if best.seconds >= path.seconds * (1 - _ROUNDING):
             return self, path, path.seconds
@@ -266,8 +285,8 @@ class _Task:
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
         if self.schedule in ASYNCHRONOUS:
             asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
-            return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute)
-        return SynchronousSearch(self.space, self._drained, gpus, memory_bytes, self.recompute)
+            return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute, self.deadline)
+        return SynchronousSearch(self.space, self._drained, gpus, memory_bytes, self.recompute, self.deadline)
 
 
 def _flat_cluster(link: Link, gpus: int, memory_bytes: int | None) -> Cluster:

@@ -21,8 +21,10 @@ def assemble(
     schedule: ScheduleName,
     microbatches: int,
     report: SolverReport,
+    *,
+    contiguous: bool = True,
 ) -> Plan:
-    """The Plan of these stages, on consecutive ranks."""
+    """The Plan of these stages, on consecutive ranks unless they say which."""
     profile = ledger.profile
     return Plan(
         model=profile.model,
@@ -34,20 +36,27 @@ def assemble(
         microbatch_size=profile.microbatch_size,
         microbatches=microbatches,
         stages=_stages(ledger, stages, price),
-        transfers=transfers(ledger, stages),
+        transfers=transfers(ledger, stages, contiguous=contiguous),
+        contiguous=contiguous,
         predicted=_prediction(ledger, cluster, stages, price, microbatches, report),
         solver=report,
         cluster=cluster,
     )
 
 
-def transfers(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
-    """What each stage sends to which: every value goes from its producer to its first user, and on to the next."""
+def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True) -> tuple[Transfer, ...]:
+    """What each stage sends to which: every value goes from its producer to its first user, and on to the next.
+
+    Where stages are not contiguous, it goes from its producer to each.
+    """
     stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
     messages: dict[tuple[int, int], list[Traffic]] = {}
     for value in ledger.traffic:
-        route = sorted({stage_of[layer] for layer in (value.producer, *value.users)})
-        for source, target in pairwise(route):
+        producer, users = stage_of[value.producer], {stage_of[user] for user in value.users}
+        route = (
+            pairwise(sorted({producer, *users})) if contiguous else ((producer, user) for user in users - {producer})
+        )
+        for source, target in route:
             messages.setdefault((source, target), []).append(value)
     return tuple(
         Transfer(
@@ -102,7 +111,8 @@ def _prediction(
     size = ledger.profile.microbatch_size
     everything = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
     one_gpu_s = float(everything.compute_s)
-    model = cost_model(report.cost_model, link_of(cluster))
+    # The max-load model prices no replicas.
+    model = cost_model("resource" if report.cost_model == "max-load" else report.cost_model, link_of(cluster))
     slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
     data_parallel_s = float(model.stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
     data_parallel_bytes = 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)

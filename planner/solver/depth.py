@@ -121,7 +121,7 @@ def pipeline_times(
         for t in moved
     }
     deepest = tuple(
-        max(depth, _deepest(ledger, stage, cluster.memory_bytes, schedule, microbatches))
+        max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), schedule, microbatches))
         for stage, depth in zip(stages, price.in_flight, strict=True)
     )
     return PipelineTimes(

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import IMPOSSIBLE, CostModel, Floats, Footprint, Integers, RecomputeRule, Work
+from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.states import Coarse, StateSpace
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
@@ -58,9 +59,11 @@ class Search:
         gpus: int,
         memory_bytes: int | None,
         recompute: RecomputeRule = "auto",
+        deadline: Deadline = NO_HURRY,
     ) -> None:
         self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
-        self.recompute = recompute
+        self.recompute, self.deadline = recompute, deadline
+        self.interrupted = False  # by the deadline: there may be faster plans
         self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
         self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
@@ -91,6 +94,9 @@ class Search:
         tighten_at_s = _CLOSE * best.seconds
         strict, halvings, patience = False, 0, 1
         while low_s < (goal_s := best.seconds * (1 - precision)):
+            if self.deadline.passed:
+                self.interrupted = True
+                break
             # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
             target_s = goal_s if strict else (low_s + best.seconds) / 2
             better = self.within(target_s)
@@ -117,7 +123,7 @@ class Search:
             return None
         states = np.unique(np.linspace(0, len(self.space) - 1, _ROUGH_STATES).astype(np.int64))
         coarse = Coarse(self.space, states)
-        return Search(coarse, self.model, self.gpus, self.memory_bytes, self.recompute).best(below_s)
+        return Search(coarse, self.model, self.gpus, self.memory_bytes, self.recompute, self.deadline).best(below_s)
 
     def any_time_s(self) -> float:
         """A time that every stage on any number of these GPUs meets."""

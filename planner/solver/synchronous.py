@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Floats, Integers, RecomputeRule, SynchronousModel, Work
+from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.search import RESOLUTION, Path
 from planner.solver.states import StateSpace
 
@@ -46,7 +47,9 @@ class SynchronousSearch:
         gpus: int,
         memory_bytes: int | None,
         recompute: RecomputeRule = "auto",
+        deadline: Deadline = NO_HURRY,
     ) -> None:
+        self.deadline, self.interrupted = deadline, False  # interrupted: there may be faster plans
         # More replicas than microbatches idle, and naive runs one microbatch at a time.
         most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
         self.space, self.model, self.memory_bytes, self.recompute = space, model, memory_bytes, recompute
@@ -66,6 +69,9 @@ class SynchronousSearch:
             # Its maximum itself, not seconds minus sum, which rounding may leave above it for ever.
             limit_s = min(max_s, best.seconds - sum_s) * (1 - RESOLUTION)
             if limit_s <= 0:
+                break
+            if self.deadline.passed:
+                self.interrupted = True
                 break
         return best
 

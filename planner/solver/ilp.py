@@ -1,0 +1,89 @@
+"""Integer programs for what the exact search cannot express, and to check it.
+
+Two formulations (see their files): `ilp_flow` for stages between cuts, with replicas, memory, every schedule, GPUs of
+several kinds, and pins; `ilp_assign` for stages that are any sets of layers, under the max-load objective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.cluster import Cluster
+from planner.errors import InputError
+from planner.solver.deadline import Deadline
+from planner.solver.ilp_assign import Assignment
+from planner.solver.ilp_columns import Columns
+from planner.solver.ilp_flow import Flow
+from planner.solver.milp import MilpName, installed
+from planner.solver.request import IlpAnswer, Request, ranked
+
+
+def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
+    """The fastest plan that respects the request's constraints, or None when there is none.
+
+    Args:
+        request: for a cluster of one level.
+        deadline: when it passes, the best plan so far and a bound.
+        solver: HiGHS when installed, else CBC, when None.
+
+    Raises:
+        InputError: for what no integer program here expresses, and for questions that are too large.
+        TimeoutError: when the deadline passes before there is any plan.
+    """
+    refuse(request)
+    solver = solver or installed()[0]
+    if not request.constraints.contiguous:
+        return Assignment(request, solver).solve(deadline)
+    columns = Columns(request, all_cuts=not request.keeps_order)
+    answer = Flow(request, columns, solver).solve(deadline)
+    if answer is None:
+        return None
+    if not columns.space.complete:
+        # Not every cut was looked at: others can only say what is not possible.
+        answer = replace(answer, bound_s=min(answer.bound_s, _relaxed_s(request)), optimal=False)
+    return replace(answer, stages=ranked(request, answer.stages))
+
+
+def refuse(request: Request) -> None:
+    """Refuse what no integer program here expresses.
+
+    Raises:
+        InputError: saying what.
+    """
+    constraints, cluster = request.constraints, request.cluster
+    if len(cluster.joined) > 1:
+        raise InputError(
+            f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
+            hint="use --solver search, or give --gpus and the bandwidth of the slowest level",
+        )
+    if not constraints.contiguous and request.model != "max-load":
+        raise InputError(
+            f"stages that are not contiguous have no price in the cost model '{request.model}'",
+            hint="use --cost-model max-load",
+        )
+    if constraints.gpu_of and not cluster.kinds and constraints.contiguous:
+        name, rank = next(iter(constraints.gpu_of.items()))
+        raise InputError(
+            f"layer '{name}' cannot be pinned to GPU {rank} of a cluster whose GPUs are all alike",
+            hint="pin it to a stage, or give the cluster's kinds in cluster.json",
+        )
+
+
+def _relaxed_s(request: Request) -> float:
+    """A time below which no plan can be: perfect balance and no communication."""
+    layers = request.ledger.profile.layers
+    forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
+    update_s, speeds = sum(layer.update_s for layer in layers), _speeds(request.cluster)
+    match request.schedule:
+        case "1f1b":
+            return (forward_s + backward_s + update_s) / sum(speeds)
+        case "2bw":
+            return ((forward_s + backward_s) * request.microbatches + update_s) / sum(speeds)
+        case "naive":
+            return (forward_s + backward_s + update_s) / max(speeds)
+        case _:
+            return (forward_s + backward_s) * max(1 / max(speeds), request.microbatches / sum(speeds))
+
+
+def _speeds(cluster: Cluster) -> list[float]:
+    return [kind.speed for kind in cluster.kinds for _ in range(kind.count)] or [1.0] * cluster.gpus
