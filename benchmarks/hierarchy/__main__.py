@@ -1,0 +1,149 @@
+"""What knowing a cluster's levels brings, on the published profiles and on long chains; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.pipedream import read_profile
+from planner.plan_file import Plan
+from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.solver import solve
+from planner.units import format_seconds
+
+ANCHORS = Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream"
+INNER, OUTER = 16e9, 1.25e9
+CHAINS = (
+    (100, (4, 4)),
+    (300, (8, 8)),
+    (1500, (8, 8)),
+    (1500, (8, 32)),
+    (300, (8, 2048)),
+    (1500, (8, 2048)),
+    (3000, (8, 2048)),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hierarchy", description=__doc__)
+    parser.add_argument("--only", choices=["published", "chains"], help="one of the tables")
+    args = parser.parse_args(argv)
+    if args.only != "chains":
+        if ANCHORS.is_dir():
+            print(published_table())
+        else:
+            print(f"the published profiles are not beside the project ({ANCHORS.name})", file=sys.stderr)
+    if args.only != "published":
+        print()
+        print(chains_table())
+    return 0
+
+
+def published_table() -> str:
+    """The published profiles on four servers of four."""
+    runs = json.loads((ANCHORS / "reference.json").read_text())["runs"]
+    rows = []
+    for run in runs:
+        if run["gpus_per_level"] != [4, 4]:
+            continue
+        profile = read_profile(ANCHORS / f"{run['profile']}.txt")
+        levels = hierarchical_cluster((4, 4), (INNER, OUTER))
+        flat, _ = timed(profile, flat_cluster(16, OUTER), published=True)
+        ours, ours_s = timed(profile, levels, published=True)
+        default, default_s = timed(profile, levels, published=False)
+        rows.append(
+            [
+                run["profile"],
+                format_seconds(run["time_per_minibatch_s"]),
+                format_seconds(run["wall_s"]),
+                format_seconds(flat.predicted.seconds_per_minibatch),
+                ours.config,
+                answer(ours),
+                format_seconds(ours_s),
+                f"{run['wall_s'] / ours_s:.0f}x",
+                default.config,
+                answer(default),
+                format_seconds(default_s),
+            ]
+        )
+    headers = [
+        "profile",
+        "published optimizer",
+        "in",
+        "ours, flat at 10 Gbps",
+        "ours",
+        "time",
+        "in",
+        "faster",
+        "ours, resource model",
+        "time",
+        "in",
+    ]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def chains_table() -> str:
+    """Random chains on ever more servers, with the default cost model."""
+    rows = []
+    for layers, sizes in CHAINS:
+        plan, seconds = timed(chain(layers), hierarchical_cluster(sizes, (INNER, OUTER)), published=False)
+        gap = "optimal" if plan.solver.status == "optimal" else f"gap {plan.solver.gap:.1%}"
+        rows.append([layers, "x".join(map(str, sizes)), plan.cluster.gpus, format_seconds(seconds), gap])
+    return tabulate(rows, headers=["layers", "levels", "GPUs", "solved in", ""], tablefmt="github")
+
+
+def timed(profile: Profile, cluster: Cluster, *, published: bool) -> tuple[Plan, float]:
+    """A plan, and the seconds that finding it took, without the start of the process."""
+    start = time.perf_counter()
+    plan = solve(profile, cluster, cost_model="pipedream" if published else "resource")
+    return plan, time.perf_counter() - start
+
+
+def answer(plan: Plan) -> str:
+    """Time per minibatch, and how good it is."""
+    quality = "" if plan.solver.status == "optimal" else f" (gap {plan.solver.gap:.1%})"
+    return format_seconds(plan.predicted.seconds_per_minibatch) + quality
+
+
+def chain(count: int) -> Profile:
+    """A chain of layers with random times, weights and activations."""
+    draw = random.Random(count)
+    layers = tuple(
+        Layer(
+            name=f"layer{index}",
+            op="Linear",
+            forward_s=draw.uniform(0.2e-3, 1e-3),
+            backward_s=draw.uniform(0.4e-3, 2e-3),
+            update_s=draw.uniform(0, 1e-4),
+            outputs=(Value(name=f"value{index}", output_bytes=(size := draw.randrange(10**6)), gradient_bytes=size),)
+            if index < count - 1
+            else (),
+            weight_bytes=(weights := draw.randrange(10**6)),
+            gradient_bytes=weights,
+        )
+        for index in range(count)
+    )
+    return Profile(
+        model=f"chain of {count}",
+        device=Device(kind="cpu", name="imagined"),
+        microbatch_size=32,
+        layers=layers,
+        edges=tuple(
+            Edge(source=f"layer{index}", value=f"value{index}", target=f"layer{index + 1}")
+            for index in range(count - 1)
+        ),
+        provenance=Provenance(tool="benchmarks.hierarchy", source="estimated"),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
