@@ -24,7 +24,7 @@ from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import explain
 from planner.solver.interleaved_plan import solve_interleaved
-from planner.solver.levels import search_all_cuts, search_levels
+from planner.solver.levels import beyond_the_order, nearest_search, search_all_cuts, search_levels
 from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.placements import Question
 from planner.solver.request import Request
@@ -185,22 +185,19 @@ class _Task:
         return len(self.cluster.joined) > 1 and self.schedule in PLACED
 
     def over_levels(self, path: Path) -> tuple[_Task, Path, float]:
-        """`beyond_the_order` for a cluster of several levels, from a path that fits its memory."""
+        """`beyond_the_order` for a cluster of several levels, from the best path on the nearest flat one."""
         if self.interrupted:
             return self, path, self.relaxed_s()
-        topology, space = Topology(self.cluster), self.space
-        objective = self.model if self.schedule == "1f1b" else self._drained
-        question = Question(space, topology, objective, self.cluster.gpus, self.cluster.memory_bytes, self.recompute)
-        if space.complete or self.schedule != "1f1b":
-            found = search_levels(question, self.seconds, path)
-            bound_s = found.bound_s if space.complete else self.relaxed_s()
-            assert found.path is not None
-            return self, found.path, bound_s
-        wider, found = search_all_cuts(question, lambda over: self._over(over).seconds, path)
+        question = self._question(self.cluster.gpus, self.cluster.memory_bytes)
+        along = search_levels(question, self.seconds, path)
+        assert along.path is not None
+        if self.space.complete:
+            return self, along.path, along.bound_s
+        if self.schedule != "1f1b":
+            return self, along.path, self.relaxed_s()
         if self.keeps_order:
-            ordered = search_levels(question, self.seconds, path).path
-            assert ordered is not None
-            return self, ordered, found.bound_s
+            return self, along.path, min(along.path.seconds, beyond_the_order(question, path).bound_s)
+        wider, found = search_all_cuts(question, lambda over: self._over(over).seconds, along.path, path)
         assert found.path is not None
         return self._over(wider), found.path, found.bound_s
 
@@ -266,6 +263,13 @@ class _Task:
             microbatches=self.microbatches,
         )
 
+    def _question(self, gpus: int, memory_bytes: int | None) -> Question:
+        """This task for the searches that know levels."""
+        objective = self.model if self.schedule == "1f1b" else self._drained
+        return Question(
+            self.space, Topology(self.cluster), objective, gpus, memory_bytes, self.recompute, self.deadline
+        )
+
     @property
     def _drained(self) -> SynchronousModel:
         return SynchronousModel(self._link, self.schedule, self.microbatches)
@@ -283,6 +287,8 @@ class _Task:
         return once_s * max(1.0, self.microbatches / self.cluster.gpus)
 
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
+        if self.placed:
+            return nearest_search(self._question(gpus, memory_bytes))
         if self.schedule in ASYNCHRONOUS:
             asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
             return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute, self.deadline)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost import Integers, Link, SynchronousModel, cost_model
-from planner.solver.branches import MOST_DOWNSETS, search_beyond
+from planner.solver.branches import MOST_DOWNSETS, Beyond, search_beyond
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.hierarchy import Found, HierarchySearch, Seconds, better
 from planner.solver.nearest import NearestModel
@@ -19,39 +19,36 @@ from planner.solver.synchronous import SynchronousSearch
 
 MOST_PLACED = 256  # GPUs for which every place is tried
 MOST_BOUNDED = 64  # GPUs for which all cuts of a branching model are looked at
+MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
 ROUNDS = 3
 
 PriceOn = Callable[[StateSpace], Seconds]
 
 
-def search_levels(question: Question, price: Seconds, known: Path) -> Found:
+def search_levels(question: Question, price: Seconds, nearest: Path) -> Found:
     """The fastest plan by its true price, and what no plan over the space can beat.
 
     Where the cuts and the places are few, the search over both is exact. With more cuts, it is asked about cuts spread
     over the model and those around the best plan so far; with more GPUs, the plans for clusters whose links are all
-    alike are priced. The bound is then that of a flat cluster with the innermost links.
+    alike are priced.
 
     Args:
         question: what is sought.
         price: of a path; infinite when it does not fit the memory.
-        known: a path that fits.
+        nearest: the best path on a flat cluster that is never worse (`nearest_search`), whose time is the bound.
     """
-    best = better(None, known, price)
+    best = better(None, nearest, price)
     for path in _alike(question):
         best = better(best, path, price)
     few = question.gpus <= MOST_PLACED
     if few and len(question.space) <= HierarchySearch.states_that_fit(question):
         return HierarchySearch(question).best(price, best)
-    nearest = _nearest(question).best()
-    bound_s = 0.0 if nearest is None else nearest.seconds
-    if nearest is not None:
-        best = better(best, nearest, price)
     if few:
         best = _refined(question, price, best)
-    return Found(best, bound_s if best is None else min(bound_s, best.seconds))
+    return Found(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds))
 
 
-def search_all_cuts(question: Question, price_on: PriceOn, known: Path) -> tuple[StateSpace, Found]:
+def search_all_cuts(question: Question, price_on: PriceOn, along: Path, nearest: Path) -> tuple[StateSpace, Found]:
     """`search_levels` beyond the profile's order, for the asynchronous pipeline: the answer, and the space it is over.
 
     A flat cluster that is never worse bounds what other cuts can give, and tells which of them are worth a look. Where
@@ -60,39 +57,26 @@ def search_all_cuts(question: Question, price_on: PriceOn, known: Path) -> tuple
     Args:
         question: what is sought, over the cuts along the profile's order.
         price_on: the price of a path over a space.
-        known: a path over the question's space.
+        along: the best path along the order, with its price.
+        nearest: as for `search_levels`.
     """
-    assert not isinstance(question.objective, SynchronousModel)
-    space, found = question.space, search_levels(question, price_on(question.space), known)
-    assert found.path is not None
-    nearest = Search(
-        space,
-        NearestModel(question.objective, question.topology),
-        question.gpus,
-        question.memory_bytes,
-        question.recompute,
-    )
-    alone = nearest.best()
-    few = question.gpus <= MOST_BOUNDED
-    words = enumerate_downsets(space.ledger, MOST_DOWNSETS) if few else None
-    if alone is None or words is None:
-        least_s = float(nearest.model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / question.gpus
-        return space, replace(found, bound_s=min(found.bound_s, least_s))
-    gpus, memory_bytes = question.gpus, question.memory_bytes
-    beyond = search_beyond(space.ledger, nearest.model, gpus, memory_bytes, space, alone, question.recompute)
+    space = question.space
+    beyond = beyond_the_order(question, nearest)
+    words = enumerate_downsets(space.ledger, MOST_DOWNSETS) if question.gpus <= MOST_BOUNDED else None
+    if words is None:
+        return space, Found(along, min(beyond.bound_s, along.seconds))
     everything = Downsets(space.ledger, words, complete=True)
-    seeds: list[tuple[StateSpace, Path]] = [(space, found.path), (space, alone)]
+    seeds: list[tuple[StateSpace, Path]] = [(space, along), (space, nearest)]
     if beyond.path is not None and beyond.space is not None:
         seeds.append((beyond.space, beyond.path))
-    best_space, best = space, found.path
+    best_space, best = space, along
     for _ in range(ROUNDS):
-        worth = everything.worth(nearest.model, gpus, best.seconds)
+        worth = everything.worth(_nearest_model(question), question.gpus, best.seconds)
         fit = HierarchySearch.states_that_fit(question)
         cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
         states = worth if len(worth) <= fit or not cuts else everything.nearest(worth, cuts, fit)
         nearby = everything.only(states, complete=len(worth) <= fit)
-        wider = replace(question, space=nearby)
-        answer = HierarchySearch(wider).best(price_on(nearby), None)
+        answer = HierarchySearch(replace(question, space=nearby)).best(price_on(nearby), None)
         improved = answer.path is not None and answer.path.seconds < best.seconds * (1 - RESOLUTION)
         if nearby.complete:
             bound_s = min(answer.bound_s, best.seconds)
@@ -102,6 +86,27 @@ def search_all_cuts(question: Question, price_on: PriceOn, known: Path) -> tuple
         best_space, best = nearby, answer.path
         seeds = [(nearby, best)]
     return best_space, Found(best, min(beyond.bound_s, best.seconds))
+
+
+def beyond_the_order(question: Question, nearest: Path) -> Beyond:
+    """What other cuts can give on a flat cluster that is never worse."""
+    space, model = question.space, _nearest_model(question)
+    if question.gpus > MOST_BOUNDED:
+        return Beyond(None, None, float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / question.gpus)
+    gpus, memory_bytes = question.gpus, question.memory_bytes
+    return search_beyond(space.ledger, model, gpus, memory_bytes, space, nearest, question.recompute)
+
+
+def nearest_search(question: Question) -> Search | SynchronousSearch:
+    """The search for a flat cluster that is never worse."""
+    if isinstance(question.objective, SynchronousModel):
+        return _flat(question, question.topology.link(0))
+    return Search(question.space, _nearest_model(question), question.gpus, question.memory_bytes, question.recompute)
+
+
+def _nearest_model(question: Question) -> NearestModel:
+    assert not isinstance(question.objective, SynchronousModel)
+    return NearestModel(question.objective, question.topology)
 
 
 def _refined(question: Question, price: Seconds, best: Path | None) -> Path | None:
@@ -148,26 +153,21 @@ def _alike(question: Question) -> Iterator[Path]:
 
     Each also with stages that take whole servers where they take more than one.
     """
-    topology = question.topology
+    topology, space = question.topology, question.space
+    states = np.arange(len(space))
+    if len(space) > 2 * MOST_ALIKE:  # these are candidates, so that cuts here and there do
+        states = np.unique(np.linspace(0, len(space) - 1, MOST_ALIKE).astype(np.int64))
+        question = replace(question, space=Coarse(space, states))
     links = [topology.link(level) for level in range(len(topology))]
     links += [
         replace(topology.link(level), bandwidth_bytes_per_s=bandwidth / size)
         for level, size, bandwidth, _ in topology.shared
     ]
     for link in links:
-        if (path := _flat(question, link).best()) is not None:
-            yield path
+        if (coarse := _flat(question, link).best()) is not None:
+            yield (path := _on(coarse, states))
             for _, size, _, _ in topology.shared:
                 yield replace(path, replicas=tuple(r // size * size or r for r in path.replicas))
-
-
-def _nearest(question: Question) -> Search | SynchronousSearch:
-    """The search for a flat cluster that is never worse."""
-    topology, objective = question.topology, question.objective
-    if isinstance(objective, SynchronousModel):
-        return _flat(question, topology.link(0))
-    model = NearestModel(objective, topology)
-    return Search(question.space, model, question.gpus, question.memory_bytes, question.recompute)
 
 
 def _flat(question: Question, link: Link) -> Search | SynchronousSearch:

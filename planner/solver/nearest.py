@@ -24,7 +24,8 @@ class NearestModel(CostModel):
     def __init__(self, name: CostModelName, topology: Topology) -> None:
         near = topology.link(0)
         super().__init__(near)
-        self.name, self._groups = name, [int(size) for size in topology.groups]
+        self.name = name
+        self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last one holds all there are
         self._near = cost_model(name, near)
         # The published models know one bandwidth, which is that of the all-reduce where no cut is looked at.
         links = [

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from planner.cost import Floats, Integers, RecomputeRule, SynchronousModel, Work, cost_model
 from planner.placement import without_transfers
 from planner.plan_file import CostModelName
+from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.states import StateSpace
 from planner.topology import Topology
 
@@ -35,6 +36,7 @@ class Question:
         gpus: how many there are.
         memory_bytes: of each; None for no limit.
         recompute: which stages may recompute.
+        deadline: when the searches for flat clusters must have ended.
     """
 
     space: StateSpace
@@ -43,6 +45,7 @@ class Question:
     gpus: int
     memory_bytes: int | None
     recompute: RecomputeRule = "auto"
+    deadline: Deadline = NO_HURRY
 
 
 @dataclass(frozen=True)

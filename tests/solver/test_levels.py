@@ -16,7 +16,7 @@ from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.brute import brute_force
 from planner.solver.downsets import Downsets, enumerate_downsets
-from planner.solver.levels import search_levels
+from planner.solver.levels import nearest_search, search_levels
 from planner.solver.placements import Question
 from planner.solver.search import Path
 from planner.solver.states import Chain, StateSpace
@@ -71,8 +71,7 @@ def check(
 
     objective = model if schedule == "1f1b" else SynchronousModel(link_of(cluster), schedule, microbatches)
     question = Question(space, Topology(cluster), objective, cluster.gpus, cluster.memory_bytes, recompute)
-    everything = Path((0, len(space) - 1), (1,), np.inf, (recompute == "always",))
-    found = search_levels(question, seconds, everything)
+    nearest = nearest_search(question).best()
     expected = brute_force(
         ledger,
         cluster,
@@ -83,11 +82,14 @@ def check(
         recompute=recompute,
     )
     if expected is None:
-        assert found.path is None
+        assert nearest is None
         return
+    assert nearest is not None
+    found = search_levels(question, seconds, nearest)
     assert found.path is not None
     assert found.path.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
     assert found.bound_s == pytest.approx(found.path.seconds, rel=1e-9)
+    assert nearest.seconds <= found.path.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("model", COST_MODELS)
