@@ -148,12 +148,6 @@ def check_trainable(plan: Plan) -> None:
             f"the plan's schedule {plan.schedule} can be solved for, but `plan train` does not run it yet",
             hint=f"solve for one of: {', '.join(TRAINABLE)}",
         )
-    if any(stage.recompute for stage in plan.stages):
-        stage = next(index for index, stage in enumerate(plan.stages) if stage.recompute)
-        raise PlanError(
-            f"stage {stage} of the plan recomputes its activations, which `plan train` does not do yet",
-            hint="make a plan without: plan solve --recompute never",
-        )
 
 
 def make_job(

@@ -135,8 +135,8 @@ class Footprint:
     def recomputed(self) -> Footprint:
         """The same stages when they recompute: only their input is kept, and one microbatch's activations are.
 
-        What the model's own input takes is not counted: the stage reads it again (Chen et al. 2016, section 4, where
-        the segments between the kept tensors are the stages).
+        What samples of the data set take is not counted (Chen et al. 2016, section 4, where the segments between the
+        kept tensors are the stages).
         """
         return replace(self, saved_bytes=self.input_bytes, working_bytes=self.saved_bytes)
 

@@ -176,6 +176,7 @@ class StageReplica:
             self.data,
             loss_scale=1 / self.plan.microbatches,
             seed=self.job.seed,
+            recompute=self.plan.stages[self.index].recompute,
             on_update=self._progress(on_progress),
         )
         dist.barrier()

@@ -14,7 +14,9 @@ from typing_extensions import assert_never
 
 from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
+from planner.executor.recompute import Buffers, ChangingBuffers
 from planner.executor.versions import WeightVersions
+from planner.model.batch import Batch
 from planner.model.graph import ValueSpec
 from planner.model.stage import StageModule
 from planner.schedule.instructions import (
@@ -54,6 +56,8 @@ class _InFlight:
     received: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the outputs, from later stages
+    batch: Batch | None = None  # where the forward will run again
+    buffers: Buffers = field(default_factory=dict)  # what they were before the forward, likewise
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Worker:
         data: where the stage reads model inputs and targets.
         loss_scale: factor on each unit's loss, 1 / microbatches for synchronous schedules.
         seed: of the random numbers inside layers.
+        recompute: keep only what was received for the backward, and run the forward again for the rest.
         on_update: called after each optimizer step with the round's number.
     """
 
@@ -99,6 +104,7 @@ class Worker:
         *,
         loss_scale: float = 1.0,
         seed: int = 0,
+        recompute: bool = False,
         on_update: Callable[[int, WorkerLog], None] | None = None,
     ) -> None:
         self.log = WorkerLog()
@@ -111,6 +117,8 @@ class Worker:
         self._data = data
         self._loss_scale = loss_scale
         self._seed = seed
+        self._recompute = recompute
+        self._buffers = ChangingBuffers(stage)
         self._on_update = on_update
         self._units: dict[Unit, _InFlight] = {}
 
@@ -162,20 +170,51 @@ class Worker:
     def _forward(self, forward: Forward) -> None:
         unit = forward.unit
         record = self._units.setdefault(unit, _InFlight({}))
-        batch = self._data.batch(unit) if self._stage.needs_batch else None
+        record.batch = self._data.batch(unit) if self._stage.needs_batch else None
         self.versions.stash(unit)
+        if self._recompute:
+            with self._buffers.recorded() as record.buffers:
+                outputs = self._run_stage(unit, record)
+            # The values go on, their graph does not stay.
+            record.outputs = {name: value.detach() for name, value in outputs.items()}
+        else:
+            record.outputs = self._run_stage(unit, record)
+            record.batch = None
+
+    def _run_stage(self, unit: Unit, record: _InFlight) -> dict[str, Tensor]:
         self._stage.set_random_key(self._seed, unit.minibatch, unit.microbatch)
-        record.outputs = self._stage(batch, record.received)
+        outputs: dict[str, Tensor] = self._stage(record.batch, record.received)
+        return outputs
 
     def _send_activation(self, send: SendActivation) -> None:
-        outputs = self._units[send.unit].outputs
-        self._messenger.send(send, {s.name: outputs[s.name] for s in self._values(send.stage, send.peer_stage)})
+        outputs, names = self._units[send.unit].outputs, [s.name for s in self._values(send.stage, send.peer_stage)]
+        self._messenger.send(send, {name: outputs[name] for name in names})
+        if self._recompute:
+            for name in names:
+                outputs.pop(name)  # each value is sent once
 
     def _receive_gradient(self, receive: ReceiveGradient) -> None:
         self._units[receive.unit].gradients.update(self._messenger.receive(receive))
 
     def _backward(self, backward: Backward) -> None:
         record = self._units[backward.unit]
+        with self.versions.restored(backward.unit), self._buffers.restored(record.buffers):
+            if self._recompute:
+                record.outputs = self._run_stage(backward.unit, record)
+            roots, gradients = self._roots(backward, record)
+            if self._averager is not None and backward.last_of_round:
+                self._averager.begin()
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        record.outputs.clear()
+        record.gradients.clear()
+        record.buffers.clear()
+        record.batch = None
+        if not any(value.requires_grad for value in record.received.values()):
+            del self._units[backward.unit]
+
+    def _roots(self, backward: Backward, record: _InFlight) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What the backward starts from, and the gradients there; None for the loss."""
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if self._stage.has_loss:
@@ -188,15 +227,7 @@ class Worker:
             if record.outputs[name].requires_grad:
                 roots.append(record.outputs[name])
                 gradients.append(gradient)
-        if self._averager is not None and backward.last_of_round:
-            self._averager.begin()
-        with self.versions.restored(backward.unit):
-            if roots:
-                torch.autograd.backward(roots, gradients)
-        record.outputs.clear()
-        record.gradients.clear()
-        if not any(value.requires_grad for value in record.received.values()):
-            del self._units[backward.unit]
+        return roots, gradients
 
     def _send_gradient(self, send: SendGradient) -> None:
         received = self._units[send.unit].received

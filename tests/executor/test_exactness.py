@@ -46,12 +46,16 @@ def run_cases(
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
     depths: tuple[int, ...] | None = None,
+    recompute: tuple[bool, ...] | None = None,
 ) -> list[tuple[ModelFile, Job, TrainResult, Weights]]:
     """Train all cases in one set of processes; the jobs, their results and the weights at the end."""
     jobs = []
     for model, optimizer in cases:
         path = write_model(folder, model, optimizer)
         plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths)
+        if recompute is not None:
+            stages = (s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, recompute, strict=True))
+            plan = plan.model_copy(update={"stages": tuple(stages)})
         weights = str(folder / f"{model}-{optimizer}.pt")
         jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
     results = run_jobs(jobs, folder)
@@ -139,6 +143,32 @@ def test_synchronous_schedules_equal_plain_training(
         assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4), job.model
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "replicas", "recompute"),
+    [
+        pytest.param("1f1b", 1, (1, 1), (True, True), id="1f1b 1-1"),
+        pytest.param("1f1b", 1, (2, 1), (True, False), id="1f1b 2-1", marks=pytest.mark.slow),
+        pytest.param("gpipe", 3, (1, 1), (False, True), id="gpipe 1-1", marks=pytest.mark.slow),
+    ],
+)
+def test_recomputing_changes_nothing_to_the_bit(
+    schedule: ScheduleName,
+    microbatches: int,
+    replicas: tuple[int, ...],
+    recompute: tuple[bool, ...],
+    tmp_path: Path,
+) -> None:
+    """Dropout draws the same, BatchNorm's statistics are those of one forward, gradients are of the same weights."""
+    cases = [(model, "momentum") for model in ("convolutional", "blocks")]
+    plain = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches)
+    again = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches, recompute=recompute)
+    for (_, job, one, weights), (_, _, other, other_weights) in zip(plain, again, strict=True):
+        assert one.losses == other.losses, job.model
+        assert weights.keys() == other_weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, other_weights[name]), (job.model, name)
 
 
 def test_deferred_weights_train_as_those_of_the_whole_model(tmp_path: Path) -> None:

@@ -108,7 +108,9 @@ def test_recomputing_never_makes_a_plan_worse(model: Profile, gpus: int, memory:
     assert plan.predicted.bottleneck.busy_s <= without.predicted.bottleneck.busy_s * (1 + 1e-9)
 
 
-def test_training_refuses_plans_that_recompute() -> None:
-    plan = solve(HEAVY, flat_cluster(2, 1000.0, 700))
-    with pytest.raises(PlanError, match="stage 0 of the plan recomputes"):
+@pytest.mark.parametrize("schedule", ["2bw", "interleaved"])
+def test_training_refuses_schedules_that_it_does_not_run(schedule: ScheduleName) -> None:
+    model = profile(*(layer(f"l{i}", output_bytes=1) for i in range(4)))
+    plan = solve(model, flat_cluster(2, 1000.0), schedule=schedule, microbatches=4)
+    with pytest.raises(PlanError, match=f"schedule {schedule} can be solved for"):
         make_job("model.py", plan)
