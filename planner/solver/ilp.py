@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from planner.cluster import Cluster
 from planner.errors import InputError
+from planner.solver.bystanders import Reduced
 from planner.solver.deadline import Deadline
 from planner.solver.ilp_assign import Assignment
 from planner.solver.ilp_columns import Columns
 from planner.solver.ilp_flow import Flow
+from planner.solver.max_load import memory_matters
 from planner.solver.milp import MilpName, installed
 from planner.solver.request import IlpAnswer, Request, ranked
 
@@ -34,6 +36,10 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
     solver = solver or installed()[0]
     if not request.constraints.contiguous:
         return Assignment(request, solver).solve(deadline)
+    reduced = None
+    if request.model == "max-load" and request.constraints.empty and not request.keeps_order:
+        reduced = Reduced(request.ledger, memory_matters=memory_matters(request))
+        request = request.about(reduced.ledger.profile)
     columns = Columns(request, all_cuts=not request.keeps_order)
     answer = Flow(request, columns, solver).solve(deadline)
     if answer is None:
@@ -41,7 +47,8 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
     if not columns.space.complete:
         # Not every cut was looked at: others can only say what is not possible.
         answer = replace(answer, bound_s=min(answer.bound_s, _relaxed_s(request)), optimal=False)
-    return replace(answer, stages=ranked(request, answer.stages))
+    stages = answer.stages if reduced is None else reduced.expand(answer.stages)
+    return replace(answer, stages=ranked(request, stages))
 
 
 def refuse(request: Request) -> None:

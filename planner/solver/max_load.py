@@ -30,7 +30,7 @@ def solve_loads(request: Request, deadline: Deadline) -> IlpAnswer | None:
             f"the cost model max-load prices clusters of one level, not of {len(request.cluster.joined)}",
             hint="give --gpus and the bandwidth of the slowest level",
         )
-    reduced = Reduced(request.ledger, memory_matters=_memory_matters(request))
+    reduced = Reduced(request.ledger, memory_matters=memory_matters(request))
     whole = request.ledger if request.keeps_order else reduced.ledger
     along = LoadSearch(whole, _prefixes(whole), request.cluster)
     first = along.best(np.inf, deadline)
@@ -55,7 +55,7 @@ def solve_loads(request: Request, deadline: Deadline) -> IlpAnswer | None:
     return IlpAnswer(stages, best.seconds, bound_s, optimal=bound_s == best.seconds)
 
 
-def _memory_matters(request: Request) -> bool:
+def memory_matters(request: Request) -> bool:
     """Whether some device could not hold the whole model and all that it moves."""
     limits = [request.cluster.memory_of(kind) for kind in request.kinds]
     moved = sum(value.output_bytes + value.gradient_bytes for value in request.ledger.traffic)

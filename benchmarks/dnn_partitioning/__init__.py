@@ -1,0 +1,1 @@
+"""Max-load on the published dnn-partitioning workloads."""
