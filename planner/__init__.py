@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from planner.answers.compare import compare
+    from planner.answers.explain import explain
+    from planner.answers.sweep import sweep
     from planner.api import estimate, profile, train
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
@@ -35,7 +38,9 @@ _HOMES = {
     "PlannerError": ("planner.errors", "PlannerError"),
     "Profile": ("planner.profile_file", "Profile"),
     "WorkerError": ("planner.errors", "WorkerError"),
+    "compare": ("planner.answers.compare", "compare"),
     "estimate": ("planner.api", "estimate"),
+    "explain": ("planner.answers.explain", "explain"),
     "flat_cluster": ("planner.cluster", "flat_cluster"),
     "load_model_file": ("planner.model.file", "load_model_file"),
     "load_plan": ("planner.plan_file", "load_plan"),
@@ -44,6 +49,7 @@ _HOMES = {
     "save_plan": ("planner.plan_file", "save_plan"),
     "save_profile": ("planner.profile_file", "save_profile"),
     "solve": ("planner.solver", "solve"),
+    "sweep": ("planner.answers.sweep", "sweep"),
     "train": ("planner.api", "train"),
 }
 
@@ -55,7 +61,9 @@ __all__ = [
     "PlannerError",
     "Profile",
     "WorkerError",
+    "compare",
     "estimate",
+    "explain",
     "flat_cluster",
     "load_model_file",
     "load_plan",
@@ -64,6 +72,7 @@ __all__ = [
     "save_plan",
     "save_profile",
     "solve",
+    "sweep",
     "train",
 ]
 

@@ -208,36 +208,20 @@ def price(
         return _price_loads(ledger, stages, link_of(cluster))
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
-    link = link_of(cluster)
-    placement = None
-    if len(cluster.joined) > 1 and schedule in PLACED:
-        placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
+    sums, busy = _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)
+    bottleneck = _busiest(busy)
+    seconds = bottleneck.busy_s
     in_flight: list[int]
     if schedule in ("1f1b", "2bw"):
-        asynchronous = asynchronous_model(model, schedule, microbatches, link)
-        if placement is None:
-            busy = [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
-        else:
-            busy = placement.asynchronous(model)
-        bottleneck = _busiest(busy)
-        seconds = bottleneck.busy_s
         in_flight = [int(in_flight_1f1b(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     elif schedule == "interleaved":
-        bottleneck, in_flight = _interleaved(
-            works, replicas, InterleavedModel(link, len(stages) // chunks, chunks, replicas[0], microbatches)
-        )
-        seconds = bottleneck.busy_s
+        in_flight = list(_interleaved_model(stages, cluster, microbatches, chunks).in_flight())
     else:
-        synchronous = SynchronousModel(link, schedule, microbatches)
-        if placement is None:
-            sums = [float(synchronous.sum_s(work, r)) for work, r in zip(works, replicas, strict=True)]
-            busy = [synchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
-        else:
-            sums, busy = placement.synchronous(synchronous)
-        worst = _busiest(busy)
-        seconds = sum(sums) + worst.busy_s
+        synchronous = SynchronousModel(link_of(cluster), schedule, microbatches)
+        seconds += sum(sums)
         slowest = max(range(len(sums)), key=sums.__getitem__)
-        bottleneck = worst if worst.busy_s > 0 else Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
+        if bottleneck.busy_s <= 0:
+            bottleneck = Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
         in_flight = [int(synchronous.in_flight(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     memory = tuple(
         stage_memory(ledger.footprint(stage), flying, versions_of(schedule, flying))
@@ -247,19 +231,72 @@ def price(
     return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, chunks)
 
 
-def _interleaved(
-    works: Sequence[Work], replicas: Sequence[int], model: InterleavedModel
-) -> tuple[Bottleneck, list[int]]:
-    """The worker that takes longest, by the number of its first stage, and what each stage has in flight."""
-    assert len(set(replicas)) == 1
-    assert len(works) == model.workers * model.chunks
+def _interleaved_model(
+    stages: Sequence[Candidate], cluster: Cluster, microbatches: int, chunks: int
+) -> InterleavedModel:
+    replicas = {stage.replicas for stage in stages}
+    assert len(replicas) == 1
+    assert len(stages) % chunks == 0
+    return InterleavedModel(link_of(cluster), len(stages) // chunks, chunks, replicas.pop(), microbatches)
+
+
+def _interleaved(works: Sequence[Work], model: InterleavedModel) -> list[dict[Resource, Floats]]:
+    """Busy seconds of each worker's resources; workers go by the numbers of their first stages."""
     each = [StageSeconds.of(work, model.replicas, model.link) for work in works]
     columns = {name: np.array([getattr(stage, name) for stage in each]) for name in vars(each[0])}
     by_resource = model.worker_s(StageSeconds(**columns))
-    workers: list[dict[Resource, Floats]] = [
-        {name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)
-    ]
-    return _busiest(workers), list(model.in_flight())
+    return [{name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)]
+
+
+def busy_resources(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    *,
+    model: CostModelName = "resource",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    chunks: int = 1,
+) -> list[dict[Resource, Floats]]:
+    """Busy seconds per minibatch of every resource of every stage; of schedules that drain, their part of the maximum.
+
+    Under `interleaved` of every worker, by the number of its first stage.
+
+    Raises:
+        InputError: for a cost model and schedule that do not go together.
+    """
+    check_combination(model, schedule, microbatches, chunks)
+    return _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)[1]
+
+
+def _resources(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    model: CostModelName,
+    schedule: ScheduleName,
+    microbatches: int,
+    chunks: int,
+) -> tuple[list[float], list[dict[Resource, Floats]]]:
+    """Per stage: its part of the sum of a schedule that drains, and the busy seconds of its resources."""
+    works = [ledger.work(stage) for stage in stages]
+    replicas = [stage.replicas for stage in stages]
+    if schedule == "interleaved":
+        return [], _interleaved(works, _interleaved_model(stages, cluster, microbatches, chunks))
+    link = link_of(cluster)
+    placement = None
+    if len(cluster.joined) > 1 and schedule in PLACED:
+        placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
+    if schedule in ("1f1b", "2bw"):
+        if placement is not None:
+            return [], placement.asynchronous(model)
+        asynchronous = asynchronous_model(model, schedule, microbatches, link)
+        return [], [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+    synchronous = SynchronousModel(link, schedule, microbatches)
+    if placement is not None:
+        return placement.synchronous(synchronous)
+    sums = [float(synchronous.sum_s(work, r)) for work, r in zip(works, replicas, strict=True)]
+    return sums, [synchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
 
 
 def _price_loads(ledger: Ledger, stages: Sequence[Candidate], link: Link) -> Price:

@@ -75,6 +75,11 @@ def format_seconds(seconds: float) -> str:
     return f"{_digits(seconds / 1e-9)} ns" if seconds else "0 s"
 
 
+def format_rate(per_s: float) -> str:
+    """A number per second for people: 12345.6 -> "12,346", 1.23456 -> "1.235"."""
+    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
+
+
 def _scaled(value: float, unit: str) -> str:
     prefix = max((p for p, size in _DECIMAL.items() if abs(value) >= size), key=lambda p: _DECIMAL[p], default="")
     scaled = value / _DECIMAL[prefix]

@@ -6,9 +6,9 @@ from tabulate import tabulate
 
 from planner.cluster import Cluster
 from planner.plan_file import Plan, Stage
-from planner.units import format_bandwidth, format_bytes, format_seconds
+from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
-_RESOURCES = {
+RESOURCES = {
     "compute": "the computation of stage {stage}",
     "link": "the link of stage {stage}",
     "shared_link": "the link of stage {stage}'s server",
@@ -36,12 +36,13 @@ def _head(plan: Plan) -> str:
         ("model", plan.model),
         ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
         ("schedule", _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches, chunks=plan.chunks)),
-        ("cluster", _cluster(plan.cluster)),
+        ("cluster", cluster_line(plan.cluster)),
     ]
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
 
 
-def _cluster(cluster: Cluster) -> str:
+def cluster_line(cluster: Cluster) -> str:
+    """Sizes, rates and memory."""
     levels = ", ".join(
         f"{level.size} at {format_bandwidth(level.bandwidth_bytes_per_s)}"
         + (f" and {format_seconds(level.latency_s)} latency" if level.latency_s else "")
@@ -95,9 +96,8 @@ def _prediction(plan: Plan) -> str:
     predicted, solver = plan.predicted, plan.solver
     seconds = f"{format_seconds(predicted.seconds_per_minibatch)} per minibatch"
     if predicted.samples_per_s is not None:
-        rate = predicted.samples_per_s
-        seconds = f"{rate:,.0f} samples/s, {seconds}" if rate >= 1000 else f"{rate:.4g} samples/s, {seconds}"
-    place = _RESOURCES[predicted.bottleneck.resource].format(stage=predicted.bottleneck.stage)
+        seconds = f"{format_rate(predicted.samples_per_s)} samples/s, {seconds}"
+    place = RESOURCES[predicted.bottleneck.resource].format(stage=predicted.bottleneck.stage)
     lines = [
         ("predicted", seconds),
         ("limited by", f"{place}, busy {format_seconds(predicted.bottleneck.busy_s)} per minibatch"),

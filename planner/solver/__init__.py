@@ -22,7 +22,7 @@ from planner.solver.branches import MOST_STATES, search_beyond
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
-from planner.solver.infeasible import explain
+from planner.solver.infeasible import Fits, explain
 from planner.solver.interleaved_plan import solve_interleaved
 from planner.solver.levels import beyond_the_order, nearest_search, search_all_cuts, search_levels
 from planner.solver.methods import Found, SolverName, answer, method_for
@@ -31,11 +31,15 @@ from planner.solver.request import Request
 from planner.solver.search import Path, Search
 from planner.solver.states import Chain, StateSpace
 from planner.solver.synchronous import SynchronousSearch
+from planner.solver.waits import SLOWED, BestOn, Priced, fastest, questions
 from planner.topology import Topology
 
 __all__ = ["solve"]
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
+
+MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit
+LEANER_SCHEDULES: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush")  # that hold fewer weights, or also drain for it
 
 ASYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b", "2bw")
 _ROUNDING = 1e-9  # the search and the price add the same numbers in different order
@@ -92,16 +96,16 @@ def solve(
     if (method := method_for(request, solver)) != "search":
         found = answer(request, method, deadline)
         cost = request.priced(found.stages)
+        if schedule in ASYNCHRONOUS and cost_model == "resource":
+            cost = price_with_depths(ledger, found.stages, cluster, cost, depth, schedule, microbatches)
     else:
         ledger = request.without_constraints().ledger
         if schedule == "interleaved":
             stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, recompute)
         else:
-            stages, cost, bound_s = _searched(request.about(ledger.profile), deadline)
+            stages, cost, bound_s = _searched(request.about(ledger.profile), deadline, depth)
         found = Found(tuple(stages), bound_s, "search")
     bound_s = min(found.bound_s, cost.seconds_per_minibatch)
-    if schedule in ASYNCHRONOUS and cost_model == "resource":
-        cost = price_with_depths(ledger, found.stages, cluster, cost, depth, schedule, microbatches)
     seconds = cost.seconds_per_minibatch
     optimal = seconds <= bound_s * (1 + _ROUNDING)
     bound_s = seconds if optimal else bound_s
@@ -117,18 +121,21 @@ def solve(
     return assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report, contiguous=contiguous)
 
 
-def _searched(request: Request, deadline: Deadline) -> tuple[Sequence[Candidate], Price, float]:
-    """Stages, price and lower bound, for schedules with one stage per GPU."""
+def _searched(request: Request, deadline: Deadline, depth: DepthRule) -> tuple[Sequence[Candidate], Price, float]:
+    """Stages, price with waits, and lower bound, for schedules with one stage per GPU."""
     ledger, cluster, recompute = request.ledger, request.cluster, request.recompute
     task = _Task(Chain(ledger), cluster, request.model, request.schedule, request.microbatches, recompute, deadline)
     path = task.best()
     if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
         task, path = wider, wider.best()
     if path is None:
-        recomputing = task.with_recompute("auto").fits if recompute == "never" else None
-        raise explain(ledger, cluster, task.fits, recomputing)
+        raise explain(ledger, cluster, task.fits, task.leaner())
+    along = task
     task, path, bound_s = task.over_levels(path) if task.placed else task.beyond_the_order(path)
     stages, cost = task.priced(path)
+    bound_s = min(bound_s, cost.seconds_per_minibatch)
+    if request.schedule in ASYNCHRONOUS and request.model == "resource":
+        stages, cost = along.fastest_with_waits((stages, cost), depth)
     return stages, cost, bound_s
 
 
@@ -219,9 +226,22 @@ class _Task:
         words = enumerate_downsets(self.space.ledger, most)
         return None if words is None else self._over(Downsets(self.space.ledger, words, complete=True))
 
-    def with_recompute(self, rule: RecomputeRule) -> _Task:
-        """The same task under another rule for recomputation."""
-        return _Task(self.space, self.cluster, self.model, self.schedule, self.microbatches, rule, self.deadline)
+    def leaner(self) -> dict[str, Fits]:
+        """Ways to need less memory, by the arguments that ask for them."""
+        found: dict[str, Fits] = {}
+        if self.recompute == "never":
+            freely = _Task(
+                self.space, self.cluster, self.model, self.schedule, self.microbatches, "auto", self.deadline
+            )
+            found["--recompute auto"] = freely.fits
+        if self.model == "resource" and self.schedule in ("1f1b", "gpipe") and self.cluster.gpus <= MOST_DRAINED_GPUS:
+            microbatches = max(self.microbatches, self.cluster.gpus)
+            for schedule in LEANER_SCHEDULES:
+                leaner = _Task(
+                    self.space, self.cluster, self.model, schedule, microbatches, self.recompute, self.deadline
+                )
+                found[f"--schedule {schedule} --microbatches {microbatches}"] = leaner.fits
+        return found
 
     def _over(self, space: StateSpace) -> _Task:
         return _Task(space, self.cluster, self.model, self.schedule, self.microbatches, self.recompute, self.deadline)
@@ -273,6 +293,32 @@ class _Task:
     @property
     def _drained(self) -> SynchronousModel:
         return SynchronousModel(self._link, self.schedule, self.microbatches)
+
+    def fastest_with_waits(self, first: Priced, depth: DepthRule) -> Priced:
+        """The fastest plan once waits are counted: `first`, or another that its waits let pass."""
+        ledger, cluster = self.space.ledger, self.cluster
+        layers = ledger.profile.layers
+        memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in layers) or 1
+        link_unit = memory_unit / float(self.space.compute_s[-1])
+
+        def best_of(kind: type[Search], link: Link, memory: int | None) -> BestOn:
+            model = asynchronous_model(self.model, self.schedule, self.microbatches, link)
+
+            def best_on(gpus: int, below_s: float) -> Priced | None:
+                if self.deadline.passed:
+                    return None
+                limit_s = below_s * (1 if link == self._link else SLOWED)
+                path = kind(self.space, model, gpus, memory, self.recompute).best(limit_s)
+                return None if path is None else self.priced(path)
+
+            return best_on
+
+        def with_waits(plan: Priced, below_s: float) -> Price:
+            stages, cost = plan
+            return price_with_depths(ledger, stages, cluster, cost, depth, self.schedule, self.microbatches, below_s)
+
+        asked = questions(cluster.gpus, self._link, cluster.memory_bytes, link_unit, memory_unit)
+        return fastest(first, ((best_of(kind, link, memory), most) for kind, most, link, memory in asked), with_waits)
 
     def relaxed_s(self) -> float:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""

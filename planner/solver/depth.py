@@ -39,6 +39,7 @@ MOST_WORKERS = 64  # beyond, simulating takes too long: the published depths are
 MOST_MICROBATCHES = 2**12  # times workers, for the same reason
 UNLIMITED = 2**30
 _SIMULATED_MINIBATCHES = 12  # of several microbatches each
+FAR = 1.5  # what deepening beyond the count at the top of this file does not gain
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
 
 
@@ -81,6 +82,7 @@ def price_with_depths(
     rule: DepthRule,
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
+    below_s: float = math.inf,
 ) -> Price:
     """`price` with the depths of `rule`: their memory, and seconds that count what they leave the workers waiting.
 
@@ -89,11 +91,12 @@ def price_with_depths(
         rule: "published", or "auto" to go deeper where that pays and memory allows it.
         schedule: "1f1b" or "2bw".
         microbatches: per minibatch.
+        below_s: whether the plan can be this fast is all that matters: one that is far from it is not deepened.
     """
     times = pipeline_times(ledger, stages, cluster, price, schedule, microbatches)
     if sum(times.replicas) > MOST_WORKERS or sum(times.replicas) * microbatches > MOST_MICROBATCHES:
         return price
-    choice = choose_depths(times) if rule == "auto" else price_depths(times, price.in_flight)
+    choice = choose_depths(times, below_s / microbatches) if rule == "auto" else price_depths(times, price.in_flight)
     memory = tuple(
         stage_memory(ledger.footprint(stage), depth, versions_of(schedule, depth))
         for stage, depth in zip(stages, choice.depths, strict=True)
@@ -173,53 +176,60 @@ def published_depths(replicas: Sequence[int]) -> Depths:
 
 
 def price_depths(times: PipelineTimes, depths: Depths) -> DepthChoice:
-    """Seconds per unit of given depths, by simulation of the streams; the busiest resource's when within 1%."""
-    seconds = _simulated_s(times, depths)
-    close = seconds <= times.busiest_s * (1 + TOLERANCE)
-    return DepthChoice(depths, times.busiest_s if close else seconds)
+    """Seconds per unit of given depths, by simulation of the streams; `TOLERANCE` of the waiting is not counted."""
+    return DepthChoice(depths, max(times.busiest_s, _simulated_s(times, depths) / (1 + TOLERANCE)))
 
 
-def choose_depths(times: PipelineTimes) -> DepthChoice:
-    """The published depths, or deeper ones where every minibatch more in flight gains at least `WORTH`."""
+def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice:
+    """The published depths, or deeper ones where every minibatch more in flight gains at least `WORTH`.
+
+    Args:
+        times: of the pipeline.
+        below_s: a time that the pipeline has to reach; where the counted depths are `FAR` from it, they are all.
+    """
     published = published_depths(times.replicas)
-    best = price_depths(times, published)
-    for candidate in _deeper(times):
+    best, trimmed = price_depths(times, published), True
+    for number, candidate in enumerate(_deeper(times)):
+        if number and best.seconds_per_unit > below_s * FAR:
+            break
         if best.seconds_per_unit > times.busiest_s:
-            best = min(best, price_depths(times, candidate), key=lambda choice: _regret(choice, published))
-    return _trimmed(times, best)
+            deeper = price_depths(times, candidate)
+            if _regret(deeper, published) < _regret(best, published):
+                best, trimmed = deeper, False
+    return best if trimmed else _trimmed(times, best)
+
+
+def _deeper(times: PipelineTimes) -> Iterator[Depths]:
+    """Candidates, each at least as deep as the one before: the count at the top of this file, and a little beyond."""
+    counted, last = _counted_depths(times), len(times.replicas) - 1
+    candidates = [counted]
+    # For long pipelines, whose simulation is slow, the first stage or all.
+    for more, upto in [(1, upto) for upto in (range(1, last + 1) if last < 8 else (1, last))] + [(2, last)]:
+        candidates.append(tuple(depth + more * (stage < upto) for stage, depth in enumerate(counted)))
+    candidates.append(_counted_depths(times, more=1))
+    for candidate in dict.fromkeys(candidates):
+        yield tuple(map(min, candidate, times.deepest))
 
 
 def _regret(choice: DepthChoice, published: Depths) -> float:
     return choice.seconds_per_unit * (1 + WORTH * (choice.depths[0] - published[0]))
 
 
-def _deeper(times: PipelineTimes) -> Iterator[Depths]:
-    """Candidates, from the count at the top of this file and a little beyond."""
-    counted = _counted_depths(times)
-    stages = len(counted)
-    for more in range(3):
-        for upto in _prefixes(stages) if more else (0,):
-            deeper = [depth + (more if stage < upto else 0) for stage, depth in enumerate(counted)]
-            yield tuple(map(min, deeper, times.deepest))
-
-
-def _prefixes(stages: int) -> list[int]:
-    """How many of the first stages to deepen together; for long pipelines, whose simulation is slow, one or all."""
-    return list(range(1, stages)) if stages <= 8 else [1, stages - 1]
-
-
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     """Take back what is in flight for nothing at the first stage, which has the most."""
-    while best.depths[0] > warm_up_depth(times.replicas, 0):
-        less = price_depths(times, (best.depths[0] - 1, *best.depths[1:]))
+    low, high = warm_up_depth(times.replicas, 0), best.depths[0]
+    while low < high:
+        middle = (low + high) // 2
+        less = price_depths(times, (middle, *best.depths[1:]))
         if less.seconds_per_unit > best.seconds_per_unit:
-            break
-        best = less
+            low = middle + 1
+        else:
+            best, high = less, middle
     return best
 
 
-def _counted_depths(times: PipelineTimes) -> Depths:
-    """The inequality at the top of this file, from the last stage to the first."""
+def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
+    """The inequality at the top of this file, from the last stage to the first, and `more` at every stage but that."""
     replicas = times.replicas
     depths = [1]
     outstanding = 2.0 * replicas[-1] - 1
@@ -232,7 +242,7 @@ def _counted_depths(times: PipelineTimes) -> Depths:
         )
         outstanding += min(own_s / times.busiest_s, replicas[stage]) + replicas[stage] - 1 + wire_s / times.busiest_s
         depth = math.ceil(outstanding / replicas[stage] * (1 - TOLERANCE))
-        depths.append(max(depth, warm_up_depth(replicas, stage)))
+        depths.append(max(depth, warm_up_depth(replicas, stage)) + more)
         outstanding = float(depths[-1] * replicas[stage])
     return tuple(reversed(depths))
 

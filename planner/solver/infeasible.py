@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.cluster import Cluster
 from planner.errors import InfeasibleError
@@ -18,14 +18,14 @@ _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64
 
 
-def explain(ledger: Ledger, cluster: Cluster, fits: Fits, recomputing: Fits | None = None) -> InfeasibleError:
-    """The error for a cluster whose memory no plan fits.
+def explain(ledger: Ledger, cluster: Cluster, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
+    """The error for a cluster whose memory no plan fits: the stage that does not, and the smallest changes that help.
 
     Args:
         ledger: of the profile.
         cluster: whose memory does not suffice.
         fits: the search.
-        recomputing: the search with stages that may recompute, where `fits` has none.
+        others: searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
     assert cluster.memory_bytes is not None
     stages, price = _leanest(ledger, cluster, fits)
@@ -37,8 +37,10 @@ def explain(ledger: Ledger, cluster: Cluster, fits: Fits, recomputing: Fits | No
     over = totals[worst] - cluster.memory_bytes
     again = ", recomputing its activations," if stages[worst].recompute else ""
     hint = f"the smallest memory that would do is --memory {round_up(totals[worst])}"
-    if recomputing is not None and recomputing(cluster.gpus, cluster.memory_bytes) is not None:
-        hint += "; so would --recompute auto"
+    for argument, allows in others.items():
+        if allows(cluster.gpus, cluster.memory_bytes) is not None:
+            hint += f"; so would {argument}"
+            break
     more = _fewest_gpus(cluster, fits)
     if more is not None:
         hint += f"; so would --gpus {more}"

@@ -56,7 +56,7 @@ def solve_interleaved(
         )
     paths, bound_s = asked.best()
     if not paths:
-        raise explain(ledger, cluster, fits, fits_recomputing if recompute == "never" else None)
+        raise explain(ledger, cluster, fits, {"--recompute auto": fits_recomputing} if recompute == "never" else {})
     answers = [_priced(ledger, space, cluster, path, microbatches, chunks) for path in paths[:SIMULATED]]
     waited = [(stages, price_with_waits(ledger, stages, cluster, cost, microbatches)) for stages, cost in answers]
     stages, cost = min(waited, key=lambda answer: (answer[1].seconds_per_minibatch, len(answer[0])))

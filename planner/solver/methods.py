@@ -159,7 +159,7 @@ def _infeasible(request: Request, method: MethodName) -> InfeasibleError:
             hint="leave some of them out: layers that a stage needs must not be pinned to a later one",
         )
     if not request.cluster.kinds:
-        return explain(request.ledger, request.cluster, fits)
+        return explain(request.ledger, request.cluster, fits, {})
     stages, cost = unlimited
     limits = [request.cluster.memory_of(_original(request, stage)) or _PLENTY for stage in stages]
     over = [held.total_bytes - limit for held, limit in zip(cost.memory, limits, strict=True)]

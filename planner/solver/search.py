@@ -87,7 +87,10 @@ class Search:
             return None
         if rough is not None:
             self._tighten(start_s)
-        alone = self._data_parallel()
+        # A start, not an answer: a few replica counts are enough.
+        alone = self._data_parallel(
+            np.unique(np.geomspace(1, min(self.gpus, self.model.most_replicas), num=32).astype(np.int64))
+        )
         if alone is not None and alone.seconds < best.seconds:
             best = alone
         low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
@@ -238,8 +241,11 @@ class Search:
     def _works(self, states: list[int]) -> list[Work]:
         return [self.space.work(i, np.array([j])) for i, j in pairwise(states)]
 
-    def _data_parallel(self) -> Path | None:
-        """The best single stage. It recomputes only where all must: with one in flight that saves nothing."""
+    def _data_parallel(self, replicas: Integers) -> Path | None:
+        """The best single stage on any of these numbers of replicas.
+
+        It recomputes only where all must: with one in flight that saves nothing.
+        """
         last = len(self.space) - 1
         work = self.space.work(0, np.array([last]))
         always = self.recompute == "always"
@@ -249,8 +255,6 @@ class Search:
             footprint = footprint.recomputed() if always else footprint
             if np.any(np.asarray(self.model.fewest_for_memory(footprint, 0, self.memory_bytes)) > 1):
                 return None
-        # A start, not an answer: a few replica counts are enough.
-        replicas = np.unique(np.geomspace(1, min(self.gpus, self.model.most_replicas), num=32).astype(np.int64))
         seconds: Floats = self.model.stage_s(work, replicas)
         best = int(np.argmin(seconds))
         return Path((0, last), (int(replicas[best]),), float(seconds[best]), (always,))

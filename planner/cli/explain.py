@@ -1,0 +1,40 @@
+"""`plan explain`: why a plan is as it is."""
+
+from __future__ import annotations
+
+import argparse
+
+from planner.cli.question import add_question_arguments, plan_of
+
+DESCRIPTION = """\
+Say what limits the fastest plan, or --plan: the busiest resource and the slack of all others, what moving each boundary
+by a layer would cost, the best plan with another config, and what more bandwidth, one more GPU or more memory would
+bring.
+
+    plan explain --gpus 8 --bandwidth 10Gbps
+    plan explain --plan plan.json
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="say what limits a plan, and what would make it faster",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_question_arguments(parser, plan=True)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain and print."""
+    from planner.answers.explain import explain
+    from planner.pipedream import read_profile
+    from planner.report.explain import explanation_report
+
+    profile = read_profile(args.profile)
+    explanation = explain(profile, plan_of(args, profile))
+    print(explanation.model_dump_json(indent=1) if args.json else explanation_report(explanation))
+    return 0

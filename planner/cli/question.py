@@ -1,0 +1,76 @@
+"""The arguments of the verbs that ask about plans: which profile, which plan, and how to solve."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.cli.cluster import add_cluster_arguments, cluster_of
+from planner.errors import ClusterError
+
+if TYPE_CHECKING:
+    from planner.answers.question import Question
+    from planner.plan_file import Plan
+    from planner.profile_file import Profile
+
+_CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
+_SOLVING = ("schedule", "microbatches", "cost_model")
+
+
+def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
+    """Declare the cluster's arguments, and how to solve; `plan`: or a plan that has both."""
+    add_cluster_arguments(parser)
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="profile.json of `plan profile`, or a graph.txt that PipeDream published (default: %(default)s)",
+    )
+    if plan:
+        parser.add_argument(
+            "--plan",
+            type=Path,
+            metavar="FILE",
+            help="a plan made from that profile, which has its own cluster and schedule (default: solve for one)",
+        )
+    parser.add_argument(
+        "--schedule",
+        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "naive"],
+        help="as for `plan solve` (default: 1f1b)",
+    )
+    parser.add_argument("--microbatches", type=int, metavar="M", help="as for `plan solve` (default: 4 per GPU)")
+    parser.add_argument(
+        "--cost-model",
+        choices=["resource", "pipedream", "paper"],
+        help="as for `plan solve` (default: resource)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """How the arguments say to solve."""
+    from planner.answers.question import Question
+
+    given = {name: getattr(args, name) for name in _SOLVING}
+    return Question(**{name: value for name, value in given.items() if value is not None})
+
+
+def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
+    """The plan of --plan, or the one for the cluster of the arguments.
+
+    Raises:
+        ClusterError: for a plan and a cluster at once.
+    """
+    from planner.plan_file import load_plan
+
+    if args.plan is None:
+        return question_of(args).solve(profile, cluster_of(args, profile))
+    for name in (*_CLUSTER, *_SOLVING):
+        if getattr(args, name) not in (None, False):
+            flag = "--" + name.replace("_", "-")
+            raise ClusterError(
+                f"{flag} has no meaning with --plan, which says so itself", hint=f"leave one of --plan and {flag} out"
+            )
+    return load_plan(args.plan)

@@ -1,0 +1,128 @@
+"""`plan sweep`: how the plan changes with the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.cli.cluster import cluster_of
+from planner.cli.question import add_question_arguments, question_of
+from planner.errors import ClusterError, InputError
+from planner.units import parse_bandwidth, parse_bytes
+
+if TYPE_CHECKING:
+    from planner.answers.sweep import Quantity
+    from planner.cluster import Cluster
+    from planner.profile_file import Profile
+
+DESCRIPTION = """\
+Solve for a range of clusters and show how the plan changes, and where. One of --bandwidth, --gpus and --memory is a
+range LOW:HIGH; all else is as for `plan solve`.
+
+    plan sweep --gpus 8 --bandwidth 1Gbps:100Gbps --plot sweep.svg
+    plan sweep --gpus 2:16 --bandwidth 10Gbps
+"""
+POINTS, GPU_POINTS = 9, 16
+Range = tuple[float, float]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "sweep",
+        help="show how the plan changes with bandwidth, GPUs or memory",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # three of the cluster's arguments may be ranges here
+    )
+    add_question_arguments(parser, plan=False)
+    swept = parser.add_argument_group("swept: one of these is a range LOW:HIGH")
+    swept.add_argument("--gpus", type=_range_of(_count), metavar="N", help="number of GPUs: 8, or 2:16")
+    swept.add_argument(
+        "--bandwidth",
+        type=lambda text: [_range_of(parse_bandwidth)(part) for part in text.split(",")],
+        metavar="RATE",
+        help="of each GPU's link, each way: 10Gbps, or 1Gbps:100Gbps; with --topology one per level, inner to outer: "
+        "128Gbps,1Gbps:100Gbps",
+    )
+    swept.add_argument("--memory", type=_range_of(parse_bytes), metavar="SIZE", help="of each GPU: 16GB, or 4GB:32GB")
+    parser.add_argument(
+        "--points", type=int, metavar="N", help=f"values to solve for (default: {POINTS}, and {GPU_POINTS} for GPUs)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the speed-ups as a picture")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sweep, print, and write the picture."""
+    from planner.answers.sweep import spread, sweep
+    from planner.files import write_text
+    from planner.pipedream import read_profile
+    from planner.report.sweep import sweep_report
+    from planner.report.sweep_svg import sweep_svg
+
+    if args.plot is not None and args.plot.suffix != ".svg":
+        raise InputError(f"--plot {args.plot} is not an SVG file", hint="name it FILE.svg")
+    quantity, (low, high) = _swept(args)
+    default = GPU_POINTS if quantity == "gpus" else POINTS
+    values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
+    profile = read_profile(args.profile)
+    cluster_at = _clusters(args, quantity, profile)
+    swept = sweep(profile, quantity, values, cluster_at, question=question_of(args))
+    print(swept.model_dump_json(indent=1) if args.json else sweep_report(swept))
+    if args.plot is not None:
+        write_text(args.plot, sweep_svg(swept))
+        print(f"written to {args.plot}", file=sys.stderr)
+    return 0
+
+
+def _swept(args: argparse.Namespace) -> tuple[Quantity, Range]:
+    """The one range among the arguments."""
+    ranges: list[tuple[Quantity, Range]] = [
+        ("bandwidth", value) for value in args.bandwidth or () if isinstance(value, tuple)
+    ]
+    if isinstance(args.gpus, tuple):
+        ranges.append(("gpus", args.gpus))
+    if isinstance(args.memory, tuple):
+        ranges.append(("memory", args.memory))
+    if len(ranges) != 1:
+        raise ClusterError(
+            f"{len(ranges) or 'none'} of --bandwidth, --gpus and --memory is a range, where one has to be"
+            if len(ranges) < 2
+            else f"{len(ranges)} ranges, where one has to be",
+            hint="write one of them as LOW:HIGH, as in --bandwidth 1Gbps:100Gbps",
+        )
+    return ranges[0]
+
+
+def _clusters(args: argparse.Namespace, quantity: Quantity, profile: Profile) -> Callable[[float], Cluster]:
+    """The cluster of the arguments with a value in the range's place."""
+
+    def at(value: float) -> Cluster:
+        given = argparse.Namespace(**vars(args))
+        if quantity == "bandwidth":
+            given.bandwidth = [value if isinstance(each, tuple) else each for each in args.bandwidth]
+        else:
+            setattr(given, quantity, int(value))
+        return cluster_of(given, profile)
+
+    return at
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise ClusterError(f"'{text}' is not a number of GPUs", hint="write --gpus 8, or a range: --gpus 2:16")
+    return int(text)
+
+
+def _range_of(parse: Callable[[str], float]) -> Callable[[str], float | Range]:
+    """A value, or two with a colon between."""
+
+    def read(text: str) -> float | Range:
+        low, colon, high = text.partition(":")
+        return (parse(low), parse(high)) if colon else parse(low)
+
+    return read

@@ -1,0 +1,54 @@
+"""A comparison for people."""
+
+from __future__ import annotations
+
+from tabulate import tabulate
+
+from planner.answers.compare import Comparison, Row
+from planner.report.plan import cluster_line
+from planner.units import format_bytes, format_rate
+
+
+def comparison_report(comparison: Comparison) -> str:
+    """The chosen plan and the baselines, a line each."""
+    known = comparison.rows[0].samples_per_s is not None
+    each = "sample" if known else "batch"
+    headers = ["", "config", "samples/s" if known else "batches/s", "speed-up", "memory per GPU"]
+    headers += [f"sent per {each}", "less sent", "idle", "fits"]
+    rows = [_cells(row) for row in comparison.rows]
+    about = [("model", comparison.model), ("cluster", cluster_line(comparison.cluster))]
+    head = tabulate(about, tablefmt="plain", disable_numparse=True)
+    aligned = ("left", "left", *["right"] * 6, "left")
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    return f"{head}\n\n{table}\n\n{_legend(comparison)}"
+
+
+def _cells(row: Row) -> list[str]:
+    sent = row.communication_bytes_per_sample
+    return [
+        row.name,
+        row.config,
+        format_rate(row.samples_per_s or 1 / row.seconds_per_microbatch),
+        f"{row.speedup_over_data_parallel:.2f}x",
+        format_bytes(row.memory_bytes),
+        format_bytes(row.communication_bytes if sent is None else sent),
+        "" if row.communication_cut is None else f"{row.communication_cut:.0%}",
+        f"{row.idle_share:.0%}",
+        _fits(row),
+    ]
+
+
+def _fits(row: Row) -> str:
+    return f"no, {format_bytes(row.over_memory_bytes)} too many" if row.over_memory_bytes else "yes"
+
+
+def _legend(comparison: Comparison) -> str:
+    lines = [
+        "speed-up and less sent: against data parallel; idle: share of the workers' time in which they do not compute",
+    ]
+    drained = [row for row in comparison.rows if row.schedule != comparison.rows[0].schedule]
+    lines += [
+        f"{row.name}: gradients are reduced and weights updated once for {row.microbatches} microbatches"
+        for row in drained
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,172 @@
+"""Of the plans that the search proposes, the one that is fastest once its waits are counted.
+
+The search minimises the busy time of the busiest resource. What workers wait for messages and for each other shows only
+when the schedule is simulated, and then a plan on fewer GPUs, or one without replicas behind its first stage, can win.
+So where the search's plan waits, others are simulated too: data parallelism, the best plans whose later stages have one
+replica each, the best plans on ever fewer GPUs, and on few GPUs those for slower links and less memory, until none of
+them could win even without waiting. What is proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so that
+more of them never make the answer worse; for links and memory, which have no smallest step, that holds mostly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Cluster
+from planner.cost import IMPOSSIBLE, Integers, Link, RecomputeRule, link_of
+from planner.cost_2bw import asynchronous_model
+from planner.pricing import Candidate, Price
+from planner.solver.depth import MOST_WORKERS
+from planner.solver.search import RESOLUTION, Path, Search
+from planner.solver.states import StateSpace
+
+Priced = tuple[Sequence[Candidate], Price]
+BestOn = Callable[[int, float], Priced | None]
+
+DENSE = 16  # up to so many GPUs each number is tried; simulating takes the longer, the more there are
+NEAR = 4  # above, so many numbers are tried from the cluster's down, and some below
+# Plans for slower links and less memory than there are: factors between them, how many, and for how many GPUs
+SLOWER, SLOWER_STEPS = 2**0.5, 2
+SLOWED = 1.15  # how much worse than the best a plan's bound may be on the slower link, to be proposed
+LEANER, LEANER_STEPS = 1.15, 4
+FEW = 8
+_ROUNDING = 1e-9
+
+
+class FrontSearch(Search):
+    """Plans in which only the first stage has replicas."""
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        total, replicas, again = super().suffixes(state, others, target_s, after)
+        if state == 0:
+            return total, replicas, again
+        return np.where(replicas > 1, IMPOSSIBLE, total), replicas, again
+
+    def _rough(self, below_s: float | None) -> Path | None:
+        """None: the plans of the unrestricted search are no start for this one."""
+        return None
+
+
+class StraightSearch(FrontSearch):
+    """Plans without replicas."""
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        total, replicas, again = super().suffixes(state, others, target_s, after)
+        return np.where(replicas > 1, IMPOSSIBLE, total), replicas, again
+
+    def _data_parallel(self, replicas: Integers) -> Path | None:
+        """That without replicas."""
+        return super()._data_parallel(replicas[:1])
+
+
+class DataParallelSearch(Search):
+    """Plans of one stage, which wait for nobody."""
+
+    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> Path | None:
+        """The fastest plan."""
+        path = self._data_parallel(np.arange(1, min(self.gpus, self.model.most_replicas) + 1))
+        return path if path is not None and (below_s is None or path.seconds < below_s) else None
+
+
+PROPOSED: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSearch, Search)
+
+
+def questions(
+    gpus: int, link: Link, memory_bytes: int | None, link_unit: float, memory_unit: float
+) -> Iterator[tuple[type[Search], int, Link, int | None]]:
+    """Kinds of plans to propose: the search for them, and for how many GPUs at most, which link and which memory.
+
+    Args:
+        gpus: of the cluster.
+        link: of the cluster.
+        memory_bytes: of the cluster.
+        link_unit: a bandwidth, and
+        memory_unit: a memory, of the model's own, from which slower links and less memory are counted.
+    """
+    for kind in PROPOSED:
+        yield kind, min(gpus, MOST_WORKERS), link, memory_bytes
+    for bandwidth in steps_below(link.bandwidth_bytes_per_s, link_unit, SLOWER, SLOWER_STEPS):
+        slower = bandwidth / link.bandwidth_bytes_per_s
+        ring = link.all_reduce_bandwidth_bytes_per_s
+        reduced = None if ring is None else ring * slower
+        slow = replace(link, bandwidth_bytes_per_s=bandwidth, all_reduce_bandwidth_bytes_per_s=reduced)
+        yield Search, min(gpus, FEW), slow, memory_bytes
+    most = memory_unit if memory_bytes is None else min(memory_bytes, memory_unit)
+    for memory in steps_below(most, memory_unit, LEANER, LEANER_STEPS):
+        yield Search, min(gpus, FEW), link, max(1, int(memory))
+
+
+def counts_to_try(gpus: int) -> list[int]:
+    """Numbers of GPUs, descending: the highest few, and below them ever the same, all of the small ones among them."""
+    steps = [*range(1, DENSE), *(DENSE * part // 4 << octave for octave in range(16) for part in range(4, 8))]
+    return sorted({*range(max(1, gpus - NEAR + 1), gpus + 1), *(n for n in steps if n <= gpus)}, reverse=True)
+
+
+def steps_below(value: float, unit: float, step: float, count: int) -> list[float]:
+    """The highest `count` of the numbers unit·step^k that are below the value."""
+    highest = math.ceil(math.log(value / unit, step) - _ROUNDING) - 1
+    return [unit * step**power for power in range(highest, highest - count, -1)]
+
+
+def fastest(
+    first: Priced,
+    kinds: Iterable[tuple[BestOn, int]],
+    with_waits: Callable[[Priced, float], Price],
+) -> Priced:
+    """The proposal whose price with waits is least, with that price.
+
+    Args:
+        first: the plan whose busiest resource is least busy.
+        kinds: how to find the best plan of each kind, and for how many GPUs at most.
+        with_waits: the price of a plan when its waits are counted, exact where it may be below so many seconds.
+    """
+    bound_s = first[1].seconds_per_minibatch * (1 + _ROUNDING)
+    best = first[0], with_waits(first, math.inf)
+    seen = {tuple(first[0])}
+    for best_on, gpus in kinds:
+        used = gpus + 1
+        for count in counts_to_try(gpus):
+            if best[1].seconds_per_minibatch <= bound_s:
+                return best
+            if count >= used:
+                continue  # the best plan on more GPUs left some unused
+            proposal = best_on(count, best[1].seconds_per_minibatch)
+            if proposal is None:
+                break
+            used = sum(stage.replicas for stage in proposal[0])
+            if tuple(proposal[0]) in seen:
+                continue
+            seen.add(tuple(proposal[0]))
+            price = with_waits(proposal, best[1].seconds_per_minibatch)
+            if price.seconds_per_minibatch < best[1].seconds_per_minibatch * (1 - _ROUNDING):
+                best = proposal[0], price
+    return best
+
+
+def proposals(space: StateSpace, cluster: Cluster, recompute: RecomputeRule) -> list[list[Candidate]]:
+    """The best plans of each kind on a few numbers of GPUs, by their busiest resource."""
+    found = []
+    model = asynchronous_model("resource", "1f1b", 1, link_of(cluster))
+    for kind in PROPOSED:
+        for count in counts_to_try(cluster.gpus)[:NEAR]:
+            path = kind(space, model, count, cluster.memory_bytes, recompute).best()
+            if path is not None:
+                found.append(_stages(space, path))
+    return found
+
+
+def _stages(space: StateSpace, path: Path) -> list[Candidate]:
+    return [
+        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
+        for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
+    ]

@@ -1,0 +1,121 @@
+"""`plan compare`, `plan sweep` and `plan explain` from outside: tables, JSON, pictures, complaints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from planner.profile_file import save_profile
+from tests.samples import layer, profile
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = profile(
+    layer("a", 0.2, 0.4, output_bytes=1000, saved_bytes=10**9),
+    layer("b", 0.1, 0.2, weight_bytes=10**8, saved_bytes=10**9),
+)
+CLUSTER = ("--gpus", "3", "--bandwidth", "1Gbps")
+
+
+def plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "planner", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_profile(MODEL, tmp_path / "profile.json")
+    return tmp_path
+
+
+def test_compare_solves_or_takes_a_plan(folder: Path) -> None:
+    solved = plan("compare", *CLUSTER, cwd=folder)
+    assert solved.returncode == 0, solved.stderr
+    assert "chosen plan" in solved.stdout
+    assert "data parallel" in solved.stdout
+    assert plan("solve", *CLUSTER, cwd=folder).returncode == 0
+    assert plan("compare", "--plan", "plan.json", cwd=folder).stdout == solved.stdout
+    rows = json.loads(plan("compare", "--plan", "plan.json", "--json", cwd=folder).stdout)["rows"]
+    assert [row["name"] for row in rows][:2] == ["chosen plan", "data parallel"]
+
+
+def test_explain_solves_or_takes_a_plan(folder: Path) -> None:
+    solved = plan("explain", *CLUSTER, cwd=folder)
+    assert solved.returncode == 0, solved.stderr
+    assert "limited by the computation of stage 0" in solved.stdout
+    assert plan("solve", *CLUSTER, cwd=folder).returncode == 0
+    assert plan("explain", "--plan", "plan.json", cwd=folder).stdout == solved.stdout
+    assert json.loads(plan("explain", *CLUSTER, "--json", cwd=folder).stdout)["config"] == "2-1"
+
+
+def test_sweeps(folder: Path) -> None:
+    swept = plan("sweep", "--gpus", "3", "--bandwidth", "100Mbps:100Gbps", "--plot", "sweep.svg", cwd=folder)
+    assert swept.returncode == 0, swept.stderr
+    assert "100 Gbps" in swept.stdout
+    assert "written to sweep.svg" in swept.stderr
+    ElementTree.parse(folder / "sweep.svg")
+    gpus = json.loads(plan("sweep", "--gpus", "1:4", "--bandwidth", "1Gbps", "--json", cwd=folder).stdout)
+    assert [point["value"] for point in gpus["points"]] == [1, 2, 3, 4]
+    memory = plan("sweep", "--gpus", "3", "--bandwidth", "1Gbps", "--memory", "1GB:8GB", "--points", "3", cwd=folder)
+    assert "none fits" in memory.stdout
+    levels = ("--topology", "2x2", "--bandwidth", "10Gbps,1Gbps:10Gbps", "--points", "2")
+    assert plan("sweep", *levels, cwd=folder).returncode == 0
+
+
+def test_a_published_profile_knows_no_samples(tmp_path: Path) -> None:
+    lines = [
+        f"node{i} -- Linear -- forward_compute_time={i}.0, backward_compute_time={i}.0, activation_size=1000.0, "
+        "parameter_size=1000000.0"
+        for i in (1, 2, 3)
+    ]
+    lines += ["\tnode1 -- node2", "\tnode2 -- node3"]
+    (tmp_path / "graph.txt").write_text("\n".join(lines))
+    for verb, bandwidth in (("compare", "1Gbps"), ("explain", "1Gbps"), ("sweep", "1Gbps:2Gbps")):
+        done = plan(verb, "--profile", "graph.txt", "--gpus", "2", "--bandwidth", bandwidth, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "samples/s" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (("compare",), 2, "the cluster has no bandwidth"),
+        (("compare", "--plan", "none.json"), 2, "there is no file 'none.json'"),
+        (("compare", "--plan", "p.json", "--gpus", "2"), 2, "--gpus has no meaning with --plan"),
+        (("explain", "--plan", "p.json", "--schedule", "gpipe"), 2, "--schedule has no meaning with --plan"),
+        (("compare", *CLUSTER, "--memory", "1GB"), 3, "no plan fits 3 GPUs of 1 GB"),
+        (("sweep", *CLUSTER), 2, "none of --bandwidth, --gpus and --memory is a range"),
+        (("sweep", "--gpus", "2:4", "--bandwidth", "1Gbps:2Gbps"), 2, "2 ranges, where one has to be"),
+        (("sweep", "--gpus", "4:2", "--bandwidth", "1Gbps"), 2, "the range runs backwards"),
+        (("sweep", "--gpus", "2:x", "--bandwidth", "1Gbps"), 2, "'x' is not a number of GPUs"),
+        (("sweep", "--gpus", "0:3", "--bandwidth", "1Gbps"), 2, "0"),
+        (("sweep", "--gpus", "2", "--bandwidth", "1Gbps:2Gb"), 2, "bandwidth '2Gb' is not a rate"),
+        (("sweep", "--gpus", "2", "--bandwidth", "1Gbps:2Gbps", "--points", "1"), 2, "1 points make no sweep"),
+        (("sweep", "--gpus", "2", "--bandwidth", "1Gbps:2Gbps", "--plot", "a.png"), 2, "is not an SVG file"),
+        (("sweep", "--bandwidth", "1Gbps:2Gbps"), 2, "the cluster has no number of GPUs"),
+    ],
+)
+def test_wrong_input_is_one_sentence_a_hint_and_a_code(
+    folder: Path, arguments: tuple[str, ...], code: int, complaint: str
+) -> None:
+    done = plan(*arguments, cwd=folder)
+    assert done.returncode == code, done.stderr
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert complaint in error
+    assert hint.startswith("hint: ")
+    assert done.stdout == ""
+
+
+def test_a_plan_of_another_profile_is_refused(folder: Path) -> None:
+    assert plan("solve", *CLUSTER, cwd=folder).returncode == 0
+    save_profile(MODEL.model_copy(update={"model": "other"}), folder / "profile.json")
+    for verb in ("compare", "explain"):
+        done = plan(verb, "--plan", "plan.json", cwd=folder)
+        assert done.returncode == 2
+        assert "another profile" in done.stderr
