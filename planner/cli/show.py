@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.profile_file import Profile
 
 DESCRIPTION = """\
 Show what is in a plan, or in a profile: the files that the other verbs write, or a graph.txt that PipeDream published.
+
+    plan show                                          plan.json
+    plan show profile.json --by time --top 10          the ten slowest layers
+    plan show profile.json --format svg > profile.svg
 """
 
 
@@ -21,7 +31,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "file", type=Path, nargs="?", default=Path("plan.json"), help="plan or profile (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument(
+        "--by",
+        choices=["order", "time", "output", "weights", "saved"],
+        default="order",
+        help="of a profile's layers: in the order of execution, or the largest first (default: %(default)s)",
+    )
+    parser.add_argument("--top", type=int, metavar="N", help="so many of a profile's layers (default: all)")
+    parser.add_argument(
+        "--format",
+        choices=["table", "json", "svg", "graph.txt"],
+        default="table",
+        help="of a profile also svg, a plot of its layers' times and bytes, and graph.txt, PipeDream's format, for its "
+        "optimizer and tools that read it (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     parser.set_defaults(run=run)
 
 
@@ -30,12 +54,30 @@ def run(args: argparse.Namespace) -> int:
     from planner.pipedream import is_profile, read_profile
     from planner.plan_file import load_plan
     from planner.report.plan import plan_report
-    from planner.report.profile import profile_report
 
     if is_profile(args.file):
-        profile = read_profile(args.file)
-        print(profile.model_dump_json(indent=1) if args.json else profile_report(profile))
+        print(_profile(read_profile(args.file), args))
         return 0
     plan = load_plan(args.file)
-    print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
+    if args.format not in ("table", "json"):
+        raise InputError(
+            f"--format {args.format} is for profiles, and '{args.file}' is a plan", hint="name a profile.json"
+        )
+    print(plan.model_dump_json(indent=1) if args.format == "json" else plan_report(plan))
     return 0
+
+
+def _profile(profile: Profile, args: argparse.Namespace) -> str:
+    from planner.pipedream import graph_txt
+    from planner.report.profile import profile_report
+    from planner.report.profile_svg import profile_svg
+
+    match args.format:
+        case "json":
+            return profile.model_dump_json(indent=1)
+        case "svg":
+            return profile_svg(profile)
+        case "graph.txt":
+            return graph_txt(profile).rstrip("\n")
+        case _:
+            return profile_report(profile, by=args.by, top=args.top)

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Literal
+
 from tabulate import tabulate
 
 from planner.profile_file import Layer, Profile
 from planner.units import format_bytes, format_seconds
 
+Order = Literal["order", "time", "output", "weights", "saved"]
+_MOST = 3  # layers named in the head
 
-def profile_report(profile: Profile) -> str:
-    """Every layer's costs, and their sums against the step measured whole."""
-    return "\n\n".join((_head(profile), _layer_table(profile)))
+
+def profile_report(profile: Profile, *, by: Order = "order", top: int | None = None) -> str:
+    """The layers' costs, and their sums against the step measured whole.
+
+    Args:
+        profile: of a model.
+        by: execution order, or what to sort by, largest first.
+        top: at most so many layers; None for all.
+    """
+    layers = list(profile.layers)
+    if by != "order":
+        layers.sort(key=_SIZES[by], reverse=True)
+    shown = layers[: max(0, top)] if top is not None else layers
+    parts = [_head(profile), _layer_table(shown, _total_s(profile))]
+    if len(shown) < len(layers):
+        parts.append(f"{len(shown)} of {len(layers)} layers")
+    return "\n\n".join(parts)
+
+
+def time_s(layer: Layer) -> float:
+    """Seconds of a layer per microbatch, its update included."""
+    return layer.forward_s + layer.backward_s + layer.update_s
+
+
+def output_bytes(layer: Layer) -> int:
+    """Bytes that a cut after the layer would send of its own."""
+    return sum(value.output_bytes for value in layer.outputs)
+
+
+_SIZES: dict[str, Callable[[Layer], float]] = {
+    "time": time_s,
+    "output": output_bytes,
+    "weights": lambda layer: layer.weight_bytes,
+    "saved": lambda layer: layer.saved_bytes,
+}
+
+
+def _total_s(profile: Profile) -> float:
+    return sum(map(time_s, profile.layers))
+
+
+def _most(profile: Profile, size: Callable[[Layer], float], text: Callable[[Layer], str]) -> str:
+    layers = sorted(profile.layers, key=size, reverse=True)[:_MOST]
+    return ", ".join(f"{layer.name} {text(layer)}" for layer in layers if size(layer) > 0) or "none"
 
 
 def _head(profile: Profile) -> str:
@@ -27,6 +73,12 @@ def _head(profile: Profile) -> str:
     ]
     if (whole := profile.whole_step) is not None:
         lines.append(("measured whole", _step(whole.forward_s, whole.backward_s, whole.update_s)))
+    total_s = _total_s(profile)
+    lines += [
+        ("most time", _most(profile, time_s, lambda layer: f"{time_s(layer) / total_s:.0%}")),
+        ("most weights", _most(profile, _SIZES["weights"], lambda layer: format_bytes(layer.weight_bytes))),
+        ("largest outputs", _most(profile, output_bytes, lambda layer: format_bytes(output_bytes(layer)))),
+    ]
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
 
 
@@ -36,20 +88,21 @@ def _step(forward_s: float, backward_s: float, update_s: float) -> str:
     return f"{total}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts)
 
 
-def _layer_table(profile: Profile) -> str:
-    headers = ["layer", "op", "forward", "backward", "update", "output", "weights", "saved"]
-    rows = [_row(layer) for layer in profile.layers]
+def _layer_table(layers: Sequence[Layer], total_s: float) -> str:
+    headers = ["layer", "op", "forward", "backward", "update", "share", "output", "weights", "saved"]
+    rows = [_row(layer, total_s) for layer in layers]
     return tabulate(rows, headers=headers, disable_numparse=True)
 
 
-def _row(layer: Layer) -> list[str]:
+def _row(layer: Layer, total_s: float) -> list[str]:
     return [
         layer.name,
         layer.op,
         format_seconds(layer.forward_s),
         format_seconds(layer.backward_s),
         format_seconds(layer.update_s),
-        format_bytes(sum(value.output_bytes for value in layer.outputs)),
+        f"{time_s(layer) / total_s:.1%}" if total_s else "",
+        format_bytes(output_bytes(layer)),
         format_bytes(layer.weight_bytes),
         format_bytes(layer.saved_bytes),
     ]
