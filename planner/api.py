@@ -16,6 +16,7 @@ from planner.profiler.calibrate import load_calibration
 from planner.profiler.devices import parse_dtype
 from planner.profiler.estimate import estimate_profile
 from planner.profiler.measure import Progress
+from planner.profiler.profile import DEFAULT_REPEATS, DEFAULT_SECONDS
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -26,6 +27,8 @@ def profile(
     batch_size: int = DEFAULT_BATCH_SIZE,
     device: str = "cpu",
     threads: int = 1,
+    seconds: float | None = None,
+    repeats: int | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training on this device.
@@ -35,13 +38,23 @@ def profile(
         batch_size: samples per minibatch, or per microbatch where a schedule divides minibatches.
         device: "cpu", "cuda" or "cuda:N".
         threads: intra-op threads on a CPU: the cores that one worker will have.
+        seconds: time to measure for, warm-up and capture not counted; 20 when None.
+        repeats: at most so many steps; 50 when None.
         progress: told the phase and how much of it is done, 0 to 1.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: when there is no such device, or a number makes no sense.
     """
-    return profile_model(load_model_file(model), batch_size, device=device, threads=threads, progress=progress)
+    return profile_model(
+        load_model_file(model),
+        batch_size,
+        device=device,
+        threads=threads,
+        seconds=DEFAULT_SECONDS if seconds is None else seconds,
+        repeats=DEFAULT_REPEATS if repeats is None else repeats,
+        progress=progress,
+    )
 
 
 def estimate(

@@ -139,7 +139,7 @@ def test_values_that_go_different_ways_get_nodes_of_their_own(tmp_path: Path) ->
     first = layer("first").model_copy(
         update={"outputs": tuple(Value(name=n, output_bytes=b, gradient_bytes=b) for n, b in (("x", 5), ("y", 7)))}
     )
-    own = profile(first, layer("InputNorm"), layer("last")).model_copy(
+    own = profile(first, layer("InputNorm"), layer("last"), edges=[]).model_copy(
         update={
             "edges": (
                 Edge(source="first", value="x", target="InputNorm"),

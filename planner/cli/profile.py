@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from planner.cli.batch_sizes import parse_sizes, profile_path
 from planner.errors import InputError
@@ -23,6 +23,11 @@ With --estimate nothing is measured and the device need not be there: times come
 moves, and from a table of devices. They are for rough answers, and the profile says that they are estimated.
 
     plan profile model.py --batch-size 32 --estimate --device v100
+
+With --links the links between the hosts are measured instead, point to point and in all-reduces, and written to a
+cluster.json that `plan solve --cluster` takes. Start it on each host with torchrun:
+
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
 DEFAULT_BATCH_SIZE = 32
 
@@ -35,7 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
+    parser.add_argument(
+        "model", nargs="?", help="model file, or model.py:builder for another function than build_model"
+    )
     parser.add_argument(
         "--batch-size",
         type=parse_sizes,
@@ -70,8 +77,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="profile measured on such a device, with its model.py beside it, to fit the table to; may be repeated",
     )
+    effort = parser.add_argument_group("measuring")
+    effort.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="measure for so long, warm-up and capture not counted; at least three steps (default: 20)",
+    )
+    effort.add_argument("--repeats", type=int, metavar="N", help="measure at most so many steps (default: 50)")
+    links = parser.add_argument_group("links")
+    links.add_argument(
+        "--links",
+        action="store_true",
+        help="measure the links between the workers that torchrun started instead of a model, and write cluster.json",
+    )
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: %(default)s)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="(default: profile.json; with --links cluster.json)",
     )
     parser.add_argument("--json", action="store_true", help="print the profile as JSON")
     parser.set_defaults(run=run)
@@ -82,11 +107,16 @@ def run(args: argparse.Namespace) -> int:
     from planner.profile_file import save_profile
     from planner.report.profile import profile_report
 
+    if args.links:
+        _run_links(args)
+    if args.model is None:
+        raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
+    output = args.output or Path("profile.json")
     several = len(args.batch_size) > 1
     profiles = []
     for size in args.batch_size:
         profiles.append(_estimated(args, size) if args.estimate else _measured(args, size))
-        path = profile_path(args.output, size) if several else args.output
+        path = profile_path(output, size) if several else output
         save_profile(profiles[-1], path)
         print(f"written to {path}", file=sys.stderr)
     if args.json:
@@ -95,6 +125,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(map(profile_report, profiles)))
     return 0
+
+
+def _run_links(args: argparse.Namespace) -> NoReturn:
+    from planner.cli.worker import end_process
+    from planner.cluster import save_cluster
+    from planner.profiler.links import measure_cluster
+    from planner.report.cluster import cluster_report
+
+    if args.model is not None:
+        raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave one of the two out")
+    cluster = measure_cluster()
+    if cluster is not None:  # rank 0
+        output = args.output or Path("cluster.json")
+        save_cluster(cluster, output)
+        print(cluster.model_dump_json(indent=1) if args.json else cluster_report(cluster))
+        print(f"written to {output}", file=sys.stderr)
+    end_process(0)
 
 
 def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
@@ -107,7 +154,15 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     keep_freed_pages()  # as the workers do
     progress = _ProgressLine() if sys.stderr.isatty() else None
     try:
-        return profile(args.model, batch_size=batch_size, device=args.device, threads=args.threads, progress=progress)
+        return profile(
+            args.model,
+            batch_size=batch_size,
+            device=args.device,
+            threads=args.threads,
+            seconds=args.seconds,
+            repeats=args.repeats,
+            progress=progress,
+        )
     finally:
         if progress is not None:
             progress.end()

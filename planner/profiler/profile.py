@@ -62,6 +62,8 @@ def profile_model(
     for name, number in (("batch size", batch_size), ("threads", threads), ("repeats", repeats)):
         if number < 1:
             raise InputError(f"{name} {number} is less than 1", hint="give a positive whole number")
+    if not 0 <= seconds < float("inf"):
+        raise InputError(f"{seconds:g} seconds is no time to measure for", hint="give --seconds 20")
     if threads > (cores := os.cpu_count() or threads):
         raise InputError(f"this machine has {cores} cores, not {threads}", hint="a worker's threads need a core each")
     target = _device(device)
