@@ -110,6 +110,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="TIME",
         help="answer after that time, 30s, with the best plan so far and how far from optimal it can be",
     )
+    parser.add_argument(
+        "--verify",
+        metavar="MODEL",
+        help="model file: measure the plan's stages on this machine, each by itself, beside the sums of their layers",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
@@ -130,7 +135,21 @@ def run(args: argparse.Namespace) -> int:
     save_plan(plan, args.output)
     print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
     print(f"written to {args.output}", file=sys.stderr)
+    if args.verify is not None:
+        profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)
+        # With --json stdout holds the plan alone.
+        print(f"\n{_verified(args.verify, profile, plan)}", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _verified(model: str, profile: Profile, plan: Plan) -> str:
+    from planner.executor.memory import keep_freed_pages
+    from planner.model.file import load_model_file
+    from planner.profiler.verify import verify
+    from planner.report.verify import verify_report
+
+    keep_freed_pages()  # as the workers do
+    return verify_report(plan, verify(load_model_file(model), profile, plan))
 
 
 def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Plan:

@@ -66,11 +66,11 @@ def profile_model(
         raise InputError(f"{seconds:g} seconds is no time to measure for", hint="give --seconds 20")
     if threads > (cores := os.cpu_count() or threads):
         raise InputError(f"this machine has {cores} cores, not {threads}", hint="a worker's threads need a core each")
-    target = _device(device)
+    target = parse_device(device)
     report = progress or (lambda _phase, _fraction: None)
     if warmup is None:
         warmup = WARMUP_CUDA if target.type == "cuda" else WARMUP_CPU
-    with _threads(threads), torch.random.fork_rng():
+    with thread_count(threads), torch.random.fork_rng():
         torch.manual_seed(seed)
         report("capturing", 0.0)
         batch = model_file.example_batch(batch_size)
@@ -208,7 +208,12 @@ def _dtype(graph: LayerGraph) -> str | None:
     return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
 
 
-def _device(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        InputError: when there is none.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -241,7 +246,8 @@ def _cpu_name() -> str:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def thread_count(count: int) -> Iterator[None]:
+    """Use so many intra-op threads for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

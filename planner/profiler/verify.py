@@ -1,0 +1,153 @@
+"""The stages of a plan, each run by itself on this device, beside what the profile's layers add up to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.errors import InputError, PlanError
+from planner.model.batch import Batch
+from planner.model.file import ModelFile
+from planner.model.load import capture_file
+from planner.model.parts import LOSS
+from planner.model.stage import StageModule, build_stage
+from planner.plan_file import Plan
+from planner.profile_file import Profile
+from planner.profiler.clock import Clock, clock_for
+from planner.profiler.profile import parse_device, thread_count
+from planner.profiler.update import still
+
+DEFAULT_SECONDS = 10.0
+_LEAST_REPEATS, _MOST_REPEATS, _WARMUP = 3, 30, 1
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage per microbatch: forward, backward and one update.
+
+    Attributes:
+        summed_s: of its layers in the profile.
+        measured_s: median of the stage run by itself, its inputs detached.
+    """
+
+    summed_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """How far the sum is from the measurement, as a share of it; negative where the sum is too low."""
+        return self.summed_s / self.measured_s - 1
+
+
+def verify(
+    model_file: ModelFile, profile: Profile, plan: Plan, *, device: str | None = None, seconds: float = DEFAULT_SECONDS
+) -> list[StageTime]:
+    """Measure the stages of `plan`.
+
+    Args:
+        model_file: that was profiled.
+        profile: that the plan was made from.
+        plan: whose stages are runs of consecutive layers.
+        device: to measure on; None for the kind that was profiled.
+        seconds: for all stages together.
+
+    Raises:
+        PlanError: when the model is another than the profile's.
+        InputError: when the device is not there, or the profile knows no batch size.
+    """
+    if profile.graph_hash is None or profile.microbatch_size is None:
+        raise InputError(
+            f"the profile of '{profile.model}' is imported, so there is no model whose stages could be measured",
+            hint="leave --verify out, or profile your model file with: plan profile model.py",
+        )
+    target = parse_device(device or profile.device.kind)
+    with thread_count(profile.device.threads or 1), torch.random.fork_rng():
+        torch.manual_seed(0)
+        batch = model_file.example_batch(profile.microbatch_size)
+        graph = capture_file(model_file, batch)
+        if graph.hash != profile.graph_hash:
+            raise PlanError(
+                f"'{model_file.path}' is another model than the one that was profiled: graph {profile.graph_hash} in "
+                f"the profile, {graph.hash} captured",
+                hint="profile it again with: plan profile",
+            )
+        stages = [build_stage(graph, stage.layers).to(target) for stage in plan.stages]
+        runs = _runs(stages, model_file, batch.to(target))
+        measured = _measure(runs, clock_for(target), seconds)
+    layers = {layer.name: layer for layer in profile.layers}
+    summed = [
+        sum(layers[n].forward_s + layers[n].backward_s + layers[n].update_s for n in stage.layers)
+        for stage in plan.stages
+    ]
+    return [StageTime(one, other) for one, other in zip(summed, measured, strict=True)]
+
+
+def _runs(stages: Sequence[StageModule], model_file: ModelFile, batch: Batch) -> list[_Run]:
+    """Each stage with the values that the stages before it make."""
+    known: dict[str, Tensor] = {}
+    runs = []
+    for stage in stages:
+        received = {spec.name: known[spec.name] for spec in stage.received}
+        with torch.no_grad():
+            known.update(stage(batch if stage.needs_batch else None, received))
+        runs.append(_Run(stage, model_file, batch, received))
+    return runs
+
+
+class _Run:
+    def __init__(self, stage: StageModule, model_file: ModelFile, batch: Batch, received: dict[str, Tensor]) -> None:
+        self._stage = stage
+        self._batch = batch if stage.needs_batch else None
+        self._received = {name: value.detach() for name, value in received.items()}
+        self._gradients: dict[str, Tensor] = {}
+        self._parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        self._optimizer = still(model_file.optimizer(list(self._parameters))) if self._parameters else None
+
+    def step(self, clock: Clock[Any]) -> float:
+        """Seconds of a forward, a backward from gradients of ones, and an update."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        received = {
+            spec.name: self._received[spec.name].detach().requires_grad_(spec.requires_grad)
+            for spec in self._stage.received
+        }
+        clock.wait()
+        start = clock.mark()
+        results = self._stage(self._batch, received)
+        middle = clock.mark()
+        roots = [name for name, value in results.items() if value.grad_fn is not None]
+        seeds = [None if name == LOSS else self._gradient(name, results[name]) for name in roots]
+        backward = clock.mark()
+        if roots:
+            torch.autograd.backward([results[name] for name in roots], seeds)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        end = clock.mark()
+        clock.wait()
+        return clock.seconds(start, middle) + clock.seconds(backward, end)
+
+    def _gradient(self, name: str, value: Tensor) -> Tensor:
+        if name not in self._gradients:
+            self._gradients[name] = torch.ones_like(value)
+        return self._gradients[name]
+
+
+def _measure(runs: Sequence[_Run], clock: Clock[Any], seconds: float) -> list[float]:
+    for run in runs:
+        for _ in range(_WARMUP):
+            run.step(clock)
+    times: list[list[float]] = [[] for _ in runs]
+    started = time.perf_counter()
+    for repeat in range(_MOST_REPEATS):
+        if repeat >= _LEAST_REPEATS and time.perf_counter() - started > seconds:
+            break
+        # In turn, so that whatever else the machine does slows all alike.
+        for run, of_run in zip(runs, times, strict=True):
+            of_run.append(run.step(clock))
+    return [median(of_run) for of_run in times]
