@@ -1,0 +1,82 @@
+"""Stages measured by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.cli.main import main
+from planner.cluster import flat_cluster
+from planner.errors import InputError, PlanError
+from planner.model.file import load_model_file
+from planner.profiler import profile_model
+from planner.profiler.verify import verify
+from planner.solver import solve
+from tests.executor.models import MODELS, write_model
+
+MODEL = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(
+        nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.1),
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10),
+    )
+
+def example_batch(batch_size):
+    return (torch.randn(batch_size, 64),), torch.randint(0, 10, (batch_size,))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+"""
+
+
+def _file(folder: Path, width: int) -> Path:
+    path = folder / f"net{width}.py"
+    path.write_text(MODEL.replace("WIDTH", str(width)), encoding="utf-8")
+    return path
+
+
+def test_every_stage_is_measured(tmp_path: Path) -> None:
+    file = load_model_file(_file(tmp_path, 256))
+    profile = profile_model(file, 32, repeats=5, seconds=1)
+    plan = solve(profile, flat_cluster(3, 1e12))
+    times = verify(file, profile, plan, seconds=0.5)
+    assert len(times) == len(plan.stages)
+    for time, stage in zip(times, plan.stages, strict=True):
+        assert time.measured_s > 0
+        assert time.summed_s == pytest.approx(stage.forward_s + stage.backward_s + stage.update_s)
+        assert time.error == pytest.approx(time.summed_s / time.measured_s - 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_skips_integers_and_blocks(model: str, tmp_path: Path) -> None:
+    file = load_model_file(write_model(tmp_path, model, "momentum"))
+    profile = profile_model(file, 4, repeats=2, seconds=0.2)
+    plan = solve(profile, flat_cluster(2, 1e12), depth="published")
+    assert all(time.measured_s > 0 for time in verify(file, profile, plan, seconds=0.1))
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    profile = profile_model(load_model_file(_file(tmp_path, 16)), 4, repeats=1, seconds=0.1)
+    plan = solve(profile, flat_cluster(2, 1e9))
+    with pytest.raises(PlanError, match="another model"):
+        verify(load_model_file(_file(tmp_path, 8)), profile, plan)
+    imported = profile.model_copy(update={"graph_hash": None})
+    with pytest.raises(InputError, match="imported"):
+        verify(load_model_file(_file(tmp_path, 16)), imported, plan)
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, profile = str(_file(tmp_path, 32)), str(tmp_path / "profile.json")
+    assert main(["profile", model, "--batch-size", "8", "--repeats", "2", "-o", profile]) == 0
+    arguments = ["solve", "--profile", profile, "--gpus", "2", "--bandwidth", "100Gbps", "--verify", model]
+    assert main([*arguments, "-o", str(tmp_path / "plan.json")]) == 0
+    assert "worst stage: the sum of its layers is off by" in capsys.readouterr().out
+    assert main([*arguments, "-o", str(tmp_path / "plan.json"), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("{")
+    assert "worst stage" not in captured.out
+    assert "worst stage" in captured.err
