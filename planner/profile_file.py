@@ -40,6 +40,8 @@ class Layer(Record):
     update_s: Seconds  # the optimizer's step on this layer's parameters
     forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
     backward_spread_s: Seconds = 0.0
+    forward_thread_s: Seconds | None = None  # time on the processor, on a CPU: what other processes do does not count
+    backward_thread_s: Seconds | None = None
     outputs: tuple[Value, ...] = ()  # values that some later layer uses
     weight_bytes: Bytes = 0  # parameters, trainable or not; tied parameters count in the first layer that uses them
     gradient_bytes: Bytes = 0  # the trainable part of weight_bytes
@@ -72,6 +74,8 @@ class WholeStep(Record):
     forward_s: Seconds
     backward_s: Seconds
     update_s: Seconds
+    forward_thread_s: Seconds | None = None
+    backward_thread_s: Seconds | None = None
 
 
 class Provenance(Record):

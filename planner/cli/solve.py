@@ -149,7 +149,7 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
     from planner.report.verify import verify_report
 
     keep_freed_pages()  # as the workers do
-    return verify_report(plan, verify(load_model_file(model), profile, plan))
+    return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
 
 
 def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Plan:

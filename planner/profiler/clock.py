@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -30,17 +30,27 @@ class Clock(Protocol[MarkT]):
         ...
 
 
-class CpuClock:
-    """Wall time: a CPU operation is done when its call returns."""
+CpuMark = tuple[float, float]  # wall time and this thread's processor time, seconds
 
-    def mark(self) -> float:
-        return time.perf_counter()
+
+class CpuClock:
+    """Wall time, and beside it the thread's: a CPU operation is done when its call returns."""
+
+    def mark(self) -> CpuMark:
+        return time.perf_counter(), time.thread_time()
 
     def wait(self) -> None:
         return
 
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
+    def seconds(self, start: CpuMark, end: CpuMark) -> float:
+        return end[0] - start[0]
+
+    def thread_seconds(self, start: CpuMark, end: CpuMark) -> float:
+        """Time that this thread had the processor: what other processes do does not count, other threads do not either.
+
+        The backward of CPU operations runs in the thread that asks for it.
+        """
+        return end[1] - start[1]
 
 
 class CudaClock:
@@ -97,14 +107,19 @@ class LayerTimes(Generic[MarkT]):
         """The backward has ended."""
         self._backward.append((-1, self._clock.mark()))
 
-    def seconds(self) -> tuple[list[float], list[float]]:
-        """Forward and backward seconds of each layer; call when the device is done."""
+    def seconds(self, between: Callable[[MarkT, MarkT], float] | None = None) -> tuple[list[float], list[float]]:
+        """Forward and backward seconds of each layer; call when the device is done.
+
+        Args:
+            between: seconds between two marks; None for the clock's own.
+        """
+        between = between or self._clock.seconds
         forward = [0.0] * self._layers
         for index, start, end in self._forward:
-            forward[index] += self._clock.seconds(start, end)
+            forward[index] += between(start, end)
         backward: dict[int, float] = defaultdict(float)
         for (index, start), (_, end) in zip(self._backward, self._backward[1:], strict=False):
-            backward[index] += self._clock.seconds(start, end)
+            backward[index] += between(start, end)
         return forward, [backward[index] for index in range(self._layers)]
 
     def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ from planner.model.capture import loss_of
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph
 from planner.model.stage import StageModule, build_stage
-from planner.profiler.clock import Clock, LayerTimes, MarkT, clock_for
+from planner.profiler.clock import Clock, CpuClock, LayerTimes, MarkT, clock_for
 from planner.profiler.saved import saved_bytes
 from planner.profiler.update import LayerUpdate, layer_updates, still
 
@@ -46,6 +46,9 @@ class StepTimes:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
+    # On a CPU, time that the thread had the processor; empty elsewhere.
+    forward_thread_s: list[float] = field(default_factory=list)
+    backward_thread_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ class _Run:
         times.forward_s.append(clock.seconds(start, after_forward))
         times.backward_s.append(clock.seconds(after_forward, after_backward))
         times.update_s.append(clock.seconds(after_backward, end))
+        if isinstance(clock, CpuClock):
+            times.forward_thread_s.append(clock.thread_seconds(start, after_forward))
+            times.backward_thread_s.append(clock.thread_seconds(after_forward, after_backward))
 
     def _marked_step(self, clock: Clock[MarkT], times: list[StepTimes]) -> None:
         self._drop_gradients()
@@ -154,6 +160,10 @@ class _Run:
         for layer, forward_s, backward_s in zip(times, *marks.seconds(), strict=True):
             layer.forward_s.append(forward_s)
             layer.backward_s.append(backward_s)
+        if isinstance(clock, CpuClock):
+            for layer, forward_s, backward_s in zip(times, *marks.seconds(clock.thread_seconds), strict=True):
+                layer.forward_thread_s.append(forward_s)
+                layer.backward_thread_s.append(backward_s)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:

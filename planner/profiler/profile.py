@@ -81,6 +81,8 @@ def profile_model(
         forward_s=median(measured.whole.forward_s),
         backward_s=median(measured.whole.backward_s),
         update_s=median(measured.whole.update_s),
+        forward_thread_s=_median(measured.whole.forward_thread_s),
+        backward_thread_s=_median(measured.whole.backward_thread_s),
     )
     return make_profile(model_file, graph, batch.size, measured, _describe(target, threads), whole)
 
@@ -160,6 +162,8 @@ class _Held:
             forward_s=median(times.forward_s),
             backward_s=median(times.backward_s),
             update_s=update_s,
+            forward_thread_s=_median(times.forward_thread_s),
+            backward_thread_s=_median(times.backward_thread_s),
             forward_spread_s=_interquartile_range(times.forward_s),
             backward_spread_s=_interquartile_range(times.backward_s),
             outputs=self._outputs(layer),
@@ -191,6 +195,10 @@ class _Held:
             )
             for spec in specs
         )
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
 
 
 def _interquartile_range(values: list[float]) -> float:

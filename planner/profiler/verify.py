@@ -17,7 +17,6 @@ from planner.model.file import ModelFile
 from planner.model.load import capture_file
 from planner.model.parts import LOSS
 from planner.model.stage import StageModule, build_stage
-from planner.plan_file import Plan
 from planner.profile_file import Profile
 from planner.profiler.clock import Clock, clock_for
 from planner.profiler.profile import parse_device, thread_count
@@ -46,14 +45,19 @@ class StageTime:
 
 
 def verify(
-    model_file: ModelFile, profile: Profile, plan: Plan, *, device: str | None = None, seconds: float = DEFAULT_SECONDS
+    model_file: ModelFile,
+    profile: Profile,
+    stages: Sequence[Sequence[str]],
+    *,
+    device: str | None = None,
+    seconds: float = DEFAULT_SECONDS,
 ) -> list[StageTime]:
-    """Measure the stages of `plan`.
+    """Measure the stages of a plan.
 
     Args:
         model_file: that was profiled.
         profile: that the plan was made from.
-        plan: whose stages are runs of consecutive layers.
+        stages: names of the consecutive layers of each.
         device: to measure on; None for the kind that was profiled.
         seconds: for all stages together.
 
@@ -77,13 +81,13 @@ def verify(
                 f"the profile, {graph.hash} captured",
                 hint="profile it again with: plan profile",
             )
-        stages = [build_stage(graph, stage.layers).to(target) for stage in plan.stages]
-        runs = _runs(stages, model_file, batch.to(target))
+        modules = [build_stage(graph, names).to(target) for names in stages]
+        runs = _runs(modules, model_file, batch.to(target))
         measured = _measure(runs, clock_for(target), seconds)
     layers = {layer.name: layer for layer in profile.layers}
     summed = [
-        sum(layers[n].forward_s + layers[n].backward_s + layers[n].update_s for n in stage.layers)
-        for stage in plan.stages
+        sum(layers[name].forward_s + layers[name].backward_s + layers[name].update_s for name in names)
+        for names in stages
     ]
     return [StageTime(one, other) for one, other in zip(summed, measured, strict=True)]
 

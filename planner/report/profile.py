@@ -73,6 +73,8 @@ def _head(profile: Profile) -> str:
     ]
     if (whole := profile.whole_step) is not None:
         lines.append(("measured whole", _step(whole.forward_s, whole.backward_s, whole.update_s)))
+        if whole.forward_thread_s is not None and whole.backward_thread_s is not None:
+            lines.append(("on the processor", _thread_times(profile, whole.forward_thread_s, whole.backward_thread_s)))
     total_s = _total_s(profile)
     lines += [
         ("most time", _most(profile, time_s, lambda layer: f"{time_s(layer) / total_s:.0%}")),
@@ -80,6 +82,14 @@ def _head(profile: Profile) -> str:
         ("largest outputs", _most(profile, output_bytes, lambda layer: format_bytes(output_bytes(layer)))),
     ]
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
+
+
+def _thread_times(profile: Profile, forward_s: float, backward_s: float) -> str:
+    """Of the whole step without its update, and how far the layers' sum is from it."""
+    summed_s = sum((layer.forward_thread_s or 0.0) + (layer.backward_thread_s or 0.0) for layer in profile.layers)
+    whole_s = forward_s + backward_s
+    parts = f"forward {format_seconds(forward_s)}, backward {format_seconds(backward_s)}"
+    return f"{format_seconds(whole_s)}: {parts}; the layers add up to {summed_s / whole_s:.1%} of it"
 
 
 def _step(forward_s: float, backward_s: float, update_s: float) -> str:

@@ -193,3 +193,16 @@ def test_numbers_and_devices_that_make_no_sense(tmp_path: Path, arguments: dict[
     path.write_text(MODEL)
     with pytest.raises(InputError, match=words):
         profile_model(load_model_file(path), **arguments)  # type: ignore[arg-type]
+
+
+def test_thread_times_beside_wall_times(profile: Profile) -> None:
+    """On one thread the processor's time is no more than the wall's, up to the clocks' resolution."""
+    assert profile.whole_step is not None
+    whole = profile.whole_step
+    assert whole.forward_thread_s is not None
+    assert whole.backward_thread_s is not None
+    assert 0 < whole.forward_thread_s <= whole.forward_s + 1e-4
+    for layer in profile.layers:
+        assert layer.forward_thread_s is not None
+        assert layer.backward_thread_s is not None
+        assert 0 <= layer.forward_thread_s <= layer.forward_s + 1e-3
