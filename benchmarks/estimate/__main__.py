@@ -22,19 +22,20 @@ from tabulate import tabulate
 from planner.model.file import load_model_file
 from planner.profile_file import Profile, load_profile
 from planner.profiler.calibrate import fit
-from planner.profiler.devices import DEVICES, DeviceSpec
+from planner.profiler.devices import DEVICES, DeviceSpec, DType
 from planner.profiler.trace import StepTrace, trace_step
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPEDREAM = ROOT.parent / "shared" / "anchors" / "pipedream"
 # Models and minibatches of PipeDream's published profiles: the latter follow from their activation sizes.
-PUBLISHED = {
-    "vgg16": ("benchmarks/published_configs/models/vgg16.py", 128),
-    "resnet50": ("benchmarks/published_configs/models/resnet50.py", 128),
-    "alexnet": ("profiles/alexnet/model.py", 256),
-    "inception_v3": ("profiles/inception_v3/model.py", 128),
-    "gnmt": ("profiles/gnmt8/model.py", 32),
-}
+PUBLISHED: tuple[tuple[str, str, int, DType], ...] = (
+    ("vgg16", "benchmarks/published_configs/models/vgg16.py", 128, "float32"),
+    ("resnet50", "benchmarks/published_configs/models/resnet50.py", 128, "float32"),
+    ("alexnet", "profiles/alexnet/model.py", 256, "float32"),
+    ("inception_v3", "profiles/inception_v3/model.py", 128, "float32"),
+    ("gnmt", "profiles/gnmt8/model.py", 32, "float32"),
+    ("gnmt", "profiles/gnmt8/model.py", 32, "float16"),
+)
 _NODE = re.compile(r"-- (\w+).* -- forward_compute_time=([\d.]+), backward_compute_time=([\d.]+)")
 Floats = NDArray[np.float64]
 
@@ -91,16 +92,17 @@ def measured_table(samples: Sequence[Sample], device: str) -> str:
 def published_table() -> str:
     """Against the times in PipeDream's profiles, by the table's V100."""
     rows = []
-    for name, (path, batch_size) in PUBLISHED.items():
+    for name, path, batch_size, dtype in PUBLISHED:
         nodes = [_NODE.search(line) for line in (PIPEDREAM / f"{name}.txt").read_text(encoding="utf-8").splitlines()]
         found = [node for node in nodes if node is not None and not node[1].startswith("Input")]
         theirs = [sum(float(node[part]) for node in found) for part in (2, 3)]
-        forward, backward, _ = trace_step(load_model_file(ROOT / path), batch_size).layer_seconds(DEVICES["v100"])
+        trace = trace_step(load_model_file(ROOT / path), batch_size, dtype)
+        forward, backward, _ = trace.layer_seconds(DEVICES["v100"])
         ours = [sum(forward) * 1e3, sum(backward) * 1e3]
         change = sum(ours) / sum(theirs) - 1
         times = [f"{value:.0f}" for pair in zip(theirs, ours, strict=True) for value in pair]
-        rows.append([f"{name}, {batch_size}", *times, f"{change:+.0%}"])
-    headers = ["model, batch", "forward ms, published", "estimated", "backward ms, published", "estimated", "total"]
+        rows.append([f"{name}, {batch_size}, {dtype}", *times, f"{change:+.0%}"])
+    headers = ["model, batch, type", "forward ms, published", "estimated", "backward ms, published", "estimated", "total"]
     return tabulate(rows, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
