@@ -102,7 +102,14 @@ def published_table() -> str:
         change = sum(ours) / sum(theirs) - 1
         times = [f"{value:.0f}" for pair in zip(theirs, ours, strict=True) for value in pair]
         rows.append([f"{name}, {batch_size}, {dtype}", *times, f"{change:+.0%}"])
-    headers = ["model, batch, type", "forward ms, published", "estimated", "backward ms, published", "estimated", "total"]
+    headers = [
+        "model, batch, type",
+        "forward ms, published",
+        "estimated",
+        "backward ms, published",
+        "estimated",
+        "total",
+    ]
     return tabulate(rows, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 

@@ -138,18 +138,18 @@ def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
 
 
 def _implied_by_ratio(row: Row, ledger: Ledger) -> float | None:
-    """The bandwidth at which the published configuration is as much faster than data parallelism as published."""
+    """The largest bandwidth at which the published configuration is about as much faster than data parallelism."""
     if len(row.replicas) == 1:
         return None
     slowest = row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
-    ratios = []
-    for factor in FACTORS:
+    for factor in reversed(FACTORS):
         cluster = row.site.cluster(row.servers, None, factor)
         theirs = best_cuts(ledger, cluster, row.replicas, "resource")
         if theirs is not None:
-            ratios.append((abs(_data_parallel_s(ledger, cluster) / theirs.seconds - row.over_data_parallel), factor))
-    away, factor = min(ratios)
-    return slowest * factor if away < CLOSE * row.over_data_parallel else None
+            ratio = _data_parallel_s(ledger, cluster) / theirs.seconds
+            if abs(ratio / row.over_data_parallel - 1) < CLOSE:
+                return slowest * factor
+    return None
 
 
 def _agreeing_factors(row: Row, profile: Profile, memory_bytes: int | None) -> tuple[float, ...]:
