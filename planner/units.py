@@ -42,7 +42,7 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise UnitError(f"size '{text}' is not a number of bytes", hint="write 16GB (10^9) or 16GiB (2^30)")
     number, prefix = match.groups()
-    return int(_positive(float(number) * _PREFIX[prefix or ""], "size", text))
+    return round(_positive(float(number) * _PREFIX[prefix or ""], "size", text))
 
 
 def parse_seconds(text: str) -> float:
