@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tabulate import tabulate
 
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Kind
 from planner.plan_file import Plan, Stage
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
@@ -35,10 +35,16 @@ def _head(plan: Plan) -> str:
     lines = [
         ("model", plan.model),
         ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
-        ("schedule", _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches, chunks=plan.chunks)),
+        ("schedule", _schedule(plan)),
         ("cluster", cluster_line(plan.cluster)),
     ]
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
+
+
+def _schedule(plan: Plan) -> str:
+    if plan.solver.cost_model == "max-load":
+        return "none: max-load counts what each GPU does, in whatever order"
+    return _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches, chunks=plan.chunks)
 
 
 def cluster_line(cluster: Cluster) -> str:
@@ -48,8 +54,17 @@ def cluster_line(cluster: Cluster) -> str:
         + (f" and {format_seconds(level.latency_s)} latency" if level.latency_s else "")
         for level in cluster.levels
     )
-    memory = "no memory limit" if cluster.memory_bytes is None else f"{format_bytes(cluster.memory_bytes)} each"
-    return f"{levels}, {memory}"
+    if cluster.kinds:
+        return f"{levels}: {'; '.join(_kind(cluster, kind) for kind in cluster.kinds)}"
+    return f"{levels}, {_memory(cluster.memory_bytes)}"
+
+
+def _kind(cluster: Cluster, kind: Kind) -> str:
+    return f"{kind.count} of speed {kind.speed:g}, {_memory(cluster.memory_of(kind))}"
+
+
+def _memory(limit: int | None) -> str:
+    return "no memory limit" if limit is None else f"{format_bytes(limit)} each"
 
 
 def _stage_table(plan: Plan) -> str:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from planner.cluster import Cluster
 from planner.errors import InputError
 from planner.solver.bystanders import Reduced
-from planner.solver.deadline import Deadline
+from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.ilp_assign import Assignment
 from planner.solver.ilp_columns import Columns
 from planner.solver.ilp_flow import Flow
-from planner.solver.max_load import memory_matters
+from planner.solver.max_load import memory_matters, solve_loads
 from planner.solver.milp import MilpName, installed
 from planner.solver.request import IlpAnswer, Request, ranked
 
@@ -35,7 +35,7 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
     refuse(request)
     solver = solver or installed()[0]
     if not request.constraints.contiguous:
-        return Assignment(request, solver).solve(deadline)
+        return _placed(request, deadline, solver)
     reduced = None
     if request.model == "max-load" and request.constraints.empty and not request.keeps_order:
         reduced = Reduced(request.ledger, memory_matters=memory_matters(request))
@@ -49,6 +49,29 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
         answer = replace(answer, bound_s=min(answer.bound_s, _relaxed_s(request)), optimal=False)
     stages = answer.stages if reduced is None else reduced.expand(answer.stages)
     return replace(answer, stages=ranked(request, stages))
+
+
+def _placed(request: Request, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
+    """The best placement; when time runs out, no worse than the best contiguous one, where that is a placement, too."""
+    try:
+        answer = Assignment(request, solver).solve(deadline)
+    except TimeoutError:
+        answer = None
+        timed_out = True
+    else:
+        timed_out = answer is not None and not answer.optimal
+    if not timed_out:
+        return answer
+    ordered = replace(request, constraints=request.constraints.model_copy(update={"contiguous": True}))
+    contiguous = None
+    if ordered.constraints.as_forbidden_cuts(request.ledger.profile, in_order=request.keeps_order) is not None:
+        contiguous = solve_loads(ordered.without_constraints(), NO_HURRY)
+    if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
+        bound_s = min(_relaxed_s(request) if answer is None else answer.bound_s, contiguous.seconds)
+        return IlpAnswer(ranked(request, contiguous.stages), contiguous.seconds, bound_s, optimal=False)
+    if answer is None:
+        raise TimeoutError
+    return answer
 
 
 def refuse(request: Request) -> None:
