@@ -157,7 +157,12 @@ def _memory(plan: Plan) -> tuple[MemoryUse, ...]:
 
 
 def _moves(case: _Case) -> tuple[Move, ...]:
-    """Each boundary moved to the next legal cut on either side; none for plans that do not follow the order."""
+    """Each boundary moved to the next legal cut on either side; none for plans that do not follow the order.
+
+    None under `interleaved` either, where a boundary is not between two workers alone.
+    """
+    if case.plan.schedule == "interleaved":
+        return ()
     ends = [0]
     for stage in case.stages:
         ends.append(ends[-1] + len(stage.layers))

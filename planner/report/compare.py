@@ -46,9 +46,13 @@ def _legend(comparison: Comparison) -> str:
     lines = [
         "speed-up and less sent: against data parallel; idle: share of the workers' time in which they do not compute",
     ]
-    drained = [row for row in comparison.rows if row.schedule != comparison.rows[0].schedule]
-    lines += [
-        f"{row.name}: gradients are reduced and weights updated once for {row.microbatches} microbatches"
-        for row in drained
-    ]
+    chosen, *others = comparison.rows
+    if chosen.schedule == "interleaved":
+        lines.append(f"all others: 1f1b-flush, {chosen.microbatches} microbatches per minibatch too")
+    else:
+        lines += [
+            f"{row.name}: gradients are reduced and weights updated once for {row.microbatches} microbatches"
+            for row in others
+            if row.schedule != chosen.schedule
+        ]
     return "\n".join(lines)

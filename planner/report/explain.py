@@ -24,7 +24,7 @@ def explanation_report(explanation: Explanation) -> str:
     if explanation.moves:
         parts.append(_moves(explanation))
     elif len(explanation.memory) > 1:
-        parts.append("The stages are not runs of consecutive layers, so no boundary was moved.")
+        parts.append("No boundary was moved: the stages are no runs of consecutive layers, or several share a worker.")
     parts.append(_alternatives(explanation))
     return "\n\n".join(parts)
 

@@ -94,3 +94,15 @@ def test_a_plan_of_another_profile_is_refused() -> None:
     other: Profile = MODEL.model_copy(update={"model": "other"})
     with pytest.raises(PlanError, match="another profile"):
         compare(other, plan=plan)
+
+
+def test_an_interleaved_plan_counts_its_workers_and_their_memory() -> None:
+    deep = profile(*(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10) for i in range(8)))
+    plan = solve(deep, flat_cluster(2, 100.0), schedule="interleaved", microbatches=4)
+    comparison = compare(deep, plan=plan)
+    chosen = comparison.rows[0]
+    assert (chosen.workers, chosen.config) == (plan.workers, plan.config)
+    assert chosen.memory_bytes == max(map(plan.memory_bytes, range(len(plan.stages))))
+    assert 0 <= chosen.idle_share < 1
+    assert {other.schedule for other in comparison.rows[1:]} == {"1f1b-flush"}
+    assert "all others: 1f1b-flush, 4 microbatches" in comparison_report(comparison)

@@ -90,5 +90,7 @@ def test_schedules_that_drain_and_levels() -> None:
     explained = explain(MODEL, plan)
     assert explained.waiting_s == 0
     assert "per minibatch" in explanation_report(explained)
+    chunked = solve(MODEL, flat_cluster(2, 10.0), schedule="interleaved", microbatches=4)
+    assert explain(MODEL, chunked).moves == ()
     levels = explain(MODEL, solve(MODEL, hierarchical_cluster((2, 2), (100.0, 10.0))))
     assert levels.what_if[1].what == "one more group of 2 GPUs"
