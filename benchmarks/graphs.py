@@ -1,4 +1,4 @@
-"""Profiles of large branching models that nobody published: the shape of the graph is theirs, the costs are imagined.
+"""Profiles of large models that nobody published: the shape of the graph is theirs, the costs are imagined.
 
 Layers and edges follow the papers; times and bytes follow the layers' arithmetic at round sizes, with some noise, so
 that no two layers are alike. As in the profiles that PipeDream published, additions and concatenations take no time.
@@ -76,6 +76,20 @@ class _Builder:
             edges=tuple(self.edges),
             provenance=Provenance(tool="benchmarks", source="imported"),
         )
+
+
+def chain(layers: int) -> Profile:
+    """A chain whose times, weights and activations vary over two orders of magnitude, as those of real ones do.
+
+    The work does not grow with the number of layers: there are more of them in the same model.
+    """
+    net, draw = _Builder(f"chain_{layers}"), random.Random(layers)
+    last: list[int] = []
+    for _ in range(layers):
+        mults = 1e12 / layers * 10 ** draw.uniform(-1, 1)
+        channels, weights = int(10 ** draw.uniform(1, 3)), int(1e8 / layers * 10 ** draw.uniform(-1, 1))
+        last = [net.add("Conv2d", last, channels, 400, mults / _MINIBATCH, weights)]
+    return net.profile()
 
 
 def nasnet_like(cells: int = 18, channels: int = 168) -> Profile:

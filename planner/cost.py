@@ -209,6 +209,7 @@ class CostModel(ABC):
     name: CostModelName
     microbatches = 1  # per minibatch
     most_replicas = IMPOSSIBLE  # of a stage
+    counts_gpus_after = False  # whether a stage's replicas depend on how many GPUs follow it, memory apart
 
     def __init__(self, link: Link) -> None:
         self.link = link

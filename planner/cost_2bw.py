@@ -49,6 +49,8 @@ class DoubleBufferedModel(ResourceModel):
     r <= m.
     """
 
+    counts_gpus_after = True
+
     def __init__(self, link: Link, microbatches: int) -> None:
         super().__init__(link)
         self.microbatches = self.most_replicas = microbatches

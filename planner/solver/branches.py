@@ -19,16 +19,17 @@ from planner.solver.windows import Windows
 
 MOST_DOWNSETS = 300_000  # enumerated in a second
 MOST_STATES = 2_000  # searched pair by pair in a second
-WORK = 8 * 10**8  # covers looked at: some seconds, and the same ones for the same question
+WORK = 9 * 10**8  # covers looked at: some seconds, and the same ones for the same question
 _CLOSE = 0.02  # relative distance of the bounds from which on to ask for anything strictly better, too
 _PRECISION = 1e-3  # gains below this are not worth another look around a plan's cuts
 _SETTLED = 4e-10  # nothing that much faster is looked for
 _UNSETTLED = 1e-3  # where a time is neither met nor ruled out, how closely to find where that begins
 _EXPANSIONS = 60  # states from which the walk for a plan goes on
+_PER_PAIR, _PER_FIT = 12, 40  # covers that a stage looked at costs, without and with memory
 _BREADTH = 4  # ways on that it tries from each
 _WORTH_A_WALK = 20
-NEAR_STATES = 1_500
-ROUNDS = 8
+NEAR_STATES = 600
+ROUNDS = 3
 _NEAR_UNLISTED, _ROUNDS_UNLISTED = 1_000, 4
 _SLACK = 1e-9
 
@@ -196,6 +197,7 @@ class _Bracket:
             others = space.among_later(state, others[after[others] + least <= room])
             if not len(others):
                 return False
+            self.relaxation.budget.spend(len(others) * (_PER_PAIR if self.task.memory_bytes is None else _PER_FIT))
             total, replicas, _ = self.pairs.suffixes(state, others, target_s, after[others])
             for choice in np.argsort(total, kind="stable")[:_BREADTH]:
                 if total[choice] > room or left <= 0:
@@ -226,7 +228,7 @@ class _Bracket:
                 self.space.worth(self.task.model, self.gpus, self.best.seconds), cuts, NEAR_STATES
             )
             nearby = self.space.only(states, complete=False)
-            better = self.task.over(nearby).best(below_s=self.best.seconds)
+            better = self.task.over(nearby).best(self.best.seconds * (1 - _PRECISION), _PRECISION)
             if better is None:
                 return
             self._keep(better, nearby)

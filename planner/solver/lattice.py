@@ -19,6 +19,7 @@ from planner.pricing import Ledger
 from planner.solver.states import uncut_groups
 
 _WORD = 64
+_FEW_STATES = 400  # up to which all pairs are quicker than the covers
 Words = NDArray[np.uint64]
 
 
@@ -43,6 +44,10 @@ class Lattice:
         keys = covers.group * len(order) + rank[covers.lower]
         sort = np.argsort(keys)
         self._keys, self._lower, self._upper = keys[sort], rank[covers.lower[sort]], rank[covers.upper[sort]]
+        self._within_each: NDArray[np.bool_] | None = None  # whether the row's state is in the column's
+        if self._states <= _FEW_STATES:
+            words = covers.words[order]
+            self._within_each = ((words[:, None] & words[None, :]) == words[:, None]).all(axis=2)
 
     def least_above(self, values: Floats, start: int) -> int:
         """Replace each value by the least over all states from it upwards, in place.
@@ -53,6 +58,10 @@ class Lattice:
         Returns:
             The number of covers looked at.
         """
+        if self._within_each is not None:
+            span = slice(start, start + len(values))
+            values[:] = np.where(self._within_each[span, span], values[None, :], np.inf).min(axis=1)
+            return values.size**2
         visited = 0
         for part in reversed(self._within(start, start + len(values))):
             lower, upper = self._lower[part] - start, self._upper[part] - start
@@ -65,6 +74,10 @@ class Lattice:
 
     def most_below(self, values: Floats, start: int) -> int:
         """Replace each value by the largest over all states from it downwards, in place; as `least_above`."""
+        if self._within_each is not None:
+            span = slice(start, start + len(values))
+            values[:] = np.where(self._within_each[span, span], values[:, None], -np.inf).max(axis=0)
+            return values.size**2
         visited = 0
         for part in self._within(start, start + len(values)):
             lower, upper = self._lower[part] - start, self._upper[part] - start

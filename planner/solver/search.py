@@ -17,7 +17,8 @@ plan that meets T.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +32,9 @@ from planner.solver.states import Coarse, StateSpace
 RESOLUTION = 1e-12
 _SLACK = 1e-9
 _ROUGH_STATES = 300
+_FEW_STATES = 300
+_NEAR = 2e-3
+_MOST_PATIENCE = 4  # halvings between two questions for anything better
 _CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
 
 
@@ -67,6 +71,9 @@ class Search:
         self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
         self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
+        # Where the stages are few and their replicas do not depend on what follows, all at once is quicker.
+        self._at_once = memory_bytes is None and not model.counts_gpus_after and len(space) <= _FEW_STATES
+        self._table: tuple[float, Integers] | None = None  # replicas by first and last state, for the last target
 
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> Path | None:
         """The fastest plan; of equally fast ones that with fewest GPUs, then fewest stages, then fewest that recompute.
@@ -96,12 +103,16 @@ class Search:
         low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
         tighten_at_s = _CLOSE * best.seconds
         strict, halvings, patience = False, 0, 1
+        least_s = 0.0
+        if rough is not None:  # whose time is near the best one's, so that first of all the bound should come near
+            least_s, patience = best.seconds * (1 - _NEAR), _MOST_PATIENCE
         while low_s < (goal_s := best.seconds * (1 - precision)):
             if self.deadline.passed:
                 self.interrupted = True
                 break
             # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
-            target_s = goal_s if strict else (low_s + best.seconds) / 2
+            target_s = goal_s if strict else min(max((low_s + best.seconds) / 2, least_s), goal_s)
+            least_s = 0.0
             better = self.within(target_s)
             if better is None:
                 low_s = target_s
@@ -112,7 +123,7 @@ class Search:
                     tighten_at_s = (best.seconds - low_s) / 4  # a walk's price each time, so only when it pays
             if strict:
                 # Something better existed. The more often it does, the more halvings between such questions.
-                strict, halvings, patience = False, 0, 2 * patience
+                strict, halvings, patience = False, 0, min(2 * patience, _MOST_PATIENCE)
             elif best.seconds - low_s < _CLOSE * best.seconds:
                 halvings += 1
                 strict = halvings >= patience
@@ -197,7 +208,10 @@ class Search:
             others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
             others = self.space.among_later(int(state), others)
             if len(others):
-                r = self.model.fewest_replicas(self.space.work(int(state), others), target_s)
+                if self._at_once:
+                    r = self._replicas(target_s)[state, others]
+                else:
+                    r = self.model.fewest_replicas(self.space.work(int(state), others), target_s)
                 prefix[others] = np.minimum(prefix[others], prefix[state] + r)
         self._room = np.minimum(self._room, self.gpus - prefix)
 
@@ -205,8 +219,11 @@ class Search:
         self, state: int, others: Integers, target_s: float, after: Integers
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
-        work = self.space.work(state, others)
         plain = np.zeros(len(others), dtype=bool)
+        if self._at_once:
+            r = self._replicas(target_s)[state, others]
+            return after + r, r, plain | (self.recompute == "always")
+        work = self.space.work(state, others)
         if self.memory_bytes is None:
             work = work.recomputed() if self.recompute == "always" else work
             r = self.model.fewest_replicas(work, target_s, after=after)
@@ -221,6 +238,31 @@ class Search:
             return after + r, r, plain
         again = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
         return after + np.minimum(r, again), np.minimum(r, again), again < r
+
+    def _replicas(self, target_s: float) -> Integers:
+        """Fewest replicas of all stages, by first and last state."""
+        if self._table is None or self._table[0] != target_s:
+            firsts, others, work = self._all_works
+            table = np.full((len(self.space),) * 2, IMPOSSIBLE, dtype=np.int64)
+            table[firsts, others] = self.model.fewest_replicas(work, target_s)
+            self._table = target_s, table
+        return self._table[1]
+
+    @cached_property
+    def _all_works(self) -> tuple[Integers, Integers, Work]:
+        """All stages: first states, last states, and their work."""
+        later = [self.space.among_later(i, np.arange(i + 1, len(self.space))) for i in range(len(self.space) - 1)]
+        works = [self.space.work(state, others) for state, others in enumerate(later)]
+        counts = [len(others) for others in later]
+        merged = {
+            each.name: np.concatenate(
+                [np.broadcast_to(getattr(work, each.name), count) for work, count in zip(works, counts, strict=True)]
+            )
+            for each in fields(Work)
+        }
+        work = Work(**merged)
+        firsts = np.repeat(np.arange(len(later)), counts)
+        return firsts, np.concatenate(later), work.recomputed() if self.recompute == "always" else work
 
     def _fewest(self, work: Work, footprint: Footprint, target_s: float, after: Integers) -> Integers:
         at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)

@@ -1,0 +1,83 @@
+"""How do the solver's time and memory grow with layers and GPUs? See README.md in this folder.
+
+python -m benchmarks.solver_growth
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+LAYERS = (100, 300, 1000, 3000)
+GPUS = (8, 128, 2048, 16384)
+
+
+def main() -> None:
+    """Solve every size in a process of its own; print the table and the slopes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
+    parser.add_argument("--cost-model", default="resource")
+    parser.add_argument("--one", type=int, nargs=2, metavar=("LAYERS", "GPUS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        layers, gpus = arguments.one
+        print(json.dumps(_measure(layers, gpus, arguments.cost_model)))
+        return
+    print("| layers | GPUs | seconds of the processor | wall seconds | peak memory, MB | stages | status |")
+    print("|---|---|---|---|---|---|---|")
+    results = {}
+    for layers in arguments.layers:
+        for gpus in arguments.gpus:
+            command = [sys.executable, "-m", "benchmarks.solver_growth", "--cost-model", arguments.cost_model]
+            answer = subprocess.run(
+                [*command, "--one", str(layers), str(gpus)], check=True, stdout=subprocess.PIPE, text=True
+            )
+            one = json.loads(answer.stdout)
+            results[layers, gpus] = one["cpu_s"]
+            print(
+                f"| {layers:,} | {gpus:,} | {one['cpu_s']:.2f} | {one['wall_s']:.2f} | {one['peak_mb']:.0f} "
+                f"| {one['stages']} | {one['status']} |",
+                flush=True,
+            )
+    print("\nSlope of seconds over layers, log-log, by GPUs:")
+    for gpus in arguments.gpus:
+        print(f"  {gpus:,}: {_slope([(layers, results[layers, gpus]) for layers in arguments.layers]):.2f}")
+    print("Slope of seconds over GPUs, by layers:")
+    for layers in arguments.layers:
+        print(f"  {layers:,}: {_slope([(gpus, results[layers, gpus]) for gpus in arguments.gpus]):.2f}")
+
+
+def _measure(layers: int, gpus: int, cost_model: str) -> dict[str, float | str]:
+    from benchmarks.graphs import chain
+    from planner.cluster import flat_cluster
+    from planner.solver import solve
+
+    profile = chain(layers)
+    started, cpu = time.perf_counter(), time.process_time()
+    plan = solve(profile, flat_cluster(gpus, 1.25e9), cost_model=cost_model, depth="published")  # type: ignore[arg-type]
+    return {
+        "wall_s": time.perf_counter() - started,
+        "cpu_s": time.process_time() - cpu,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+        "stages": len(plan.stages),
+        "status": plan.solver.status,
+    }
+
+
+def _slope(points: list[tuple[int, float]]) -> float:
+    """Exponent of the power law that fits best."""
+    if len(points) < 2:
+        return float("nan")
+    x, y = np.log(np.array(points, dtype=float)).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+if __name__ == "__main__":
+    main()

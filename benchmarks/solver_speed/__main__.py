@@ -1,0 +1,136 @@
+"""How long does solving take, beside the published optimizer? See README.md in this folder.
+
+python -m benchmarks.solver_speed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.graphs import chain
+from benchmarks.solver_speed.published import ChainLayer, best_time_s
+from planner.cluster import flat_cluster
+from planner.pipedream import load_graph_txt
+from planner.plan_file import Plan
+from planner.profile_file import Profile
+from planner.solver import solve
+
+ANCHORS = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "pipedream"
+BANDWIDTH_BYTES_PER_S = 1.25e9
+REPEATS = 5
+
+
+def main() -> None:
+    """Print both tables as markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=1500, help="of the long chain (default: %(default)s)")
+    parser.add_argument("--chain-gpus", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--longest-s", type=float, default=60.0, help="of one run of the published programme")
+    arguments = parser.parse_args()
+    if ANCHORS.is_dir():
+        _published_profiles()
+    else:
+        print(f"The published profiles are not at {ANCHORS}: left out.\n")
+    _chains(arguments.layers, arguments.chain_gpus, arguments.longest_s)
+
+
+def _published_profiles() -> None:
+    print("| profile | GPUs | theirs, s | ours in a process, s | ratio | our whole process, s | ratio | answer |")
+    print("|---|---|---|---|---|---|---|---|")
+    for run in json.loads((ANCHORS / "reference.json").read_text())["runs"]:
+        if len(run["gpus_per_level"]) > 1:
+            continue
+        path, gpus, theirs_s = ANCHORS / f"{run['profile']}.txt", run["gpus_per_level"][0], run["wall_s"]
+        plan, inside_s = _solved(load_graph_txt(path), gpus)
+        whole_s = _whole_process_s(path, gpus)
+        more = "" if run["finished"] else ">"
+        answer = f"{plan.predicted.seconds_per_minibatch:.6f} s, {plan.solver.status}"
+        if run["finished"]:
+            answer += f" (theirs {run['time_per_minibatch_s']:.6f} s)"
+        print(
+            f"| {run['profile']} | {gpus} | {more}{theirs_s} | {inside_s:.3f} | {more}{theirs_s / inside_s:.0f} "
+            f"| {whole_s:.2f} | {more}{theirs_s / whole_s:.1f} | {answer} |",
+            flush=True,
+        )
+    print()
+
+
+def _solved(profile: Profile, gpus: int) -> tuple[Plan, float]:
+    """The plan, and the median of the processor's seconds, after one run to warm up."""
+    plan = solve(profile, flat_cluster(gpus, BANDWIDTH_BYTES_PER_S), cost_model="pipedream")
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.process_time()
+        solve(profile, flat_cluster(gpus, BANDWIDTH_BYTES_PER_S), cost_model="pipedream")
+        seconds.append(time.process_time() - started)
+        if sum(seconds) > 10:
+            break
+    return plan, sorted(seconds)[len(seconds) // 2]
+
+
+def _whole_process_s(path: Path, gpus: int) -> float:
+    """Seconds of the processor for `plan solve`, from the start of the interpreter to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--profile", str(path), "--gpus", str(gpus), "--bandwidth", "10Gbps", "--cost-model", "pipedream"]
+        command = [sys.executable, "-m", "planner", "solve", *arguments, "-o", f"{folder}/plan.json"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, capture_output=True, env=os.environ)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _chains(layers: int, gpu_counts: list[int], longest_s: float) -> None:
+    print(f"Chain of {layers} layers:\n")
+    print("| GPUs | published programme, s | ours in a process, s | ratio |")
+    print("|---|---|---|---|")
+    sizes, per_step_s = _measured_growth(longest_s)
+    for gpus in gpu_counts:
+        theirs_s = per_step_s * _steps(layers, gpus)
+        _, ours_s = _solved(chain(layers), gpus)
+        print(f"| {gpus} | {theirs_s:,.0f} (extrapolated) | {ours_s:.2f} | {theirs_s / ours_s:,.0f} |", flush=True)
+    print(f"\nMeasured, to extrapolate from: {sizes}")
+
+
+def _measured_growth(longest_s: float) -> tuple[str, float]:
+    """Run the published programme at growing sizes, and compare its answer; seconds per step at the largest."""
+    texts, per_step_s = [], 0.0
+    for layers, gpus in ((50, 8), (100, 8), (100, 16), (200, 16), (400, 16), (800, 16)):
+        if per_step_s * _steps(layers, gpus) > longest_s:
+            break
+        profile = chain(layers)
+        ours, _ = _solved(profile, gpus)
+        described = [
+            ChainLayer(
+                layer.forward_s + layer.backward_s,
+                sum(value.output_bytes for value in layer.outputs),
+                layer.gradient_bytes,
+            )
+            for layer in profile.layers
+        ]
+        started = time.process_time()
+        theirs_s = best_time_s(described, gpus, BANDWIDTH_BYTES_PER_S)
+        seconds = time.process_time() - started
+        per_step_s = seconds / _steps(layers, gpus)
+        same = abs(theirs_s - ours.predicted.seconds_per_minibatch) <= 1e-9 * theirs_s
+        texts.append(
+            f"{layers} layers, {gpus} GPUs {seconds:.2f} s ({per_step_s * 1e9:.0f} ns a step"
+            f"{', the same answer' if same else f', {theirs_s:.6f} s against our better plan'})"
+        )
+    return "; ".join(texts) + ".", per_step_s
+
+
+def _steps(layers: int, gpus: int) -> float:
+    """Last stages that the programme looks at: L²/2 · G²/2."""
+    return layers**2 / 2 * gpus**2 / 2
+
+
+if __name__ == "__main__":
+    main()

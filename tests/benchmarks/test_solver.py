@@ -1,0 +1,41 @@
+"""The solver's benchmarks: their models are what they say, and the published programme is the published one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
+from benchmarks.solver_speed.published import ChainLayer, best_time_s
+from planner.cluster import flat_cluster
+from planner.pricing import Ledger
+from planner.solver import solve
+from tests.samples import layer, profile
+
+
+def test_the_graphs_have_the_sizes_of_their_models() -> None:
+    assert 1_150 < len(nasnet_like().layers) < 1_350
+    assert len(chain(37).layers) == 37
+    assert chain(37) == chain(37)
+    longest_skip = max(max(t.users) - t.producer for t in Ledger(unet_like()).traffic)
+    assert longest_skip > len(unet_like().layers) / 2
+    most_used = max(len(t.users) for t in Ledger(encoder_decoder_like(layers=6)).traffic)
+    assert most_used >= 6  # every layer of the decoder reads the encoder's output
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_published_programme_and_the_search_agree(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = [
+        layer(f"l{i}", draw.uniform(1, 5), draw.uniform(1, 9), draw.randint(1, 90), draw.randint(0, 99))
+        for i in range(12)
+    ]
+    model = profile(*layers)
+    described = [
+        ChainLayer(each.forward_s + each.backward_s, each.outputs[0].output_bytes, each.gradient_bytes)
+        for each in model.layers
+    ]
+    plan = solve(model, flat_cluster(5, 20.0), cost_model="pipedream")
+    assert plan.solver.status == "optimal"
+    assert plan.predicted.bottleneck.busy_s == pytest.approx(best_time_s(described, 5, 20.0), rel=1e-9)
