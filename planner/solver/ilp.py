@@ -19,6 +19,9 @@ from planner.solver.max_load import memory_matters, solve_loads
 from planner.solver.milp import MilpName, installed
 from planner.solver.request import IlpAnswer, Request, ranked
 
+_MOST_STATES_FOR_A_BOUND = 300
+_EQUAL = 1e-9  # relative difference of times that count as equal
+
 
 def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
     """The fastest plan that respects the request's constraints, or None when there is none.
@@ -44,11 +47,24 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
     answer = Flow(request, columns, solver).solve(deadline)
     if answer is None:
         return None
-    if not columns.space.complete:
-        # Not every cut was looked at: others can only say what is not possible.
-        answer = replace(answer, bound_s=min(answer.bound_s, _relaxed_s(request)), optimal=False)
+    if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
+        bound_s = min(answer.bound_s, _over_all_cuts_s(request, deadline, solver))
+        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - _EQUAL))
     stages = answer.stages if reduced is None else reduced.expand(answer.stages)
     return replace(answer, stages=ranked(request, stages))
+
+
+def _over_all_cuts_s(request: Request, deadline: Deadline, solver: MilpName) -> float:
+    """A time that no plan over any cuts of the graph beats."""
+    columns = Columns(request, all_cuts=True)
+    if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
+        return _relaxed_s(request)
+    try:
+        answer = Flow(request, columns, solver).solve(deadline)
+    except TimeoutError:
+        return _relaxed_s(request)
+    assert answer is not None  # the plans along the order are among them
+    return answer.bound_s
 
 
 def _placed(request: Request, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:

@@ -359,3 +359,20 @@ def test_what_solvers_say_is_taken_at_its_word_only_where_it_holds(solver: MilpN
     outcome = run(problem, solver, 1.0)
     assert outcome.status in ("feasible", "unknown")
     assert outcome.bound <= sum(sizes) / 9 * (1 + 1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=profiles(most_layers=5), gpus=st.integers(1, 4), bandwidth=bandwidths, memory=memories)
+def test_models_that_can_be_trained_keep_their_order_and_other_cuts_bound_it(
+    model: Profile, gpus: int, bandwidth: float, memory: int | None
+) -> None:
+    model = model.model_copy(update={"graph_hash": "0123"})
+    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth, memory)
+    answer = solve_ilp(Request(ledger, cluster), NO_HURRY)
+    along, any_order = (brute_force(ledger, cluster, in_order=in_order) for in_order in (True, False))
+    if along is None or any_order is None:
+        assert answer is None
+        return
+    assert answer is not None
+    assert answer.seconds == pytest.approx(along.price.seconds_per_minibatch, rel=1e-9)
+    assert answer.bound_s == pytest.approx(any_order.price.seconds_per_minibatch, rel=1e-9)
