@@ -7,7 +7,7 @@ flat clusters apply.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,8 @@ from planner.cost import IMPOSSIBLE, CostModel, Floats, Integers, Resource, Work
 from planner.placement import without_transfers
 from planner.plan_file import CostModelName
 from planner.topology import Topology
+
+_SLACK = 1e-9
 
 
 class NearestModel(CostModel):
@@ -46,16 +48,23 @@ class NearestModel(CostModel):
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
         """The fewest that stay within a group and meet the target with its links, else within a larger one."""
-        near = self._near.fewest_replicas(work, target_s, at_least, after)
-        answer = np.where(near <= self._groups[0], near, IMPOSSIBLE)
-        alone = work if self.name == "resource" else _without_cuts(work)
-        for smaller, larger, model in zip(self._groups, self._groups[1:], self._levels[1:], strict=False):
-            if np.all(answer < IMPOSSIBLE):
-                break
-            floor = np.maximum(near, smaller + 1)
-            r = np.maximum(model.fewest_replicas(alone, target_s, floor, after), floor)
-            answer = np.where((answer >= IMPOSSIBLE) & (r <= larger), r, answer)
-        return answer.astype(np.int64)
+        shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), np.shape(after))
+        floor, behind = np.broadcast_to(at_least, shape), np.broadcast_to(after, shape)
+        least = np.broadcast_to(self.least_s(work), shape) / target_s * (1 - _SLACK)
+        answer = np.full(shape, IMPOSSIBLE, dtype=np.int64)
+        smaller = 0
+        for larger, model in zip(self._groups, self._levels, strict=True):
+            open_ = (answer >= IMPOSSIBLE) & (least <= larger)
+            if open_.any():
+                part = work if open_.all() else work_of(work, open_)
+                from_ = np.maximum(floor[open_], smaller + 1)
+                if self.name != "resource":  # the cuts are as near as they can be
+                    from_ = np.maximum(from_, self._near.fewest_replicas(part, target_s, from_, behind[open_]))
+                    part = _without_cuts(part)
+                r = np.maximum(model.fewest_replicas(part, target_s, from_, behind[open_]), from_)
+                answer[open_] = np.where(r <= larger, r, IMPOSSIBLE)
+            smaller = larger
+        return answer
 
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         return self._near._lower_bounds(work, target_s)
@@ -69,6 +78,12 @@ class NearestModel(CostModel):
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         return self._near.fewest_around_cut(output_bytes, gradient_bytes, target_s)
+
+
+def work_of(work: Work, some: NDArray[np.bool_]) -> Work:
+    """The work of some of the stages."""
+    values = {field.name: np.asarray(getattr(work, field.name)) for field in fields(work)}
+    return Work(**{name: value[some] if value.ndim else value for name, value in values.items()})
 
 
 def _without_cuts(work: Work) -> Work:
