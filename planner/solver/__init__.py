@@ -24,7 +24,7 @@ from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits, explain
 from planner.solver.interleaved_plan import solve_interleaved
-from planner.solver.levels import beyond_the_order, nearest_search, search_all_cuts, search_levels
+from planner.solver.levels import beyond_the_order, nearest_path, nearest_search, search_all_cuts, search_levels
 from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.placements import Question
 from planner.solver.request import Request
@@ -159,6 +159,10 @@ class _Task:
 
     def best(self) -> Path | None:
         """The best path on the cluster."""
+        if self.placed:
+            question = self._question(self.cluster.gpus, self.cluster.memory_bytes)
+            path, self.interrupted = nearest_path(question)
+            return path
         search = self._search(self.cluster.gpus, self.cluster.memory_bytes)
         path = search.best()
         self.interrupted = search.interrupted

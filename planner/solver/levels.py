@@ -20,6 +20,7 @@ from planner.solver.synchronous import SynchronousSearch
 MOST_PLACED = 256  # GPUs for which every place is tried
 MOST_BOUNDED = 64  # GPUs for which all cuts of a branching model are looked at
 MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
+PRECISION = 1e-3  # of the bound for clusters of several levels over more than that
 ROUNDS = 3
 
 PriceOn = Callable[[StateSpace], Seconds]
@@ -95,6 +96,18 @@ def beyond_the_order(question: Question, nearest: Path) -> Beyond:
         return Beyond(None, None, float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / question.gpus)
     gpus, memory_bytes = question.gpus, question.memory_bytes
     return search_beyond(space.ledger, model, gpus, memory_bytes, space, nearest, question.recompute)
+
+
+def nearest_path(question: Question) -> tuple[Path | None, bool]:
+    """The best path on a flat cluster that is never worse, its seconds a bound; and whether the deadline cut it short.
+
+    Over many cuts it is found as closely as such a bound needs to be.
+    """
+    search = nearest_search(question)
+    if isinstance(search, SynchronousSearch) or len(question.space) <= 2 * MOST_ALIKE:
+        return search.best(), search.interrupted
+    path = search.best(precision=PRECISION)
+    return path and replace(path, seconds=path.seconds * (1 - PRECISION)), search.interrupted
 
 
 def nearest_search(question: Question) -> Search | SynchronousSearch:

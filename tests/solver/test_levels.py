@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,18 +28,19 @@ from tests.solver.strategies import profiles
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "naive")
 SIZES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2)]
+LARGER = [(2, 4), (4, 2), (2, 2, 2)]
 recomputing = st.sampled_from(["auto", "auto", "never", "always"])
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
+def clusters(draw: st.DrawFn, sizes: Sequence[tuple[int, ...]] = SIZES) -> Cluster:
     """Two or three levels, faster inside or not, with shared links or without."""
-    sizes = draw(st.sampled_from(SIZES))
-    bandwidths = [draw(st.sampled_from([0.5, 1.0, 3.0, 16.0])) for _ in sizes]
-    latencies = [draw(st.sampled_from([0.0, 0.0, 0.5])) for _ in sizes]
+    members = draw(st.sampled_from(sizes))
+    bandwidths = [draw(st.sampled_from([0.5, 1.0, 3.0, 16.0])) for _ in members]
+    latencies = [draw(st.sampled_from([0.0, 0.0, 0.5])) for _ in members]
     memory = draw(st.one_of(st.none(), st.integers(1, 120)))
     return hierarchical_cluster(
-        sizes, bandwidths, memory, latencies, shared=draw(st.booleans()), overlap=draw(st.booleans())
+        members, bandwidths, memory, latencies, shared=draw(st.booleans()), overlap=draw(st.booleans())
     )
 
 
@@ -118,6 +121,27 @@ def test_plans_that_drain(
 @given(profile=profiles(most_layers=4), cluster=clusters(), schedule=st.sampled_from(["1f1b", "gpipe"]))
 def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: ScheduleName) -> None:
     check(profile, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 3, in_order=False)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    profile=profiles(most_layers=6),
+    cluster=clusters(sizes=LARGER),
+    schedule=st.sampled_from(["1f1b", "gpipe", "1f1b-flush"]),
+    in_order=st.booleans(),
+)
+def test_larger_models_on_eight_gpus(
+    profile: Profile, cluster: Cluster, schedule: ScheduleName, in_order: bool
+) -> None:
+    check(
+        profile,
+        cluster,
+        schedule=schedule,
+        microbatches=1 if schedule == "1f1b" else 3,
+        recompute="never",
+        in_order=in_order,
+    )
 
 
 @pytest.mark.parametrize("model", COST_MODELS)
