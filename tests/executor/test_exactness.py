@@ -34,7 +34,8 @@ CASES: list[Case] = [(model, optimizer) for model in MODELS for optimizer in OPT
 def unsplit(model_file: ModelFile) -> StageModule:
     """The whole model as one stage, initialised as the workers do."""
     torch.manual_seed(SEED)
-    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE))
+    model = model_file.build_model()  # before the batch, which draws random numbers too
+    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE), model)
     return build_stage(graph, [layer.name for layer in graph.layers])
 
 
