@@ -26,6 +26,7 @@ def _weights(width: int) -> int:
         ("vgg16", 138_357_544 - (25_088 - 512) * 4096 - 990 * 4097),
         ("resnet50", 25_557_032 - 990 * 2049),
         ("gpt2", 124_439_808),
+        ("unet", 31_037_698),  # with the weights of BatchNorm, without biases before it, for two classes
         ("lstm_lm", 256 * 650 + 2 * _weights(650) + 651 * 256),
     ],
 )
@@ -33,6 +34,13 @@ def test_sizes_are_the_published_ones(name: str, weights: int) -> None:
     with torch.device("meta"):
         model = load_model_file(PROFILES / name / "model.py").build_model()
     assert sum(parameter.numel() for parameter in model.parameters()) == weights
+
+
+@pytest.mark.parametrize(("name", "weights"), [("bert", 109_514_298), ("t5", 60_506_624)])
+def test_sizes_of_transformers_models(name: str, weights: int) -> None:
+    """BERT-base with its head for masked words, T5-small."""
+    pytest.importorskip("transformers", reason="needs the extra 'hf': pip install pipeline-planner[hf]")
+    test_sizes_are_the_published_ones(name, weights)
 
 
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "gpt2", "lstm_lm"])

@@ -1,0 +1,1 @@
+"""Any model: captured, cut, and its times against the whole step."""

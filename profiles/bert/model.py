@@ -1,0 +1,47 @@
+"""BERT-base for masked words (Devlin et al. 2019): 12 layers, 110 million parameters, 128 tokens.
+
+Needs `transformers` (pip install pipeline-planner[hf]); weights are random, nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LENGTH = 128  # tokens of a sample
+VOCABULARY = 30522
+
+
+def build_model() -> nn.Module:
+    """The model, freshly initialised."""
+    return _build()
+
+
+def build_tiny() -> nn.Module:
+    """Two layers, to try things out."""
+    return _build(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+
+
+def _build(**sizes: Any) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    # The same attention kernel whether it is traced or just runs.
+    config = BertConfig(vocab_size=VOCABULARY, attn_implementation="eager", **sizes)
+    model: nn.Module = BertForMaskedLM(config)
+    return model
+
+
+def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
+    """Random tokens; the model computes its loss itself."""
+    tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
+    # One word in seven is to be guessed; -100 is no target.
+    labels = tokens.where(torch.rand(tokens.shape) < 0.15, torch.tensor(-100))
+    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}, None
+
+
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)
