@@ -27,7 +27,7 @@ from planner.solver.search import RESOLUTION, Path
 from planner.solver.states import value_weights
 from planner.topology import Loads
 
-MOST_ENTRIES = 6_000_000  # of the tables of bounds
+MOST_ENTRIES = 12_000_000  # of the tables of bounds
 MOST_STEPS = 3_000  # extended plans; a fixed number rather than a time, so that the same question has the same answer
 MOST_COUNTS = 16  # numbers of GPUs tried one by one where memory is limited
 
