@@ -1,0 +1,134 @@
+"""How often more GPUs, bandwidth or memory make a prediction worse, over random models; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+from tabulate import tabulate
+
+from planner.cluster import flat_cluster
+from planner.errors import InfeasibleError
+from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.solver import solve
+
+FACTORS = (1.0, 1.05, 1.3, 2.0)
+_SAME = 1e-9
+
+Case = tuple[int, float, int | None]  # GPUs, bytes/s, bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.monotone", description=__doc__)
+    parser.add_argument("--models", type=int, default=1000, help="random models per row (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    rows = [_row(name, steps, args.models, args.seed) for name, steps in STEPS.items()]
+    headers = ["more", "models", "steps", "worse", "share", "worst", "CPU seconds"]
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+    return 0
+
+
+def _row(name: str, steps: Callable[[random.Random, Profile], Iterator[Case]], models: int, seed: int) -> list[str]:
+    rng, started = random.Random(seed), time.process_time()
+    ratios: list[float] = []
+    for _ in range(models):
+        model = random_model(rng)
+        latency_s = rng.choice((0.0, 0.0, 0.1))
+        times = [_seconds(model, case, latency_s) for case in steps(rng, model)]
+        ratios += [more / less for less, more in pairwise(times) if math.isfinite(less)]
+    worse = [ratio for ratio in ratios if ratio > 1 + _SAME]
+    return [
+        name,
+        str(models),
+        str(len(ratios)),
+        str(len(worse)),
+        f"{len(worse) / len(ratios):.2%}",
+        f"+{max(worse, default=1.0) - 1:.1%}",
+        f"{time.process_time() - started:.0f}",
+    ]
+
+
+def _seconds(model: Profile, case: Case, latency_s: float) -> float:
+    gpus, bandwidth, memory = case
+    try:
+        plan = solve(model, flat_cluster(gpus, bandwidth, memory, latency_s))
+    except InfeasibleError:
+        return math.inf
+    return plan.predicted.seconds_per_minibatch
+
+
+def _more_gpus(rng: random.Random, model: Profile) -> Iterator[Case]:
+    gpus, bandwidth, memory = rng.randint(1, 12), _bandwidth(rng), _memory(rng, model)
+    limit = None if rng.random() < 0.5 else memory
+    return ((gpus + more, bandwidth, limit) for more in range(4))
+
+
+def _more_bandwidth(rng: random.Random, model: Profile) -> Iterator[Case]:
+    gpus, bandwidth, memory = rng.randint(1, 12), _bandwidth(rng), _memory(rng, model)
+    limit = None if rng.random() < 0.5 else memory
+    return ((gpus, bandwidth * factor, limit) for factor in FACTORS)
+
+
+def _more_memory(rng: random.Random, model: Profile) -> Iterator[Case]:
+    gpus, bandwidth, memory = rng.randint(1, 12), _bandwidth(rng), _memory(rng, model)
+    yield from ((gpus, bandwidth, int(memory * factor)) for factor in FACTORS)
+    yield gpus, bandwidth, None
+
+
+STEPS = {"GPUs": _more_gpus, "bandwidth": _more_bandwidth, "memory": _more_memory}
+
+
+def _bandwidth(rng: random.Random) -> float:
+    """From where a transfer takes ten times a layer's time to where it takes nothing."""
+    return float(10 ** rng.uniform(-1, 1.5))
+
+
+def _memory(rng: random.Random, model: Profile) -> int:
+    """From a third of what one GPU would need for all, to several times that."""
+    return max(
+        1, int(sum(3 * layer.weight_bytes + 2 * layer.saved_bytes for layer in model.layers) * rng.uniform(0.3, 3))
+    )
+
+
+def random_model(rng: random.Random) -> Profile:
+    """A chain of 2 to 13 layers of uneven times, outputs and weights: half of the layers have none."""
+    count = rng.randint(2, 13)
+    layers = []
+    for number in range(count):
+        forward_s, output_bytes = float(rng.randint(1, 19)), rng.randint(1, 39)
+        weight_bytes = rng.randint(0, 59) * rng.randint(0, 1)
+        value = Value(name=f"l{number}", output_bytes=output_bytes, gradient_bytes=output_bytes)
+        layers.append(
+            Layer(
+                name=f"l{number}",
+                op="op",
+                forward_s=forward_s,
+                backward_s=2 * forward_s,
+                update_s=0.0,
+                outputs=(value,) if number < count - 1 else (),
+                weight_bytes=weight_bytes,
+                gradient_bytes=weight_bytes,
+                saved_bytes=output_bytes,
+            )
+        )
+    edges = tuple(Edge(source=one.name, value=one.name, target=other.name) for one, other in pairwise(layers))
+    return Profile(
+        model="random",
+        graph_hash="0",
+        device=Device(kind="cpu", name="imagined"),
+        microbatch_size=1,
+        layers=tuple(layers),
+        edges=edges,
+        provenance=Provenance(tool="benchmarks.monotone", source="estimated"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
