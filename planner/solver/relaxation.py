@@ -94,11 +94,11 @@ class Relaxation:
                     continue
                 # Stages that compute for at most r·T.
                 first, final = extent[k - r]
-                begin = max(start + int(open_.argmax()), self._range(least_s[first] - r * target_s, 0.0)[0])
+                begin = max(start + int(open_.argmax()), self._range(self._least_from_s[first] - r * target_s, 0.0)[0])
                 end = min(stop, final)
                 if begin >= end:
                     continue
-                final = min(final, self._range(0.0, least_s[end - 1] + r * target_s)[1] - 1)
+                final = min(final, self._range(0.0, self._most_up_to_s[end - 1] + r * target_s)[1] - 1)
                 span = slice(begin, final + 1)
                 there = (after[span] == k - r) & self.model.cut_within(self.space.outputs[span], r, target_s)
                 meets = open_[begin - start : end - start].copy()
@@ -132,8 +132,8 @@ class Relaxation:
                 if k - r not in extent or not open_.any():
                     continue
                 first, final = extent[k - r]
-                begin = max(first, self._range(least_s[start] - r * target_s, 0.0)[0])
-                end = min(stop, self._range(0.0, least_s[final] + r * target_s)[1])
+                begin = max(first, self._range(self._least_from_s[start] - r * target_s, 0.0)[0])
+                end = min(stop, self._range(0.0, self._most_up_to_s[final] + r * target_s)[1])
                 if end <= max(begin, start):
                     continue
                 span = slice(begin, end)
