@@ -110,8 +110,14 @@ def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> Devic
 
 
 def _measured(profile: Profile) -> Floats:
-    columns = [[getattr(layer, part) for layer in profile.layers] for part in ("forward_s", "backward_s", "update_s")]
-    return np.array([time for column in columns for time in column], dtype=np.float64)
+    """Forward, backward and update of all layers; on a CPU the processor's time, where it was measured."""
+
+    def column(part: str, better: str) -> list[float]:
+        times = [(getattr(layer, better, None), getattr(layer, part)) for layer in profile.layers]
+        return [wall_s if thread_s is None else thread_s for thread_s, wall_s in times]
+
+    forward, backward = column("forward_s", "forward_thread_s"), column("backward_s", "backward_thread_s")
+    return np.array([*forward, *backward, *(layer.update_s for layer in profile.layers)], dtype=np.float64)
 
 
 class _Unknowns:

@@ -79,7 +79,7 @@ def trace_step(model_file: ModelFile, batch_size: int, dtype: DType = "float32")
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: when the batch makes no sense, or the optimizer looks at numbers.
+        InputError: when the batch makes no sense, the file names blocks, or the optimizer looks at numbers.
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size} is less than 1", hint="give a positive whole number")
@@ -87,6 +87,11 @@ def trace_step(model_file: ModelFile, batch_size: int, dtype: DType = "float32")
         raise InputError(
             f"'{model_file.path}' names blocks, which are run to see what they do, and an estimate runs nothing",
             hint="measure it: plan profile without --estimate",
+        )
+    if model_file.has_blocks:
+        raise InputError(
+            f"'{model_file.path}' names blocks, which depend on numbers and cannot be estimated",
+            hint="leave --estimate out to measure the model",
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

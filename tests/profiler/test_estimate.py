@@ -130,7 +130,8 @@ def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> 
 
 
 def without_times(profile: Profile) -> Profile:
-    times = dict.fromkeys(("forward_s", "backward_s", "update_s", "forward_spread_s", "backward_spread_s"), 0.0)
+    parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
+    times = dict.fromkeys(("update_s", *parts), 0.0)
     layers = tuple(layer.model_copy(update=times) for layer in profile.layers)
     same = {"provenance": None, "device": None, "whole_step": None}
     return profile.model_copy(update={"layers": layers, **same})
@@ -286,6 +287,12 @@ def test_optimizers_that_look_at_numbers_are_refused(tmp_path: Path) -> None:
         "    return Careful(parameters, lr=0.1)\n"
     )
     with pytest.raises(InputError, match=r"optimizer in .*net\.py.* looks at numbers"):
+        estimate_profile(written(tmp_path, source), BATCH, device="cpu")
+
+
+def test_blocks_are_refused(tmp_path: Path) -> None:
+    source = CHAIN + "\ndef blocks(model):\n    return [model.conv, model.act]\n"
+    with pytest.raises(InputError, match="names blocks"):
         estimate_profile(written(tmp_path, source), BATCH, device="cpu")
 
 
