@@ -108,13 +108,13 @@ def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) 
     """1,220 layers and more cuts than could be listed."""
     model, cluster = nasnet_like(), flat_cluster(gpus, 1.25e9)
     ledger = Ledger(model)
-    plan = solve(model, cluster, depth="published")
-    assert plan.solver.lower_bound_s < plan.predicted.bottleneck.busy_s < plan.solver.lower_bound_s * 1.1
+    plan = solve(model, cluster, cost_model="pipedream")  # under which nobody waits, and busy times decide
+    assert plan.solver.lower_bound_s < plan.predicted.bottleneck.busy_s < plan.solver.lower_bound_s * 1.35
     for order in (None, depth_first(ledger), fewest_live_bytes(ledger)):
-        path = Search(Chain(ledger, order), cost_model("resource", link_of(cluster)), gpus, None).best()
+        path = Search(Chain(ledger, order), cost_model("pipedream", link_of(cluster)), gpus, None).best()
         assert path is not None
         assert plan.predicted.bottleneck.busy_s <= path.seconds * (1 + 1e-9)
-    again = solve(model, cluster, depth="published")
+    again = solve(model, cluster, cost_model="pipedream")
     assert again.stages == plan.stages
 
 
