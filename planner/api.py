@@ -29,6 +29,7 @@ def profile(
     threads: int = 1,
     seconds: float | None = None,
     repeats: int | None = None,
+    dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training on this device.
@@ -40,6 +41,7 @@ def profile(
         threads: intra-op threads on a CPU: the cores that one worker will have.
         seconds: time to measure for, warm-up and capture not counted; 20 when None.
         repeats: at most so many steps; 50 when None.
+        dtype: "float32", or "bfloat16" to run under torch.autocast, as `train` then does.
         progress: told the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -53,6 +55,7 @@ def profile(
         threads=threads,
         seconds=DEFAULT_SECONDS if seconds is None else seconds,
         repeats=DEFAULT_REPEATS if repeats is None else repeats,
+        dtype=dtype,
         progress=progress,
     )
 

@@ -116,6 +116,7 @@ class Plan(Record):
     model: str
     profile_digest: str
     graph_hash: str | None  # None: from an imported profile, cannot be trained
+    autocast: Literal["bfloat16"] | None = None  # stages run under torch.autocast
     device: Device
     config: str  # replicas per stage, "7-1"
     schedule: ScheduleName

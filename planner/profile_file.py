@@ -96,6 +96,7 @@ class Profile(Record):
     graph_hash: str | None = None  # of the captured graph; None for imported profiles, which are plan-only
     device: Device
     dtype: str | None = None
+    autocast: Literal["bfloat16"] | None = None  # measured, and to be trained, under torch.autocast
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]

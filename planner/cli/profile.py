@@ -61,14 +61,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
     )
+    parser.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="float32, or bfloat16 under autocast, which the plan then trains with; for estimates also tf32 and "
+        "float16 (default: float32)",
+    )
     estimates = parser.add_argument_group("estimates")
     estimates.add_argument(
         "--estimate", action="store_true", help="estimate instead of measuring; the model is run without data"
-    )
-    estimates.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        help="of products and convolutions: float32, tf32, or bfloat16 or float16 under autocast (default: float32)",
     )
     estimates.add_argument(
         "--calibrate",
@@ -148,9 +149,8 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
     from planner.executor.memory import keep_freed_pages
 
-    for option, value in (("--dtype", args.dtype), ("--calibrate", args.calibrate)):
-        if value is not None:
-            raise InputError(f"{option} is for estimates", hint="add --estimate, or leave it out")
+    if args.calibrate is not None:
+        raise InputError("--calibrate is for estimates", hint="add --estimate, or leave it out")
     keep_freed_pages()  # as the workers do
     progress = _ProgressLine() if sys.stderr.isatty() else None
     try:
@@ -161,6 +161,7 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             threads=args.threads,
             seconds=args.seconds,
             repeats=args.repeats,
+            dtype=args.dtype or "float32",
             progress=progress,
         )
     finally:

@@ -17,6 +17,7 @@ from planner.executor.measure import ProgressCallback, progress_reporter, steady
 from planner.executor.memory import PeakMemory
 from planner.executor.train import check_world, join_group, local_device
 from planner.executor.worker import Completion, WorkerLog
+from planner.model.autocast import autocast_dtype, autocasting
 from planner.model.capture import loss_of
 from planner.model.file import ModelFile, load_model_file
 from planner.schedule.instructions import Unit
@@ -63,7 +64,8 @@ def _train(
         began = time.perf_counter()
         torch.manual_seed(job.seed * 1_000_003 + minibatch)
         batch = data.batch(Unit(minibatch)).to(device)
-        loss = loss_of(ddp(*batch.args, **batch.kwargs), batch.target, own_loss)
+        with autocasting(device.type, autocast_dtype(job.plan.autocast)):
+            loss = loss_of(ddp(*batch.args, **batch.kwargs), batch.target, own_loss)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

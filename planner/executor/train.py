@@ -22,6 +22,7 @@ from planner.executor.measure import ProgressCallback, progress_reporter, steady
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.worker import Worker, WorkerLog
+from planner.model.autocast import autocast_dtype
 from planner.model.deferred import build_deferred, materialize
 from planner.model.file import ModelFile, load_model_file
 from planner.model.graph import ValueSpec
@@ -297,7 +298,8 @@ def _build_stage(
     """
     torch.manual_seed(seed)
     model = build_deferred(model_file.build_model, seed) if defer_weights else model_file.build_model()
-    graph = capture_file(model_file, model_file.example_batch(batch_size), model)
+    autocast = autocast_dtype(plan.autocast)
+    graph = capture_file(model_file, model_file.example_batch(batch_size), model, autocast=autocast)
     if graph.hash != plan.graph_hash:
         raise PlanError(
             f"the plan was made for another model than '{model_file.path}': graph {plan.graph_hash} in the plan, "

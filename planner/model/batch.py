@@ -40,6 +40,12 @@ class Batch:
             "the batch holds no tensor with a batch dimension", hint="return tensors whose first dimension is the batch"
         )
 
+    @property
+    def device_type(self) -> str:
+        """Where the batch is: "cpu" or "cuda"."""
+        tensors = [leaf for leaf in tree_leaves(self._tree()) if isinstance(leaf, Tensor)]
+        return tensors[0].device.type if tensors else "cpu"
+
     def flatten(self) -> tuple[list[Any], TreeSpec]:
         """Leaves in a fixed order (arguments, keyword arguments by name, target), and the structure around them."""
         return tree_flatten(self._tree())

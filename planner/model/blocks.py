@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from planner.errors import CaptureError
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture import Loss, loss_of
 from planner.model.digest import graph_digest
@@ -96,7 +97,13 @@ class BlockChain:
 
 
 def capture_blocks(
-    model: nn.Module, blocks: Sequence[nn.Module], batch: Batch, loss: Loss | None, *, training: bool = True
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    batch: Batch,
+    loss: Loss | None,
+    *,
+    training: bool = True,
+    autocast: torch.dtype | None = None,
 ) -> LayerGraph:
     """The graph of `blocks`, each a layer, with the loss behind them.
 
@@ -111,6 +118,7 @@ def capture_blocks(
         batch: example.
         loss: as for `capture`.
         training: mode of the modules.
+        autocast: as for `capture`.
 
     Raises:
         CaptureError: when the blocks fail, compute something else than the model, or exchange what cannot travel.
@@ -119,11 +127,11 @@ def capture_blocks(
     example = batch.doubled() if batch.size == 1 else batch
     model.train(training)
     named = _named(model, blocks)
-    with _kept(model):
+    with _kept(model), autocasting(example.device_type, autocast):
         joined = [*_joined_by_writes(named, example), *_joined_by_buffers(named)]
         small, large = (_run(named, sample, loss) for sample in (example, example.doubled()))
         _check_loss(model, example, loss, small[-1])
-    return _Assembler(model, named, example, loss, training).graph(small, large, joined)
+    return _Assembler(model, named, example, loss, training, autocast).graph(small, large, joined)
 
 
 def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -265,7 +273,9 @@ class _Assembler:
         batch: Batch,
         loss: Loss | None,
         training: bool,
+        autocast: torch.dtype | None,
     ) -> None:
+        self._autocast = autocast
         self._model, self._named, self._batch, self._loss, self._training = model, named, batch, loss, training
         self._graph = fx.Graph()
         self._specs: dict[fx.Node, ValueSpec] = {}
@@ -317,6 +327,7 @@ class _Assembler:
             batch_size=None,
             hash="",
             blocks=BlockChain(tuple(layers), self._loss, self._training),
+            autocast=self._autocast,
         )
         return result.with_hash(graph_digest(result))
 

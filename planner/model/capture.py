@@ -13,6 +13,7 @@ from torch.export import Dim, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_map
 
 from planner.errors import CaptureError
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.digest import graph_digest
 from planner.model.failure import (
@@ -35,7 +36,14 @@ Loss = Callable[[Any, Any], Tensor]
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
-def capture(model: nn.Module, batch: Batch, loss: Loss | None, *, training: bool = True) -> LayerGraph:
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    *,
+    training: bool = True,
+    autocast: torch.dtype | None = None,
+) -> LayerGraph:
     """The forward of `model` on batches like `batch`, up to the loss.
 
     Args:
@@ -44,6 +52,7 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None, *, training: bool
         batch: example; the graph is good for other numbers of samples too, unless the model pins it.
         loss: (output, target) -> 0-dimensional loss; None where the model's output has a `.loss` or ["loss"].
         training: the mode; what a graph does in it cannot be changed afterwards.
+        autocast: run stages under torch.autocast with this type; the values between layers then have it, too.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
@@ -56,7 +65,8 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None, *, training: bool
     _clean(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     try:
-        observed = observe(module, example.flatten()[0])
+        with autocasting(example.device_type, autocast):
+            observed = observe(module, example.flatten()[0])
     except Exception as cause:  # whatever the tracer's operations raise on tensors without data
         raise capture_failure(cause, model) from cause
     names = Names(model, module)
@@ -83,6 +93,7 @@ def capture(model: nn.Module, batch: Batch, loss: Loss | None, *, training: bool
         tied_parameters=names.tied,
         batch_size=None if reader.dynamic else example.size,
         hash="",
+        autocast=autocast,
     )
     return graph.with_hash(graph_digest(graph))
 
@@ -189,7 +200,7 @@ def _spec(node: fx.Node, reader: SizeReader, observed: Observed) -> ValueSpec | 
     if sizes is None:
         return None
     requires_grad, order = observed.requires_grad[node], observed.orders[node]
-    return ValueSpec(node.name, value.dtype, requires_grad, sizes, order, observed.expanded[node])
+    return ValueSpec(node.name, observed.dtypes[node], requires_grad, sizes, order, observed.expanded[node])
 
 
 def _outputs(

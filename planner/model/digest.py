@@ -36,6 +36,7 @@ def _lines(graph: LayerGraph) -> list[str]:
         for name, buffer in graph.model.named_buffers(remove_duplicate=False)
     ]
     lines += [f"tied {group}" for group in graph.tied_parameters]
+    lines += [f"autocast {graph.autocast}"] if graph.autocast is not None else []
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
         spec = graph.specs.get(node)

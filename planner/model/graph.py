@@ -120,6 +120,7 @@ class LayerGraph:
         batch_size: the only one the graph is good for; None when it is good for any.
         hash: of operations, arguments, shapes and parameter names; the same in every process and for every batch size.
         blocks: what runs in place of the graph's operations, for a model whose file names its blocks.
+        autocast: the type that stages run under torch.autocast with.
     """
 
     model: nn.Module
@@ -137,6 +138,7 @@ class LayerGraph:
     batch_size: int | None
     hash: str
     blocks: BlockChain | None = None
+    autocast: torch.dtype | None = None
 
     def with_hash(self, digest: str) -> LayerGraph:
         """The same graph with its hash filled in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from planner.errors import ModelFileError
@@ -14,7 +15,12 @@ from planner.model.graph import LayerGraph
 
 
 def capture_file(
-    model_file: ModelFile, batch: Batch, model: nn.Module | None = None, *, training: bool = True
+    model_file: ModelFile,
+    batch: Batch,
+    model: nn.Module | None = None,
+    *,
+    training: bool = True,
+    autocast: torch.dtype | None = None,
 ) -> LayerGraph:
     """The graph of the file's model.
 
@@ -23,6 +29,7 @@ def capture_file(
         batch: example.
         model: from the file, perhaps deferred; None builds a new one.
         training: whether the model is in training or evaluation mode.
+        autocast: the type that the stages run under torch.autocast with.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -36,7 +43,7 @@ def capture_file(
                 hint="train without --defer-weights",
             )
         with without_storage(model):
-            return capture(model, batch, loss, training=training)
+            return capture(model, batch, loss, training=training, autocast=autocast)
     if model_file.has_blocks:
-        return capture_blocks(model, model_file.blocks(model), batch, loss, training=training)
-    return capture(model, batch, loss, training=training)
+        return capture_blocks(model, model_file.blocks(model), batch, loss, training=training, autocast=autocast)
+    return capture(model, batch, loss, training=training, autocast=autocast)

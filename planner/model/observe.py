@@ -29,6 +29,7 @@ class Observed:
     """
 
     requires_grad: Mapping[fx.Node, bool]
+    dtypes: Mapping[fx.Node, torch.dtype]
     orders: Mapping[fx.Node, tuple[int, ...]]
     expanded: Mapping[fx.Node, tuple[int, ...]]
     storages: Mapping[fx.Node, frozenset[int]]
@@ -45,7 +46,14 @@ def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
         fake = [_fake(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             observer.run(*fake, enable_io_processing=False)
-    return Observed(observer.requires_grad(), observer.orders, observer.expanded, observer.storages, observer.writes)
+    return Observed(
+        requires_grad=observer.requires_grad(),
+        dtypes=observer.dtypes,
+        orders=observer.orders,
+        expanded=observer.expanded,
+        storages=observer.storages,
+        writes=observer.writes,
+    )
 
 
 class _Observer(fx.Interpreter):
@@ -54,6 +62,7 @@ class _Observer(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self._mode = mode
         self._attributes: dict[int, Tensor] = {}
+        self.dtypes: dict[fx.Node, torch.dtype] = {}
         self.orders: dict[fx.Node, tuple[int, ...]] = {}
         self.expanded: dict[fx.Node, tuple[int, ...]] = {}
         self.storages: dict[fx.Node, frozenset[int]] = {}
@@ -62,6 +71,7 @@ class _Observer(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor) and not _is_wrapped(value) and not _depends_on_data(value):
+            self.dtypes[n] = value.dtype
             self.orders[n] = memory_order(value)
             self.expanded[n] = tuple(d for d, size in enumerate(value.shape) if size > 1 and value.stride(d) == 0)
         self.storages[n] = _storages(value)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
@@ -32,6 +33,7 @@ class StageParts:
     results: tuple[str, ...]
     has_loss: bool
     fixed_batch_size: int | None
+    autocast: torch.dtype | None
 
     def read_batch(self, batch: Batch | None) -> list[Any]:
         if batch is None:
@@ -99,6 +101,7 @@ def stage_parts(
         results=(*(node.name for node in trade.sent), *([LOSS] if has_loss else [])),
         has_loss=has_loss,
         fixed_batch_size=graph.batch_size,
+        autocast=graph.autocast,
     )
 
 

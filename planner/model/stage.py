@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from planner.errors import CaptureError
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.block_stage import block_parts
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
@@ -111,7 +112,8 @@ class StageModule(nn.Module):
         parts.check(inputs, values, size)
         numbers = [evaluate_number(expression, size) for expression in parts.numbers]
         context = (self._device(inputs, values), self._key, self._observer)
-        results = parts.code(parts.weights, *context, *inputs, *values, *numbers)
+        with autocasting(context[0].type, parts.autocast):
+            results = parts.code(parts.weights, *context, *inputs, *values, *numbers)
         return dict(zip(parts.results, results, strict=True))
 
     def _device(self, inputs: list[Any], values: list[Tensor]) -> torch.device:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from planner.errors import ModelFileError
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture import loss_of
 from planner.model.file import ModelFile
@@ -131,8 +132,9 @@ class _Run:
         clock.wait()
         start = clock.mark()
         loss_function = self._model_file.loss if self._model_file.has_loss else None
-        output = self._graph.model(*self._batch.args, **self._batch.kwargs)
-        loss = loss_of(output, self._batch.target, loss_function)
+        with autocasting(self._batch.device_type, self._graph.autocast):
+            output = self._graph.model(*self._batch.args, **self._batch.kwargs)
+            loss = loss_of(output, self._batch.target, loss_function)
         after_forward = clock.mark()
         loss.backward()  # type: ignore[no-untyped-call]
         after_backward = clock.mark()

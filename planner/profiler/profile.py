@@ -15,6 +15,7 @@ import torch
 
 import planner
 from planner.errors import InputError
+from planner.model.autocast import autocast_dtype
 from planner.model.file import ModelFile
 from planner.model.graph import GraphLayer, LayerGraph
 from planner.model.load import capture_file
@@ -37,6 +38,7 @@ def profile_model(
     repeats: int = DEFAULT_REPEATS,
     warmup: int | None = None,
     seed: int = 0,
+    dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training.
@@ -53,6 +55,7 @@ def profile_model(
         repeats: at most so many steps.
         warmup: steps that do not count; 2 on a CPU, 10 on a GPU.
         seed: of the weights and the example batch.
+        dtype: "float32", or "bfloat16" to run under torch.autocast, as the plan's stages then will.
         progress: told the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -67,6 +70,7 @@ def profile_model(
     if threads > (cores := os.cpu_count() or threads):
         raise InputError(f"this machine has {cores} cores, not {threads}", hint="a worker's threads need a core each")
     target = parse_device(device)
+    autocast = autocast_dtype(dtype)
     report = progress or (lambda _phase, _fraction: None)
     if warmup is None:
         warmup = WARMUP_CUDA if target.type == "cuda" else WARMUP_CPU
@@ -74,7 +78,7 @@ def profile_model(
         torch.manual_seed(seed)
         report("capturing", 0.0)
         batch = model_file.example_batch(batch_size)
-        graph = capture_file(model_file, batch)
+        graph = capture_file(model_file, batch, autocast=autocast)
         effort = Effort(seconds, repeats, min(LEAST_REPEATS, repeats), warmup)
         measured = measure(graph, model_file, batch, target, effort, report)
     whole = WholeStep(
@@ -123,6 +127,7 @@ def make_profile(
     return Profile(
         model=model_file.name,
         graph_hash=graph.hash,
+        autocast=None if graph.autocast is None else "bfloat16",
         device=device,
         dtype=dtype or _dtype(graph),
         microbatch_size=batch_size,

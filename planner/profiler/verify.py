@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import InputError, PlanError
+from planner.model.autocast import autocast_dtype
 from planner.model.batch import Batch
 from planner.model.file import ModelFile
 from planner.model.load import capture_file
@@ -74,7 +75,7 @@ def verify(
     with thread_count(profile.device.threads or 1), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = model_file.example_batch(profile.microbatch_size)
-        graph = capture_file(model_file, batch)
+        graph = capture_file(model_file, batch, autocast=autocast_dtype(profile.autocast))
         if graph.hash != profile.graph_hash:
             raise PlanError(
                 f"'{model_file.path}' is another model than the one that was profiled: graph {profile.graph_hash} in "

@@ -30,6 +30,7 @@ def assemble(
         model=profile.model,
         profile_digest=profile.digest,
         graph_hash=profile.graph_hash,
+        autocast=profile.autocast,
         device=profile.device,
         config=config_of(tuple(stage.replicas for stage in stages)),
         schedule=schedule,

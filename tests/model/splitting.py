@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture import Loss, as_tree, loss_of
 from planner.model.graph import LayerGraph, ValueSpec
@@ -61,8 +62,9 @@ def run_model(graph: LayerGraph, batch: Batch, loss: Loss | None) -> Step:
     for parameter in model.parameters():
         parameter.grad = None
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    output = model(*batch.args, **batch.kwargs)
-    value = loss_of(output, batch.target, loss)
+    with autocasting("cpu", graph.autocast):
+        output = model(*batch.args, **batch.kwargs)
+        value = loss_of(output, batch.target, loss)
     value.backward()  # type: ignore[no-untyped-call]
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, buffer in model.named_buffers():
