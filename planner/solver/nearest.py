@@ -56,7 +56,7 @@ class NearestModel(CostModel):
         for larger, model in zip(self._groups, self._levels, strict=True):
             open_ = (answer >= IMPOSSIBLE) & (least <= larger)
             if open_.any():
-                part = work if open_.all() else work_of(work, open_)
+                part = work if open_.ndim == 1 and open_.all() else work_of(work, open_)
                 from_ = np.maximum(floor[open_], smaller + 1)
                 if self.name != "resource":  # the cuts are as near as they can be
                     from_ = np.maximum(from_, self._near.fewest_replicas(part, target_s, from_, behind[open_]))
@@ -81,9 +81,11 @@ class NearestModel(CostModel):
 
 
 def work_of(work: Work, some: NDArray[np.bool_]) -> Work:
-    """The work of some of the stages."""
+    """The work of some of the stages, in one row."""
     values = {field.name: np.asarray(getattr(work, field.name)) for field in fields(work)}
-    return Work(**{name: value[some] if value.ndim else value for name, value in values.items()})
+    return Work(
+        **{name: np.broadcast_to(value, some.shape)[some] if value.ndim else value for name, value in values.items()}
+    )
 
 
 def _without_cuts(work: Work) -> Work:
