@@ -152,7 +152,7 @@ def check_trainable(plan: Plan) -> None:
             "the plan is for the max-load objective, which counts no minibatches in flight",
             hint="make a plan with: plan solve --cost-model resource",
         )
-    ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
+    ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
         idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)
         raise PlanError(

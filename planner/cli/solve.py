@@ -124,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
     from planner.pipedream import read_profile
     from planner.plan_file import save_plan
     from planner.report.plan import plan_report
+    from planner.sharing import shared_weight
 
     profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
     profile = profiles[0]
@@ -135,6 +136,8 @@ def run(args: argparse.Namespace) -> int:
     save_plan(plan, args.output)
     print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
     print(f"written to {args.output}", file=sys.stderr)
+    if shared := shared_weight(plan, {layer.name: layer.parameters for layer in profile.layers}):
+        print(f"warning: {shared.sentence}\nhint: {shared.hint}", file=sys.stderr)
     if args.verify is not None:
         profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)
         # With --json stdout holds the plan alone.

@@ -40,6 +40,7 @@ from planner.schedule.instructions import (
     Unit,
 )
 from planner.schedule.streams import Channel, PipelineShape, stream
+from planner.sharing import shared_weight
 
 TIMEOUT = timedelta(minutes=10)  # for one message; a dead peer is noticed at once
 
@@ -294,7 +295,7 @@ def _build_stage(
     """Build the model, capture it, and keep the layers of stage `index`; with `defer_weights`, make no other weights.
 
     Raises:
-        PlanError: when the captured model is not the one that was profiled.
+        PlanError: when the captured model is not the one that was profiled, or stages share a weight that is trained.
     """
     torch.manual_seed(seed)
     model = build_deferred(model_file.build_model, seed) if defer_weights else model_file.build_model()
@@ -306,6 +307,9 @@ def _build_stage(
             f"{graph.hash} captured",
             hint="profile and solve again: plan profile, plan solve",
         )
+    trained = {name for name, parameter in graph.model.named_parameters() if parameter.requires_grad}
+    if shared := shared_weight(plan, {layer.name: trained.intersection(layer.parameters) for layer in graph.layers}):
+        raise PlanError(shared.sentence, hint=shared.hint)
     layers = plan.stages[index].layers
     if defer_weights:
         wanted = [name for layer in graph.layers if layer.name in set(layers) for name in layer.parameters]

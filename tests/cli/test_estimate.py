@@ -48,7 +48,6 @@ def test_it_is_calibrated(folder: Path) -> None:
         (("model.py", "--estimate", "--threads", "2"), "--threads 2 cannot be estimated"),
         (("model.py", "--estimate", "--batch-size", "0"), "batch size 0"),
         (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
-        (("model.py", "--dtype", "bf16"), "--dtype is for estimates"),
         (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),
     ],
 )

@@ -75,7 +75,8 @@ def scaled(model: Profile, time: int, size: int) -> Profile:
     """All seconds times `time` and all bytes times `size`: powers of two, so that no digit changes."""
 
     def layer(one: Layer) -> Layer:
-        fields = {name: getattr(one, name) * time for name in Layer.model_fields if name.endswith("_s")}
+        given = {name: getattr(one, name) for name in Layer.model_fields if name.endswith("_s")}
+        fields = {name: seconds * time for name, seconds in given.items() if seconds is not None}
         fields |= {name: getattr(one, name) * size for name in Layer.model_fields if name.endswith("_bytes")}
         outputs = [
             value.model_copy(
