@@ -20,7 +20,7 @@ from planner.solver.synchronous import SynchronousSearch
 MOST_PLACED = 256  # GPUs for which every place is tried
 MOST_BOUNDED = 64  # GPUs for which all cuts of a branching model are looked at
 MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
-PRECISION = 1e-3  # of the bound for clusters of several levels over more than that
+PRECISION = 4e-3  # of the bound for clusters of several levels over more than that
 ROUNDS = 3
 
 PriceOn = Callable[[StateSpace], Seconds]
