@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import Cluster, hierarchical_cluster
+from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.cost import RecomputeRule, SynchronousModel, link_of
 from planner.errors import InfeasibleError
+from planner.pipedream import read_profile
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Ledger, price
 from planner.profile_file import Profile
@@ -23,6 +25,7 @@ from planner.solver.placements import Question
 from planner.solver.search import Path
 from planner.solver.states import Chain, StateSpace
 from planner.topology import Topology
+from tests import samples
 from tests.solver.strategies import profiles
 
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
@@ -163,3 +166,33 @@ def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
         assert plan.predicted.seconds_per_minibatch >= best_s * (1 - 1e-9)
         if plan.solver.status == "optimal":
             assert plan.predicted.seconds_per_minibatch == pytest.approx(best_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", ["pipedream", "paper"])
+@settings(max_examples=40, deadline=None)
+@given(profile=profiles(most_layers=5), sizes=st.sampled_from([(2, 2), (2, 4), (4, 2)]))
+def test_without_sharing_no_answer_is_worse_than_on_a_flat_cluster_at_the_slowest_bandwidth(
+    model: CostModelName, profile: Profile, sizes: tuple[int, ...]
+) -> None:
+    levels = solve(profile, hierarchical_cluster(sizes, (8.0, 1.0), shared=False), cost_model=model)
+    flat = solve(profile, flat_cluster(levels.cluster.gpus, 1.0), cost_model=model)
+    assert levels.predicted.seconds_per_minibatch <= flat.predicted.seconds_per_minibatch * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "most_s"), [("vgg16", 0.0548), ("resnet50", 0.0333), ("gnmt", 0.01009)])
+def test_four_published_servers(name: str, most_s: float) -> None:
+    file = pathlib.Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream" / f"{name}.txt"
+    if not file.exists():
+        pytest.skip("the published profiles are not beside the project")
+    plan = solve(read_profile(file), hierarchical_cluster((4, 4), (16e9, 1.25e9)), cost_model="pipedream")
+    assert plan.solver.status == "optimal"
+    assert plan.predicted.seconds_per_minibatch <= most_s
+
+
+def test_fifteen_and_one_on_four_servers_of_four() -> None:
+    """A light front with few weights and a heavy end with many: all ranks but one, whatever the servers."""
+    front = samples.layer("front", 14.0, 1.0, output_bytes=10, weight_bytes=1)
+    back = samples.layer("back", 0.9, 0.1, weight_bytes=10**6)
+    plan = solve(samples.profile(front, back), hierarchical_cluster((4, 4), (1e6, 1e5)))
+    assert plan.config == "15-1"
+    assert plan.stages[1].ranks == (15,)
