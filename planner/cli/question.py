@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from planner.plan_file import Plan
     from planner.profile_file import Profile
 
+DEFAULT_PLAN = Path("plan.json")
 _CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
 _SOLVING = ("schedule", "microbatches", "cost_model")
 
@@ -33,7 +34,8 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
             "--plan",
             type=Path,
             metavar="FILE",
-            help="a plan made from that profile, which has its own cluster and schedule (default: solve for one)",
+            help="a plan made from that profile, which has its own cluster and schedule (default: the fastest for the "
+            f"cluster of the arguments; {DEFAULT_PLAN} where they say none)",
         )
     parser.add_argument(
         "--schedule",
@@ -58,14 +60,17 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
-    """The plan of --plan, or the one for the cluster of the arguments.
+    """The plan of --plan, or the one for the cluster of the arguments, or plan.json where neither is given.
 
     Raises:
         ClusterError: for a plan and a cluster at once.
     """
     from planner.plan_file import load_plan
 
-    if args.plan is None:
+    path = args.plan
+    if path is None and DEFAULT_PLAN.exists() and all(getattr(args, name) in (None, False) for name in _CLUSTER):
+        path = DEFAULT_PLAN
+    if path is None:
         return question_of(args).solve(profile, cluster_of(args, profile))
     for name in (*_CLUSTER, *_SOLVING):
         if getattr(args, name) not in (None, False):
@@ -73,4 +78,4 @@ def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
             raise ClusterError(
                 f"{flag} has no meaning with --plan, which says so itself", hint=f"leave one of --plan and {flag} out"
             )
-    return load_plan(args.plan)
+    return load_plan(path)

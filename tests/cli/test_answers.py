@@ -40,6 +40,7 @@ def test_compare_solves_or_takes_a_plan(folder: Path) -> None:
     assert "data parallel" in solved.stdout
     assert plan("solve", *CLUSTER, cwd=folder).returncode == 0
     assert plan("compare", "--plan", "plan.json", cwd=folder).stdout == solved.stdout
+    assert plan("compare", cwd=folder).stdout == solved.stdout
     rows = json.loads(plan("compare", "--plan", "plan.json", "--json", cwd=folder).stdout)["rows"]
     assert [row["name"] for row in rows][:2] == ["chosen plan", "data parallel"]
 
