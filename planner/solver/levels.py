@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost import Integers, Link, SynchronousModel, cost_model
+from planner.solver.best_first import Found, better
 from planner.solver.branches import MOST_DOWNSETS, Beyond, search_beyond
 from planner.solver.downsets import Downsets, enumerate_downsets
-from planner.solver.hierarchy import Found, HierarchySearch, Seconds, better
+from planner.solver.hierarchy import HierarchySearch
 from planner.solver.nearest import NearestModel
 from planner.solver.placements import Question
+from planner.solver.relaxed import Seconds
 from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import Coarse, StateSpace
 from planner.solver.synchronous import SynchronousSearch

@@ -1,0 +1,248 @@
+"""One question to the searches: which of them answer it, over which cuts, and for which cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from planner.cluster import Cluster, flat_cluster
+from planner.cost import Link, RecomputeRule, SynchronousModel, link_of
+from planner.cost_2bw import asynchronous_model
+from planner.placement import PLACED
+from planner.plan_file import CostModelName, ScheduleName
+from planner.pricing import Candidate, Price, price
+from planner.solver.branches import MOST_STATES, search_beyond
+from planner.solver.deadline import NO_HURRY, Deadline
+from planner.solver.depth import DepthRule, price_with_depths
+from planner.solver.downsets import Downsets, enumerate_downsets
+from planner.solver.infeasible import Fits
+from planner.solver.levels import beyond_the_order, nearest_path, nearest_search, search_all_cuts, search_levels
+from planner.solver.placements import Question
+from planner.solver.search import Path, Search
+from planner.solver.states import StateSpace
+from planner.solver.synchronous import SynchronousSearch
+from planner.solver.waits import SLOWED, BestOn, Priced, fastest, questions
+from planner.topology import Topology
+
+MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
+MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit
+LEANER_SCHEDULES: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush")  # that hold fewer weights, or also drain for it
+ASYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b", "2bw")
+_ROUNDING = 1e-9  # the search and the price add the same numbers in different order
+
+
+class Task:
+    """One question to the searches, which can be asked again for another cluster."""
+
+    def __init__(
+        self,
+        space: StateSpace,
+        cluster: Cluster,
+        model: CostModelName,
+        schedule: ScheduleName,
+        microbatches: int,
+        recompute: RecomputeRule,
+        deadline: Deadline = NO_HURRY,
+    ) -> None:
+        self.space, self.cluster, self.recompute, self.deadline = space, cluster, recompute, deadline
+        self.interrupted = False  # by the deadline: the last search may have missed faster plans
+        self.model, self.schedule, self.microbatches = model, schedule, microbatches
+        self._link = link_of(cluster)
+
+    def best(self) -> Path | None:
+        """The best path on the cluster."""
+        if self.placed:
+            question = self._question(self.cluster.gpus, self.cluster.memory_bytes)
+            path, self.interrupted = nearest_path(question)
+            return path
+        search = self._search(self.cluster.gpus, self.cluster.memory_bytes)
+        path = search.best()
+        self.interrupted = search.interrupted
+        return path
+
+    def beyond_the_order(self, path: Path) -> tuple[Task, Path, float]:
+        """The best path over all cuts as far as it can be told, the task whose states it has, and a lower bound.
+
+        For a model that keeps its order, other cuts only bound what is possible.
+        """
+        if self.interrupted:
+            return self, path, self.relaxed_s()
+        if self.space.complete:
+            return self, path, path.seconds
+        if self.schedule not in ASYNCHRONOUS:
+            return self._beyond_drained(path)
+        model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+        ledger, cluster = self.space.ledger, self.cluster
+        memory = cluster.memory_bytes
+        beyond = search_beyond(
+            ledger, model, cluster.gpus, memory, self.space, path, self.recompute, bound_only=self.keeps_order
+        )
+        bound_s = beyond.bound_s
+        if beyond.path is None or beyond.space is None or self.keeps_order:
+            return self, path, bound_s
+        return self._over(beyond.space), beyond.path, bound_s
+
+    @property
+    def placed(self) -> bool:
+        """Whether it matters which ranks a stage has."""
+        return len(self.cluster.joined) > 1 and self.schedule in PLACED
+
+    def over_levels(self, path: Path) -> tuple[Task, Path, float]:
+        """`beyond_the_order` for a cluster of several levels, from the best path on the nearest flat one."""
+        if self.interrupted:
+            return self, path, self.relaxed_s()
+        question = self._question(self.cluster.gpus, self.cluster.memory_bytes)
+        along = search_levels(question, self.seconds, path)
+        assert along.path is not None
+        if self.space.complete:
+            return self, along.path, along.bound_s
+        if self.schedule != "1f1b":
+            return self, along.path, self.relaxed_s()
+        if self.keeps_order:
+            return self, along.path, min(along.path.seconds, beyond_the_order(question, path).bound_s)
+        wider, found = search_all_cuts(question, lambda over: self._over(over).seconds, along.path, path)
+        assert found.path is not None
+        return self._over(wider), found.path, found.bound_s
+
+    def seconds(self, path: Path) -> float:
+        """The price of a path; infinite when it does not fit the memory."""
+        _, cost = self.priced(path)
+        limit = self.cluster.memory_bytes
+        fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
+        return cost.seconds_per_minibatch if fits else np.inf
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether stages must be runs of consecutive layers: the executor builds no others."""
+        return self.space.ledger.profile.graph_hash is not None
+
+    def over_all_cuts(self) -> Task | None:
+        """The same task over every cut of the graph, or None where those are too many."""
+        most = MOST_STATES if self.schedule in ASYNCHRONOUS else MOST_DRAINED_STATES
+        words = enumerate_downsets(self.space.ledger, most)
+        return None if words is None else self._over(Downsets(self.space.ledger, words, complete=True))
+
+    def leaner(self) -> dict[str, Fits]:
+        """Ways to need less memory, by the arguments that ask for them."""
+        found: dict[str, Fits] = {}
+        if self.recompute == "never":
+            freely = Task(self.space, self.cluster, self.model, self.schedule, self.microbatches, "auto", self.deadline)
+            found["--recompute auto"] = freely.fits
+        if self.model == "resource" and self.schedule in ("1f1b", "gpipe") and self.cluster.gpus <= MOST_DRAINED_GPUS:
+            microbatches = max(self.microbatches, self.cluster.gpus)
+            for schedule in LEANER_SCHEDULES:
+                leaner = Task(
+                    self.space, self.cluster, self.model, schedule, microbatches, self.recompute, self.deadline
+                )
+                found[f"--schedule {schedule} --microbatches {microbatches}"] = leaner.fits
+        return found
+
+    def _over(self, space: StateSpace) -> Task:
+        return Task(space, self.cluster, self.model, self.schedule, self.microbatches, self.recompute, self.deadline)
+
+    def _beyond_drained(self, path: Path) -> tuple[Task, Path, float]:
+        """`beyond_the_order` for schedules that drain."""
+        wider = self.over_all_cuts()
+        best = None if wider is None else wider.best()
+        if wider is None or best is None or wider.interrupted:
+            return self, path, self.relaxed_s()
+        if best.seconds >= path.seconds * (1 - _ROUNDING):
+            return self, path, path.seconds
+        return (self, path, best.seconds) if self.keeps_order else (wider, best, best.seconds)
+
+    def fits(self, gpus: int, memory_bytes: int) -> tuple[Sequence[Candidate], Price] | None:
+        """Any plan that fits other GPUs of this kind."""
+        search = self._search(gpus, memory_bytes)
+        if isinstance(search, Search):
+            path = search.within(search.any_time_s())
+        else:
+            answer = search.within(np.inf)
+            path = None if answer is None else answer[0]
+        return None if path is None else self.priced(path)
+
+    def priced(self, path: Path) -> tuple[Sequence[Candidate], Price]:
+        """The path's stages and their price."""
+        stages = [
+            Candidate(frozenset(self.space.layers(0, i)), frozenset(self.space.layers(i, j)), r, again)
+            for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
+        ]
+        # Memory was the search's business; the number of GPUs may be a supposed one.
+        cluster = self.cluster if path.gpus <= self.cluster.gpus else _flat_cluster(self._link, path.gpus, None)
+        return stages, price(
+            self.space.ledger,
+            stages,
+            cluster,
+            model=self.model,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+        )
+
+    def _question(self, gpus: int, memory_bytes: int | None) -> Question:
+        """This task for the searches that know levels."""
+        objective = self.model if self.schedule == "1f1b" else self._drained
+        return Question(
+            self.space, Topology(self.cluster), objective, gpus, memory_bytes, self.recompute, self.deadline
+        )
+
+    @property
+    def _drained(self) -> SynchronousModel:
+        return SynchronousModel(self._link, self.schedule, self.microbatches)
+
+    def fastest_with_waits(self, first: Priced, depth: DepthRule) -> Priced:
+        """The fastest plan once waits are counted: `first`, or another that its waits let pass."""
+        ledger, cluster = self.space.ledger, self.cluster
+        layers = ledger.profile.layers
+        memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in layers) or 1
+        link_unit = memory_unit / float(self.space.compute_s[-1])
+
+        def best_of(kind: type[Search], link: Link, memory: int | None) -> BestOn:
+            model = asynchronous_model(self.model, self.schedule, self.microbatches, link)
+
+            def best_on(gpus: int, below_s: float) -> Priced | None:
+                if self.deadline.passed:
+                    return None
+                limit_s = below_s * (1 if link == self._link else SLOWED)
+                path = kind(self.space, model, gpus, memory, self.recompute).best(limit_s)
+                return None if path is None else self.priced(path)
+
+            return best_on
+
+        def with_waits(plan: Priced, below_s: float) -> Price:
+            stages, cost = plan
+            return price_with_depths(ledger, stages, cluster, cost, depth, self.schedule, self.microbatches, below_s)
+
+        asked = questions(cluster.gpus, self._link, cluster.memory_bytes, link_unit, memory_unit)
+        return fastest(first, ((best_of(kind, link, memory), most) for kind, most, link, memory in asked), with_waits)
+
+    def relaxed_s(self) -> float:
+        """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
+        last = np.array([len(self.space) - 1])
+        work = self.space.work(0, last)
+        if self.schedule in ASYNCHRONOUS:
+            model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+            return float(model.least_s(work)[0]) / self.cluster.gpus
+        once_s = float(work.forward_s[0] + work.backward_s[0])
+        if self.schedule == "naive":
+            return once_s + float(work.update_s[0])
+        return once_s * max(1.0, self.microbatches / self.cluster.gpus)
+
+    def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
+        if self.placed:
+            return nearest_search(self._question(gpus, memory_bytes))
+        if self.schedule in ASYNCHRONOUS:
+            asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+            return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute, self.deadline)
+        return SynchronousSearch(self.space, self._drained, gpus, memory_bytes, self.recompute, self.deadline)
+
+
+def _flat_cluster(link: Link, gpus: int, memory_bytes: int | None) -> Cluster:
+    return flat_cluster(
+        gpus,
+        link.bandwidth_bytes_per_s,
+        memory_bytes,
+        link.latency_s,
+        all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
+        overlap=link.overlap,
+    )
