@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.solver.best_first import BestFirst, Found, better
 from planner.solver.placements import Question
-from planner.solver.relaxed import Relaxed, Seconds, most_replicas
+from planner.solver.relaxed import Relaxed, Seconds
 from planner.solver.search import Path
 
 MOST_ENTRIES = 12_000_000  # of the tables of bounds
@@ -31,7 +31,7 @@ class HierarchySearch:
         """How many states a space may have for its tables to be of a reasonable size."""
         groups = question.topology.groups
         phases = int(groups[-2]) if len(groups) > 1 else 1
-        return int((2 * MOST_ENTRIES / (phases * most_replicas(question))) ** 0.5)
+        return int((2 * MOST_ENTRIES / (phases * question.gpus)) ** 0.5)
 
     def best(self, price: Seconds, known: Path | None) -> Found:
         """The best path by its true price, starting from a known one."""

@@ -41,7 +41,8 @@ class Relaxed:
     def __init__(self, question: Question) -> None:
         self.space, self.objective = question.space, question.objective
         self.gpus, self.memory_bytes = question.gpus, question.memory_bytes
-        self.places = Places(question.topology, most_replicas(question))
+        # More replicas than microbatches idle, but may let the next stage begin at a server.
+        self.places = Places(question.topology, question.gpus)
         self.bounds = [stage_bounds(question, state, self.places) for state in range(len(question.space) - 1)]
 
     def rest(self, gpus: int) -> Rest:
@@ -145,10 +146,3 @@ class Relaxed:
             replicas.append(int(row) + 1)
             rank += int(row) + 1
         return Path(tuple(states), tuple(replicas), float(sums[0, 0]), tuple(recompute)), peak_s
-
-
-def most_replicas(question: Question) -> int:
-    """More replicas than microbatches would idle."""
-    if isinstance(question.objective, SynchronousModel):
-        return min(question.gpus, question.objective.microbatches)
-    return question.gpus

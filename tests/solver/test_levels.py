@@ -126,6 +126,13 @@ def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: Sched
     check(profile, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 3, in_order=False)
 
 
+def test_an_idle_replica_may_let_the_next_stage_begin_at_a_server() -> None:
+    front = samples.layer("front", 1.0, 0.0, update_s=1.0)
+    back = samples.layer("back", 0.0, 2.0, weight_bytes=1)
+    cluster = hierarchical_cluster((4, 2), (0.5, 0.5), None, (0.0, 0.5), shared=False, overlap=False)
+    check(samples.profile(front, back), cluster, schedule="gpipe", microbatches=3)
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
