@@ -27,6 +27,7 @@ Integers = NDArray[np.int64]
 RecomputeRule = Literal["auto", "never", "always"]
 Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
 
+ASYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b", "2bw")  # the pipeline never drains
 DIVIDED: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "2bw", "interleaved")  # several microbatches per minibatch
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
 # Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.

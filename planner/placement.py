@@ -13,12 +13,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.cluster import Cluster
 from planner.cost import CostModel, Floats, Resource, SynchronousModel, Work, cost_model
 from planner.plan_file import CostModelName, ScheduleName
 from planner.topology import Loads, Topology, rank_ranges
 
 PLACED: tuple[ScheduleName, ...] = ("1f1b", "1f1b-flush", "gpipe", "naive")  # others see the slowest link everywhere
 Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `Loads.add_transfer` takes them
+
+
+def places_matter(cluster: Cluster, schedule: ScheduleName) -> bool:
+    """Whether a plan's price depends on which ranks its stages have."""
+    return len(cluster.joined) > 1 and schedule in PLACED
 
 
 @dataclass(frozen=True)

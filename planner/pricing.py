@@ -15,6 +15,7 @@ import numpy as np
 
 from planner.cluster import Cluster, Kind
 from planner.cost import (
+    ASYNCHRONOUS,
     DIVIDED,
     POSTED,
     Floats,
@@ -29,7 +30,7 @@ from planner.cost import (
 )
 from planner.cost_2bw import VERSIONS, asynchronous_model
 from planner.cost_interleaved import InterleavedModel, StageSeconds
-from planner.placement import PLACED, Placement
+from planner.placement import Placement, places_matter
 from planner.plan_file import Bottleneck, CostModelName, ScheduleName, StageMemory
 from planner.profile_file import Layer, Profile
 from planner.topology import Topology
@@ -44,6 +45,11 @@ class Traffic:
     users: tuple[int, ...]  # ascending
     output_bytes: int
     gradient_bytes: int
+
+    @property
+    def amounts(self) -> Floats:
+        """What it adds to a cut that it crosses: bytes of activations and of gradients, and how many of each."""
+        return np.array([self.output_bytes, self.gradient_bytes, 1, self.gradient_bytes > 0], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -162,17 +168,28 @@ class Ledger:
 
 
 def exchanges(ledger: Ledger, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:
-    """What pairs of stages exchange: bytes of activations and of gradients, and how many of each.
+    """What pairs of stages exchange: bytes of activations and of gradients, and how many of each."""
+    return {
+        ends: np.sum([value.amounts for value in values], axis=0) for ends, values in messages(ledger, stages).items()
+    }
 
-    Every value goes from its producer to its first user, and on to the next.
+
+def messages(
+    ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True
+) -> dict[tuple[int, int], list[Traffic]]:
+    """The values that each pair of stages exchanges: each goes from its producer to its first user, and on to the next.
+
+    Where stages are not contiguous, it goes from its producer to each.
     """
     stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
-    found: dict[tuple[int, int], Floats] = {}
+    found: dict[tuple[int, int], list[Traffic]] = {}
     for value in ledger.traffic:
-        route = sorted({stage_of[layer] for layer in (value.producer, *value.users)})
-        amounts = np.array([value.output_bytes, value.gradient_bytes, 1, value.gradient_bytes > 0], dtype=np.float64)
-        for ends in pairwise(route):
-            found[ends] = found.get(ends, 0.0) + amounts
+        producer, users = stage_of[value.producer], {stage_of[user] for user in value.users}
+        route = (
+            pairwise(sorted({producer, *users})) if contiguous else ((producer, user) for user in users - {producer})
+        )
+        for ends in route:
+            found.setdefault(ends, []).append(value)
     return found
 
 
@@ -212,7 +229,7 @@ def price(
     bottleneck = _busiest(busy)
     seconds = bottleneck.busy_s
     in_flight: list[int]
-    if schedule in ("1f1b", "2bw"):
+    if schedule in ASYNCHRONOUS:
         in_flight = [int(in_flight_1f1b(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     elif schedule == "interleaved":
         in_flight = list(_interleaved_model(stages, cluster, microbatches, chunks).in_flight())
@@ -285,9 +302,9 @@ def _resources(
         return [], _interleaved(works, _interleaved_model(stages, cluster, microbatches, chunks))
     link = link_of(cluster)
     placement = None
-    if len(cluster.joined) > 1 and schedule in PLACED:
+    if places_matter(cluster, schedule):
         placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
-    if schedule in ("1f1b", "2bw"):
+    if schedule in ASYNCHRONOUS:
         if placement is not None:
             return [], placement.asynchronous(model)
         asynchronous = asynchronous_model(model, schedule, microbatches, link)

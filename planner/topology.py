@@ -171,7 +171,7 @@ class Loads:
                 self.shared_out[number][members] += moved / bandwidth
 
     def busiest_shared(self) -> tuple[float, int, int]:
-        """The busiest shared link, either way: its seconds, and the first and last-but-one rank that share it."""
+        """The busiest shared link, either way: its seconds, the first rank on it, and the first after those."""
         busiest = (0.0, 0, 0)
         for (_, size, _, _), into, out in zip(self.topology.shared, self.shared_into, self.shared_out, strict=True):
             both = np.maximum(into, out)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.answers.question import Question, question_of, stages_of
 from planner.cluster import Cluster, Level
+from planner.cost import ASYNCHRONOUS
 from planner.errors import InfeasibleError
 from planner.files import Record
 from planner.plan_file import Bottleneck, Plan, SolverReport, config_of
@@ -121,7 +122,7 @@ def explain(profile: Profile, plan: Plan, *, question: Question | None = None) -
 
 def _waiting_s(case: _Case) -> float:
     """Only of schedules whose pace is their busiest resource; the others' idle time is their bubble."""
-    if case.plan.schedule not in ("1f1b", "2bw"):
+    if case.plan.schedule not in ASYNCHRONOUS:
         return 0.0
     return max(0.0, case.seconds - case.plan.predicted.bottleneck.busy_s)
 

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Cluster
-from planner.cost import DIVIDED, RecomputeRule
+from planner.cost import ASYNCHRONOUS, DIVIDED, RecomputeRule
 from planner.errors import PlanError
 from planner.plan_file import CostModelName, Plan, ScheduleName
 from planner.pricing import Candidate, Ledger, Price, price
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.depth import DepthRule, price_with_depths
-from planner.solver.task import ASYNCHRONOUS
 
 MICROBATCHES_PER_GPU = 4  # from which on GPipe calls its bubble negligible
 

@@ -71,7 +71,7 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
 
     memory_bytes = _memory(args.memory, profile)
     if args.cluster is not None:
-        _refuse(args, "--cluster", "gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap")
+        refuse(args, "--cluster", "gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap")
         cluster = load_cluster(args.cluster)
         if args.memory is None and cluster.memory_bytes is not None:
             return cluster
@@ -79,7 +79,7 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
     if args.bandwidth is None:
         raise ClusterError("the cluster has no bandwidth", hint="give --bandwidth 10Gbps, or --cluster cluster.json")
     if args.topology is not None:
-        _refuse(args, "--topology", "gpus")
+        refuse(args, "--topology", "gpus")
         latencies = args.latency or [0.0]
         return hierarchical_cluster(
             args.topology,
@@ -93,10 +93,10 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
         raise ClusterError(
             "the cluster has no number of GPUs", hint="give --gpus 8, --topology 4x2, or --cluster cluster.json"
         )
-    _refuse(args, "--gpus", "own_links")
-    for given, what in ((args.bandwidth, "--bandwidth"), (args.latency or [0.0], "--latency")):
-        if len(given) != 1:
-            raise ClusterError(f"{what} has {len(given)} values for one level", hint="name the levels with --topology")
+    refuse(args, "--gpus", "own_links")
+    for values, what in ((args.bandwidth, "--bandwidth"), (args.latency or [0.0], "--latency")):
+        if len(values) != 1:
+            raise ClusterError(f"{what} has {len(values)} values for one level", hint="name the levels with --topology")
     return flat_cluster(
         args.gpus,
         args.bandwidth[0],
@@ -106,17 +106,29 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
     )
 
 
-def _refuse(args: argparse.Namespace, chosen: str, *others: str) -> None:
+def given(args: argparse.Namespace, name: str) -> bool:
+    """Whether the argument was."""
+    return getattr(args, name) not in (None, False)
+
+
+def refuse(args: argparse.Namespace, chosen: str, *others: str, why: str = "") -> None:
+    """Refuse arguments that contradict the chosen one.
+
+    Raises:
+        ClusterError: naming the first of them.
+    """
     for name in others:
-        if getattr(args, name) not in (None, False):
+        if given(args, name):
             flag = "--" + name.replace("_", "-")
-            raise ClusterError(f"{flag} has no meaning with {chosen}", hint=f"leave one of {chosen} and {flag} out")
+            raise ClusterError(
+                f"{flag} has no meaning with {chosen}{why}", hint=f"leave one of {chosen} and {flag} out"
+            )
 
 
-def _memory(given: int | None, profile: Profile) -> int | None:
+def _memory(asked: int | None, profile: Profile) -> int | None:
     """A CPU's memory is the whole machine's, which says little about one worker."""
-    if given is not None or profile.device.kind == "cpu":
-        return given
+    if asked is not None or profile.device.kind == "cpu":
+        return asked
     return profile.device.memory_bytes
 
 

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.cluster import add_cluster_arguments, cluster_of
-from planner.errors import ClusterError
+from planner.cli.cluster import add_cluster_arguments, cluster_of, given, refuse
 
 if TYPE_CHECKING:
     from planner.answers.question import Question
@@ -55,8 +54,8 @@ def question_of(args: argparse.Namespace) -> Question:
     """How the arguments say to solve."""
     from planner.answers.question import Question
 
-    given = {name: getattr(args, name) for name in _SOLVING}
-    return Question(**{name: value for name, value in given.items() if value is not None})
+    asked = {name: getattr(args, name) for name in _SOLVING}
+    return Question(**{name: value for name, value in asked.items() if value is not None})
 
 
 def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
@@ -68,14 +67,9 @@ def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
     from planner.plan_file import load_plan
 
     path = args.plan
-    if path is None and DEFAULT_PLAN.exists() and all(getattr(args, name) in (None, False) for name in _CLUSTER):
+    if path is None and DEFAULT_PLAN.exists() and not any(given(args, name) for name in _CLUSTER):
         path = DEFAULT_PLAN
     if path is None:
         return question_of(args).solve(profile, cluster_of(args, profile))
-    for name in (*_CLUSTER, *_SOLVING):
-        if getattr(args, name) not in (None, False):
-            flag = "--" + name.replace("_", "-")
-            raise ClusterError(
-                f"{flag} has no meaning with --plan, which says so itself", hint=f"leave one of --plan and {flag} out"
-            )
+    refuse(args, "--plan", *_CLUSTER, *_SOLVING, why=", which says so itself")
     return load_plan(path)

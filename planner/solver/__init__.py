@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from planner.cluster import Cluster
 from planner.constraints import Constraints
-from planner.cost import RecomputeRule, check_combination
+from planner.cost import ASYNCHRONOUS, RecomputeRule, check_combination
 from planner.errors import ProfileError
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price
@@ -20,7 +20,7 @@ from planner.solver.interleaved_plan import solve_interleaved
 from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.request import Request
 from planner.solver.states import Chain
-from planner.solver.task import ASYNCHRONOUS, Task
+from planner.solver.task import Task
 
 __all__ = ["solve"]
 

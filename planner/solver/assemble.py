@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from planner.cluster import Cluster
 from planner.cost import cost_model, link_of
 from planner.plan_file import Plan, Prediction, ScheduleName, SolverReport, Stage, Transfer, config_of
-from planner.pricing import Candidate, Ledger, Price, Traffic
+from planner.pricing import Candidate, Ledger, Price, messages
 
 
 def assemble(
@@ -46,19 +45,7 @@ def assemble(
 
 
 def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True) -> tuple[Transfer, ...]:
-    """What each stage sends to which: every value goes from its producer to its first user, and on to the next.
-
-    Where stages are not contiguous, it goes from its producer to each.
-    """
-    stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
-    messages: dict[tuple[int, int], list[Traffic]] = {}
-    for value in ledger.traffic:
-        producer, users = stage_of[value.producer], {stage_of[user] for user in value.users}
-        route = (
-            pairwise(sorted({producer, *users})) if contiguous else ((producer, user) for user in users - {producer})
-        )
-        for source, target in route:
-            messages.setdefault((source, target), []).append(value)
+    """What each stage sends to which (see `messages`)."""
     return tuple(
         Transfer(
             source=source,
@@ -67,7 +54,7 @@ def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool =
             output_bytes=sum(value.output_bytes for value in values),
             gradient_bytes=sum(value.gradient_bytes for value in values),
         )
-        for (source, target), values in sorted(messages.items())
+        for (source, target), values in sorted(messages(ledger, stages, contiguous=contiguous).items())
     )
 
 

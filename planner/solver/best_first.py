@@ -16,7 +16,6 @@ from planner.cost import Floats, Integers, SynchronousModel
 from planner.solver.placements import Question
 from planner.solver.relaxed import Relaxed, Rest, Seconds
 from planner.solver.search import RESOLUTION, Path
-from planner.solver.states import value_weights
 from planner.topology import Loads
 
 MOST_STEPS = 3_000  # extended plans; a fixed number rather than a time, so that the same question has the same answer
@@ -205,8 +204,7 @@ class BestFirst:
         for number, holder in holders.items():
             value = traffic[number]
             if layers.intersection(value.users):
-                amounts = value_weights(value.output_bytes, value.gradient_bytes)
-                received[holder] = received.get(holder, 0.0) + amounts
+                received[holder] = received.get(holder, 0.0) + value.amounts
                 after[number] = stage
         after.update((number, stage) for number, value in enumerate(traffic) if value.producer in layers)
         return {number: by for number, by in after.items() if not done.issuperset(traffic[number].users)}, received

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from planner.cost import CostModel, Floats, Integers
 from planner.pricing import Ledger, Traffic
 from planner.solver.lattice import Words, enumerate_covers, to_bits, to_words
-from planner.solver.states import COUNTED, StateSpace, column, value_weights
+from planner.solver.states import COUNTED, StateSpace, column
 
 _BLOCK = 16_384
 _SLACK = 1e-9
@@ -42,13 +42,13 @@ class Downsets(StateSpace):
         self._columns = np.ascontiguousarray(bits[self.order].T)  # a row of zeros and ones per layer
         fronts = np.zeros((4, len(words)))
         if ledger.traffic:
-            weights = [value_weights(value.output_bytes, value.gradient_bytes) for value in ledger.traffic]
+            weights = [value.amounts for value in ledger.traffic]
             fronts = _weighted(np.stack(weights, axis=1), np.array([self._live(value) for value in ledger.traffic]))
         super().__init__(ledger, dict(zip(COUNTED, sums[1:, self.order], strict=True)), fronts)
         self.complete = complete
         self._producers = [value.producer for value in ledger.traffic]
         self._users = to_words([value.users for value in ledger.traffic], count)
-        self._weights = [value_weights(value.output_bytes, value.gradient_bytes) for value in ledger.traffic]
+        self._weights = [value.amounts for value in ledger.traffic]
 
     def among_later(self, state: int, others: Integers) -> Integers:
         """Supersets, by their bits."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Kind
-from planner.cost import Floats, Footprint, Integers, SynchronousModel, Work, in_flight_1f1b, link_of
+from planner.cost import ASYNCHRONOUS, Floats, Footprint, Integers, SynchronousModel, Work, in_flight_1f1b, link_of
 from planner.cost_2bw import asynchronous_model, two_versions_suffice
 from planner.errors import InputError
 from planner.pricing import Candidate, versions_of
@@ -20,7 +20,6 @@ from planner.solver.states import Chain, StateSpace
 
 MOST_STATES = 2_000
 MOST_COLUMNS = 200_000
-ASYNCHRONOUS = ("1f1b", "2bw")
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
+from planner.cost import ASYNCHRONOUS
 from planner.errors import InputError
 from planner.pricing import Candidate
 from planner.solver.deadline import Deadline
-from planner.solver.ilp_columns import ASYNCHRONOUS, Column, Columns
+from planner.solver.ilp_columns import Column, Columns
 from planner.solver.milp import MilpName, run
 from planner.solver.request import IlpAnswer, Request
 

@@ -28,13 +28,13 @@ class NearestModel(CostModel):
         super().__init__(near)
         self.name = name
         self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last one holds all there are
-        self._near = cost_model(name, near)
         # The published models know one bandwidth, which is that of the all-reduce where no cut is looked at.
         links = [
             replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)) if name == "resource" else topology.link(level)
             for level, ring in enumerate(topology.ring_bytes_per_s)
         ]
         self._levels = [cost_model(name, link) for link in links]
+        self._near = self._levels[0]
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
         r = np.asarray(replicas)

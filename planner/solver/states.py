@@ -163,7 +163,7 @@ class Chain(StateSpace):
             (
                 int(rank[value.producer]),
                 sorted(rank[list(value.users)].tolist()),
-                value_weights(value.output_bytes, value.gradient_bytes),
+                value.amounts,
             )
             for value in ledger.traffic
         ]
@@ -232,11 +232,6 @@ def is_linear(ledger: Ledger, groups: list[tuple[int, ...]]) -> bool:
 def column(ledger: Ledger, name: str) -> Floats:
     """One quantity of every layer."""
     return np.array([getattr(layer, name) for layer in ledger.profile.layers], dtype=np.float64)
-
-
-def value_weights(output_bytes: int, gradient_bytes: int) -> Floats:
-    """What a live value adds to a front: bytes and messages of activations and gradients."""
-    return np.array([output_bytes, gradient_bytes, 1, gradient_bytes > 0], dtype=np.float64)
 
 
 def _suffix_sums(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:

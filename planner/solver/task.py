@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cluster import Cluster, flat_cluster
-from planner.cost import Link, RecomputeRule, SynchronousModel, link_of
+from planner.cost import ASYNCHRONOUS, Link, RecomputeRule, SynchronousModel, link_of
 from planner.cost_2bw import asynchronous_model
-from planner.placement import PLACED
+from planner.placement import places_matter
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Price, price
 from planner.solver.branches import MOST_STATES, search_beyond
@@ -29,7 +29,6 @@ from planner.topology import Topology
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
 MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit
 LEANER_SCHEDULES: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush")  # that hold fewer weights, or also drain for it
-ASYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b", "2bw")
 _ROUNDING = 1e-9  # the search and the price add the same numbers in different order
 
 
@@ -87,7 +86,7 @@ class Task:
     @property
     def placed(self) -> bool:
         """Whether it matters which ranks a stage has."""
-        return len(self.cluster.joined) > 1 and self.schedule in PLACED
+        return places_matter(self.cluster, self.schedule)
 
     def over_levels(self, path: Path) -> tuple[Task, Path, float]:
         """`beyond_the_order` for a cluster of several levels, from the best path on the nearest flat one."""
