@@ -1,0 +1,164 @@
+"""A Timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and back.
+
+Source: "Trace Event Format", Google (the JSON object format). A worker is a process; compute, send, receive and
+all-reduce are its threads; each message is a flow from the computation that made it to the one that waited for it;
+memory is a counter. Times are in microseconds, to the nanosecond.
+
+The slices of a thread must lie beside or inside each other. Those of a lane that do neither (a real run has several
+messages under way at once) go to further threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic import ValidationError
+
+from planner.errors import InputError
+from planner.files import first_problem, write_text
+from planner.timeline import Event, Events, Kind, Lane, Timeline, load_timeline
+
+MICROSECONDS = 1e6
+LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
+_ROWS = 1000  # threads per lane, at most
+_REMEDY = "make one with: plan simulate --trace trace.json"
+_ENDS: dict[Kind, tuple[Kind, ...]] = {  # the computations at both ends of a message
+    "send_activation": ("forward",),
+    "send_gradient": ("backward", "backward_input"),
+}
+
+Row: TypeAlias = dict[str, Any]
+
+
+def chrome_trace(timeline: Timeline) -> str:
+    """The trace as JSON text, its events in the order of their times."""
+    events = list(timeline.events.rows())
+    rows = [*_slices(timeline, events), *_flows(timeline, events), *_counters(timeline)]
+    rows.sort(key=lambda row: row["ts"])
+    head = {"timeline": timeline.model_dump(mode="json", exclude={"events"})}
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+    lines = ",\n".join(map(encode, (*_names(timeline, rows), *rows)))
+    return f'{{"displayTimeUnit":"ms","otherData":{encode(head)},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def save_trace(timeline: Timeline, path: Path | str) -> None:
+    """Write the trace to `path` atomically."""
+    write_text(path, chrome_trace(timeline))
+
+
+def load_run(path: Path | str) -> Timeline:
+    """The Timeline in a file that `save_trace` or `save_timeline` wrote.
+
+    Raises:
+        InputError: for a file that neither wrote.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict) or "traceEvents" not in content:
+        return load_timeline(path)  # which also says what is wrong with a file that is not JSON
+    try:
+        head = content["otherData"]["timeline"]
+        events = Events.of(_event(row) for row in content["traceEvents"] if row["ph"] == "X")
+    except (KeyError, TypeError):
+        raise InputError(f"'{path}' is a trace of something else: it names no timeline", hint=_REMEDY) from None
+    try:
+        return Timeline.model_validate({**head, "events": events.model_dump()})
+    except (ValidationError, TypeError) as cause:
+        problem = first_problem(cause) if isinstance(cause, ValidationError) else str(cause)
+        raise InputError(f"'{path}': {problem}", hint=_REMEDY) from None
+
+
+def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[Row]:
+    """A complete event each, on the first thread of its lane that is free by then."""
+    free: dict[tuple[int, Lane], list[float]] = {}
+    for event in events:  # by their start
+        ends = free.setdefault((event.rank, event.lane), [])
+        row = next((number for number, end in enumerate(ends) if end <= event.start_s), len(ends))
+        ends[row:] = [event.end_s, *ends[row + 1 :]]
+        start = _time(event.start_s)
+        args = {"stage": event.stage, "minibatch": event.minibatch, "microbatch": event.microbatch}
+        if event.peer_rank is not None:
+            args |= {"peer_rank": event.peer_rank, "peer_stage": event.peer_stage or 0}
+        yield {
+            "ph": "X",
+            "pid": event.rank,
+            "tid": _thread(event.lane, row),
+            "ts": start,
+            "dur": round(_time(event.end_s) - start, 3),
+            "name": timeline.name_of(event),
+            "cat": event.kind,
+            "args": args,
+        }
+
+
+def _flows(timeline: Timeline, events: Iterable[Event]) -> Iterator[Row]:
+    """From the computation that made a message to the one that waited for it."""
+    events = list(events)
+    computed = {(e.rank, e.kind, e.stage, e.minibatch, e.microbatch): e for e in events if e.lane == "compute"}
+    for number, sent in enumerate(events):
+        if sent.lane != "send" or sent.peer_rank is None or sent.peer_stage is None:
+            continue
+        unit = sent.minibatch, sent.microbatch
+        kinds = _ENDS[sent.kind]
+        made = [e for kind in kinds if (e := computed.get((sent.rank, kind, sent.stage, *unit)))]
+        used = [e for kind in kinds if (e := computed.get((sent.peer_rank, kind, sent.peer_stage, *unit)))]
+        if made and used:
+            name = "activation" if sent.kind == "send_activation" else "gradient"
+            about = {"cat": name, "name": name, "id": number}
+            # Just inside of each slice, so that it binds to that one and not to its neighbour.
+            yield {"ph": "s", **about, "pid": sent.rank, "tid": 0, "ts": _within(made[-1], 0.999)}
+            yield {"ph": "f", "bp": "e", **about, "pid": sent.peer_rank, "tid": 0, "ts": _within(used[0], 0.001)}
+
+
+def _counters(timeline: Timeline) -> Iterator[Row]:
+    for curve in timeline.memory:
+        for time_s, held in zip(curve.time_s, curve.held_bytes, strict=True):
+            args = {"bytes": held}
+            yield {"ph": "C", "pid": curve.rank, "ts": _time(time_s), "name": "memory", "args": args}
+
+
+def _names(timeline: Timeline, rows: Iterable[Row]) -> Iterator[Row]:
+    """What processes and threads are called, and in which order they stand."""
+    for rank in timeline.workers:
+        stages = [str(number) for number, ranks in enumerate(timeline.ranks) if rank in ranks]
+        name = f"worker {rank}: stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    for rank, thread in sorted({(row["pid"], row["tid"]) for row in rows if row["ph"] == "X"}):
+        lane, row = LANE_ORDER[thread // _ROWS], thread % _ROWS
+        about = {"ph": "M", "pid": rank, "tid": thread}
+        yield {**about, "name": "thread_name", "args": {"name": lane if row == 0 else f"{lane} {row + 1}"}}
+        yield {**about, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _thread(lane: Lane, row: int) -> int:
+    return LANE_ORDER.index(lane) * _ROWS + row
+
+
+def _time(seconds: float) -> float:
+    return round(seconds * MICROSECONDS, 3)
+
+
+def _within(event: Event, share: float) -> float:
+    return _time(event.start_s + share * (event.end_s - event.start_s))
+
+
+def _event(row: Row) -> Event:
+    args = row["args"]
+    return Event(
+        rank=row["pid"],
+        kind=row["cat"],
+        stage=args["stage"],
+        minibatch=args["minibatch"],
+        microbatch=args["microbatch"],
+        start_s=row["ts"] / MICROSECONDS,
+        end_s=(row["ts"] + row["dur"]) / MICROSECONDS,
+        peer_rank=args.get("peer_rank"),
+        peer_stage=args.get("peer_stage"),
+    )

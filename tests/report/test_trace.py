@@ -1,0 +1,109 @@
+"""Traces against the rules of the format, and back."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import InputError
+from planner.report.trace import chrome_trace, load_run, save_trace
+from planner.timeline import Event, Timeline, save_timeline
+from tests.timelines import EVENTS, by_hand
+
+
+def check_trace(text: str) -> list[dict[str, Any]]:
+    """The events of a trace that keeps the rules of the format."""
+    content = json.loads(text)
+    rows: list[dict[str, Any]] = content["traceEvents"]
+    timed = [row for row in rows if row["ph"] != "M"]
+    assert all(earlier["ts"] <= later["ts"] for earlier, later in pairwise(timed))
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        assert row["ph"] in "XMCsf"
+        assert isinstance(row["pid"], int)
+        if row["ph"] == "X":
+            assert row["dur"] >= 0
+            threads[row["pid"], row["tid"]].append(row)
+    for slices in threads.values():  # beside each other
+        for one, other in pairwise(slices):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3
+    named = {(row["pid"], row["tid"]) for row in rows if row["name"] == "thread_name"}
+    assert named == set(threads)
+    assert {row["pid"] for row in rows if row["name"] == "process_name"} >= {pid for pid, _ in threads}
+    flows = [row for row in rows if row["ph"] in "sf"]
+    assert all(Counter(row["ph"] for row in flows if row["id"] == each) == {"s": 1, "f": 1} for each in _ids(flows))
+    for row in flows:  # each end lies in a slice of its thread
+        inside = [x for x in threads[row["pid"], row["tid"]] if x["ts"] <= row["ts"] <= x["ts"] + x["dur"]]
+        assert inside, row
+    for each in _ids(flows):
+        start, end = (next(row for row in flows if row["id"] == each and row["ph"] == ph) for ph in "sf")
+        assert start["ts"] <= end["ts"]
+    return rows
+
+
+def _ids(flows: list[dict[str, Any]]) -> set[int]:
+    return {row["id"] for row in flows}
+
+
+def test_the_trace_of_two_workers() -> None:
+    rows = check_trace(chrome_trace(by_hand()))
+    slices = [row for row in rows if row["ph"] == "X"]
+    assert len(slices) == len(EVENTS)
+    first = slices[0]
+    assert (first["name"], first["ts"], first["dur"]) == ("F0", 0.0, 1e6)
+    names = [row["args"]["name"] for row in rows if row["name"] == "process_name"]
+    assert names == ["worker 0: stage 0", "worker 1: stage 1"]
+    lanes = {row["args"]["name"] for row in rows if row["name"] == "thread_name" and row["pid"] == 0}
+    assert lanes == {"compute", "send", "receive"}
+    arrows = [(row["name"], row["ph"], row["pid"]) for row in rows if row["ph"] in "sf"]
+    assert arrows == [("activation", "s", 0), ("activation", "f", 1), ("gradient", "s", 1), ("gradient", "f", 0)]
+    assert [row["args"]["bytes"] for row in rows if row["ph"] == "C"] == [300, 100]
+
+
+def test_slices_that_overlap_go_to_threads_of_their_own() -> None:
+    more = (
+        Event(0, "send_activation", 0, 0, 1, 1.25, 2.0, 1, 1),
+        Event(0, "send_activation", 0, 0, 2, 1.75, 2.5, 1, 1),
+    )
+    rows = check_trace(chrome_trace(by_hand(*more, microbatches=3)))
+    threads = [row["args"]["name"] for row in rows if row["name"] == "thread_name" and row["pid"] == 0]
+    assert threads == ["compute", "send", "send 2", "receive"]
+    assert [row["name"] for row in rows if row["ph"] == "X" and row["tid"] == 1001] == ["A0.1"]
+
+
+def test_it_reads_back_as_the_timeline_that_it_was(tmp_path: Path) -> None:
+    timeline = by_hand()
+    save_trace(timeline, tmp_path / "trace.json")
+    assert load_run(tmp_path / "trace.json") == timeline
+    save_timeline(timeline, tmp_path / "timeline.json")
+    assert load_run(tmp_path / "timeline.json") == timeline
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "there is no file"),
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"traceEvents": []}', "it names no timeline"),
+        ('{"traceEvents": [{"ph": "X"}], "otherData": {"timeline": {}}}', "it names no timeline"),
+        ('{"traceEvents": [], "otherData": {"timeline": {"source": "dreamt"}}}', "source = 'dreamt'"),
+        ('{"traceEvents": [], "otherData": {"timeline": []}}', "is"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=complaint):
+        load_run(path)
+
+
+def test_a_run_of_nothing_is_a_trace_too() -> None:
+    empty = Timeline.model_validate({**by_hand().model_dump(), "events": {name: [] for name in Event._fields}})
+    assert check_trace(chrome_trace(empty.model_copy(update={"memory": ()})))
