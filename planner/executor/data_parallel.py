@@ -15,7 +15,7 @@ from planner.executor.data import make_batches
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
-from planner.executor.train import check_world, join_group, local_device
+from planner.executor.setup import Place, check_world, join_group, local_place
 from planner.executor.worker import Completion, WorkerLog
 from planner.model.autocast import autocast_dtype, autocasting
 from planner.model.capture import loss_of
@@ -29,21 +29,22 @@ def train_data_parallel(job: Job, on_progress: ProgressCallback | None = None) -
     Returns:
         The result on rank 0, None elsewhere.
     """
-    check_world(job)
+    check_world(job.plan)
     if job.plan.microbatch_size is None:
         raise PlanError("the plan does not know its minibatch size", hint="profile a model file: plan profile model.py")
     torch.set_num_threads(job.plan.device.threads or 1)
-    device = local_device()
-    join_group(device)
+    place = local_place()
+    join_group(place)
     try:
-        return _train(job, load_model_file(job.model), device, job.plan.microbatch_size, on_progress)
+        return _train(job, load_model_file(job.model), place, job.plan.microbatch_size, on_progress)
     finally:
         dist.destroy_process_group()
 
 
 def _train(
-    job: Job, model_file: ModelFile, device: torch.device, batch_size: int, on_progress: ProgressCallback | None
+    job: Job, model_file: ModelFile, place: Place, batch_size: int, on_progress: ProgressCallback | None
 ) -> TrainResult | None:
+    device = place.compute
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(job.seed)
     model = model_file.build_model().train().to(device)
@@ -86,7 +87,7 @@ def _train(
         predicted_memory_bytes=0,
         weight_versions=1,
     )
-    return _result(job, mine, log, seconds, rounds * world, batch_size, data.random, device)
+    return _result(job, mine, log, seconds, rounds * world, batch_size, data.random, place.wire)
 
 
 def _result(
@@ -97,10 +98,10 @@ def _result(
     minibatches: int,
     batch_size: int,
     random: bool,
-    device: torch.device,
+    wire: torch.device,
 ) -> TrainResult | None:
-    reports = gather_bytes(mine.model_dump_json().encode(), device)
-    losses = gather_bytes(encode_losses(log.losses), device)
+    reports = gather_bytes(mine.model_dump_json().encode(), wire)
+    losses = gather_bytes(encode_losses(log.losses), wire)
     if mine.rank != 0:
         return None
     workers = tuple(WorkerReport.model_validate_json(text) for text in reports)

@@ -17,7 +17,15 @@ from torch import Tensor
 from planner.cost import POSTED
 from planner.errors import WorkerError
 from planner.executor.messages import Layout, pack, unpack
-from planner.schedule.instructions import Instruction, Receive, ReceiveActivation, ReceiveGradient, Send, SendActivation
+from planner.executor.setup import Place
+from planner.schedule.instructions import (
+    Instruction,
+    Receive,
+    ReceiveActivation,
+    Send,
+    SendActivation,
+    matching_receive,
+)
 
 LayoutOf = Callable[[Receive | Send], Layout]
 
@@ -35,13 +43,14 @@ class _Posted:
 
 
 class _Inbox:
-    """The messages of one kind from one peer, in the order of the stream."""
+    """The messages of one link, in the order of the stream."""
 
     def __init__(
-        self, group: dist.ProcessGroup, upcoming: Iterator[Receive], layout_of: LayoutOf, wire: torch.device
+        self, group: dist.ProcessGroup, tag: int, upcoming: Iterator[Receive], layout_of: LayoutOf, place: Place
     ) -> None:
         self._group = group
-        self._wire = wire
+        self._tag = tag
+        self._place = place
         self._upcoming = upcoming
         self._layout_of = layout_of
         self._posted: deque[_Posted] = deque()
@@ -52,8 +61,8 @@ class _Inbox:
         if receive is None:
             return
         layout = self._layout_of(receive)
-        buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._wire)
-        work = dist.irecv(buffer, receive.peer_rank, self._group)
+        buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._place.wire)
+        work = dist.irecv(buffer, receive.peer_rank, self._group, tag=self._tag)
         assert work is not None
         self._posted.append(_Posted(receive, layout, buffer, work))
 
@@ -63,21 +72,25 @@ class _Inbox:
         assert posted.receive == receive, (posted.receive, receive)
         _wait(posted.work, receive.peer_rank)
         self.post()
-        return unpack(posted.layout, receive.unit, posted.buffer, f"rank {receive.peer_rank}")
+        buffer = posted.buffer.to(self._place.compute)
+        return unpack(posted.layout, receive.unit, buffer, f"rank {receive.peer_rank}")
 
 
 class Links:
     """All messages of one worker.
 
+    The messages of one kind between two stages come in the order in which both ends' streams have them; those of other
+    stages between the same two workers may come in another, and have a tag of their own.
+
     Args:
         activations: process group of the forward direction.
         gradients: process group of the backward direction.
         instructions: makes a copy of the worker's stream, from which the receives to post are taken.
-        peers: the kinds of message to expect, and from whom.
         layout_of: buffer layout of a message.
+        rank: this worker's.
         keep: transfers to one peer that may be unfinished. With as many as there can be units in flight, waiting
             for an older one never blocks: its unit has come back.
-        wire: device of the buffers; the CPU for gloo.
+        place: where the messages are made, and where their values are needed.
     """
 
     def __init__(
@@ -85,58 +98,91 @@ class Links:
         activations: dist.ProcessGroup,
         gradients: dist.ProcessGroup,
         instructions: Callable[[], Iterable[Instruction]],
-        peers: Iterable[tuple[type[Receive], int]],
         layout_of: LayoutOf,
+        *,
+        rank: int,
         keep: int,
-        wire: torch.device,
+        place: Place,
     ) -> None:
         self._keep = keep
-        self._wire = wire
+        self._place = place
+        self._rank = rank
         self._activations = activations
         self._gradients = gradients
+        self._instructions = instructions
         self._layout_of = layout_of
-        self._sent: dict[tuple[type[Send], int], deque[tuple[dist.Work, Tensor]]] = {}
-        self._inboxes: dict[tuple[type[Receive], int], _Inbox] = {}
-        for kind, peer in peers:
-            upcoming = _receives(instructions(), kind, peer)
-            inbox = _Inbox(activations if kind is ReceiveActivation else gradients, upcoming, layout_of, wire)
-            self._inboxes[kind, peer] = inbox
-            for _ in range(POSTED):
-                inbox.post()
+        self._sent: dict[_Link, deque[tuple[dist.Work, Tensor]]] = {}
+        self._inboxes: dict[_Link, _Inbox] = {}
+        self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
         """The values of `receive`; waits until they are here."""
-        return self._inboxes[type(receive), receive.peer_rank].take(receive)
+        if receive.peer_rank == self._rank:
+            return self._within.pop(receive)
+        return self._inbox(_link_of(receive)).take(receive)
 
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`; returns at once."""
-        buffer = pack(self._layout_of(send), send.unit, values, self._wire)
-        group = self._activations if isinstance(send, SendActivation) else self._gradients
-        work = dist.isend(buffer, send.peer_rank, group)
+        if send.peer_rank == self._rank:
+            self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in values.items()}
+            return
+        link = _link_of(send)
+        buffer = pack(self._layout_of(send), send.unit, values, self._place.wire)
+        work = dist.isend(buffer, send.peer_rank, self._group(link), tag=link.tag)
         assert work is not None
         # The buffer must live until the transfer ends, which gloo reports only to those who wait for it.
-        pending = self._sent.setdefault((type(send), send.peer_rank), deque())
+        pending = self._sent.setdefault(link, deque())
         pending.append((work, buffer))
         _finish(pending, self._keep, send.peer_rank)
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
-        for (_, peer), pending in self._sent.items():
-            _finish(pending, 0, peer)
+        for link, pending in self._sent.items():
+            _finish(pending, 0, link.peer_rank)
+
+    def _inbox(self, link: _Link) -> _Inbox:
+        if link not in self._inboxes:
+            upcoming = (i for i in self._instructions() if isinstance(i, Receive) and _link_of(i) == link)
+            inbox = _Inbox(self._group(link), link.tag, upcoming, self._layout_of, self._place)
+            self._inboxes[link] = inbox
+            for _ in range(POSTED):
+                inbox.post()
+        return self._inboxes[link]
+
+    def _group(self, link: _Link) -> dist.ProcessGroup:
+        return self._activations if link.activation else self._gradients
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What keeps messages in order: one direction between two stages, from or to one peer."""
+
+    activation: bool
+    sends: bool
+    source: int  # the earlier of the two stages
+    target: int
+    peer_rank: int
+
+    @property
+    def tag(self) -> int:
+        return self.source * 10_000 + self.target
+
+
+def _link_of(message: Receive | Send) -> _Link:
+    source, target = sorted((message.stage, message.peer_stage))
+    return _Link(
+        isinstance(message, (ReceiveActivation, SendActivation)),
+        isinstance(message, Send),
+        source,
+        target,
+        message.peer_rank,
+    )
 
 
 def _finish(pending: deque[tuple[dist.Work, Tensor]], keep: int, peer: int) -> None:
     while len(pending) > keep:
         work, _buffer = pending.popleft()
         _wait(work, peer)
-
-
-def _receives(instructions: Iterable[Instruction], kind: type[Receive], peer: int) -> Iterator[Receive]:
-    for instruction in instructions:
-        if isinstance(instruction, (ReceiveActivation, ReceiveGradient)) and (
-            isinstance(instruction, kind) and instruction.peer_rank == peer
-        ):
-            yield instruction
 
 
 def _wait(work: dist.Work, peer: int) -> None:

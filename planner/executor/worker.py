@@ -1,27 +1,21 @@
-"""One worker: interprets its stream of instructions over a stage."""
+"""One worker: interprets its stream of instructions over the stages it holds, mostly one."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
-from planner.executor.data import BatchSource
-from planner.executor.gradients import GradientAverager
-from planner.executor.recompute import Buffers, ChangingBuffers
-from planner.executor.versions import WeightVersions
-from planner.model.batch import Batch
-from planner.model.graph import ValueSpec
-from planner.model.stage import StageModule
+from planner.executor.replica import StageReplica
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
+    Compute,
     Forward,
     Instruction,
     Receive,
@@ -30,11 +24,8 @@ from planner.schedule.instructions import (
     Send,
     SendActivation,
     SendGradient,
-    Unit,
     Update,
 )
-
-ComputeT = TypeVar("ComputeT", Forward, Backward, Update)
 
 
 class Messenger(Protocol):
@@ -49,15 +40,12 @@ class Messenger(Protocol):
         ...
 
 
-@dataclass
-class _InFlight:
-    """What a forward leaves for its backward."""
+class Recorder(Protocol):
+    """Is told of everything a worker did, for a trace of the run."""
 
-    received: dict[str, Tensor]
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the outputs, from later stages
-    batch: Batch | None = None  # where the forward will run again
-    buffers: Buffers = field(default_factory=dict)  # what they were before the forward, likewise
+    def record(self, instruction: Instruction, start_s: float, end_s: float) -> None:
+        """`instruction` ran from `start_s` to `end_s` on `time.perf_counter`'s clock; a receive waits that long."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,169 +66,64 @@ class WorkerLog:
 
 
 class Worker:
-    """Runs one stage replica.
+    """Runs the stage replicas of one rank.
 
     Args:
-        stage: the layers.
-        transfers: by (source, target) stage, the values that travel.
-        optimizer_step: steps the optimizer of the stage's parameters; None when it has none to train.
+        stages: by number of the stage.
         messenger: sends and receives.
-        averager: sums gradients over the stage's replicas; None without replicas.
-        data: where the stage reads model inputs and targets.
-        loss_scale: factor on each unit's loss, 1 / microbatches for synchronous schedules.
-        seed: of the random numbers inside layers.
-        recompute: keep only what was received for the backward, and run the forward again for the rest.
-        on_update: called after each optimizer step with the round's number.
+        on_update: called after each optimizer step with the instruction.
+        recorder: for a trace.
     """
 
     def __init__(
         self,
-        stage: StageModule,
-        transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
-        optimizer_step: Callable[[], object] | None,
+        stages: Mapping[int, StageReplica],
         messenger: Messenger,
-        averager: GradientAverager | None,
-        data: BatchSource,
         *,
-        loss_scale: float = 1.0,
-        seed: int = 0,
-        recompute: bool = False,
-        on_update: Callable[[int, WorkerLog], None] | None = None,
+        on_update: Callable[[Update, WorkerLog], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.log = WorkerLog()
-        self.versions = WeightVersions(list(stage.parameters()))
-        self._stage = stage
-        self._transfers = transfers
-        self._optimizer_step = optimizer_step
+        self._stages = stages
         self._messenger = messenger
-        self._averager = averager
-        self._data = data
-        self._loss_scale = loss_scale
-        self._seed = seed
-        self._recompute = recompute
-        self._buffers = ChangingBuffers(stage)
         self._on_update = on_update
-        self._units: dict[Unit, _InFlight] = {}
+        self._recorder = recorder
 
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Execute `instructions` in order."""
         for instruction in instructions:
+            start_s = time.perf_counter()
             self._execute(instruction)
+            end_s = time.perf_counter()
+            if isinstance(instruction, Compute):
+                self.log.busy_s += end_s - start_s
+            if isinstance(instruction, Backward):
+                self.log.completions.append(Completion(end_s, self.log.busy_s))
+            if self._recorder is not None:
+                self._recorder.record(instruction, start_s, end_s)
+            if isinstance(instruction, Update) and self._on_update is not None:
+                self._on_update(instruction, self.log)
 
     def _execute(self, instruction: Instruction) -> None:
+        stage = self._stages[instruction.stage]
         match instruction:
-            case ReceiveActivation():
-                self._receive_activation(instruction)
-            case Forward():
-                self._timed(self._forward, instruction)
-            case SendActivation():
-                self._send_activation(instruction)
-            case ReceiveGradient():
-                self._receive_gradient(instruction)
-            case Backward():
-                self._timed(self._backward, instruction)
-                self.log.completions.append(Completion(time.perf_counter(), self.log.busy_s))
-            case SendGradient():
-                self._send_gradient(instruction)
+            case ReceiveActivation(unit=unit, peer_stage=source):
+                stage.accept_activation(unit, source, self._messenger.receive(instruction))
+            case Forward(unit=unit):
+                stage.forward(unit)
+            case SendActivation(unit=unit, peer_stage=target):
+                self._messenger.send(instruction, stage.activation(unit, target))
+            case ReceiveGradient(unit=unit):
+                stage.accept_gradient(unit, self._messenger.receive(instruction))
+            case Backward(unit=unit):
+                loss = stage.backward(unit, last_of_round=instruction.last_of_round)
+                if loss is not None:
+                    self.log.losses.append((unit.minibatch, loss))
+            case SendGradient(unit=unit, peer_stage=source):
+                self._messenger.send(instruction, stage.gradient(unit, source))
             case AllReduce():
-                assert self._averager is not None
-                self._averager.finish(instruction.divisor)
+                stage.average(instruction.divisor)
             case Update():
-                self._timed(self._update, instruction)
-                if self._on_update is not None:
-                    self._on_update(instruction.round, self.log)
+                stage.update()
             case _:
                 assert_never(instruction)
-
-    def _timed(self, compute: Callable[[ComputeT], None], instruction: ComputeT) -> None:
-        start = time.perf_counter()
-        compute(instruction)
-        self.log.busy_s += time.perf_counter() - start
-
-    def _values(self, source: int, target: int, *, with_gradient: bool = False) -> list[ValueSpec]:
-        specs = self._transfers[source, target]
-        return [spec for spec in specs if spec.requires_grad or not with_gradient]
-
-    def _receive_activation(self, receive: ReceiveActivation) -> None:
-        values = self._messenger.receive(receive)
-        for spec in self._values(receive.peer_stage, receive.stage):
-            values[spec.name].requires_grad_(spec.requires_grad)
-        self._units.setdefault(receive.unit, _InFlight({})).received.update(values)
-
-    def _forward(self, forward: Forward) -> None:
-        unit = forward.unit
-        record = self._units.setdefault(unit, _InFlight({}))
-        record.batch = self._data.batch(unit) if self._stage.needs_batch else None
-        self.versions.stash(unit)
-        if self._recompute:
-            with self._buffers.recorded() as record.buffers:
-                outputs = self._run_stage(unit, record)
-            # The values go on, their graph does not stay.
-            record.outputs = {name: value.detach() for name, value in outputs.items()}
-        else:
-            record.outputs = self._run_stage(unit, record)
-            record.batch = None
-
-    def _run_stage(self, unit: Unit, record: _InFlight) -> dict[str, Tensor]:
-        self._stage.set_random_key(self._seed, unit.minibatch, unit.microbatch)
-        outputs: dict[str, Tensor] = self._stage(record.batch, record.received)
-        return outputs
-
-    def _send_activation(self, send: SendActivation) -> None:
-        outputs, names = self._units[send.unit].outputs, [s.name for s in self._values(send.stage, send.peer_stage)]
-        self._messenger.send(send, {name: outputs[name] for name in names})
-        if self._recompute:
-            for name in names:
-                outputs.pop(name)  # each value is sent once
-
-    def _receive_gradient(self, receive: ReceiveGradient) -> None:
-        self._units[receive.unit].gradients.update(self._messenger.receive(receive))
-
-    def _backward(self, backward: Backward) -> None:
-        record = self._units[backward.unit]
-        with self.versions.restored(backward.unit), self._buffers.restored(record.buffers):
-            if self._recompute:
-                record.outputs = self._run_stage(backward.unit, record)
-            roots, gradients = self._roots(backward, record)
-            if self._averager is not None and backward.last_of_round:
-                self._averager.begin()
-            if roots:
-                torch.autograd.backward(roots, gradients)
-        record.outputs.clear()
-        record.gradients.clear()
-        record.buffers.clear()
-        record.batch = None
-        if not any(value.requires_grad for value in record.received.values()):
-            del self._units[backward.unit]
-
-    def _roots(self, backward: Backward, record: _InFlight) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What the backward starts from, and the gradients there; None for the loss."""
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        if self._stage.has_loss:
-            loss = record.outputs["loss"] * self._loss_scale
-            self.log.losses.append((backward.unit.minibatch, float(loss.detach())))
-            if loss.requires_grad:
-                roots.append(loss)
-                gradients.append(None)
-        for name, gradient in record.gradients.items():
-            if record.outputs[name].requires_grad:
-                roots.append(record.outputs[name])
-                gradients.append(gradient)
-        return roots, gradients
-
-    def _send_gradient(self, send: SendGradient) -> None:
-        received = self._units[send.unit].received
-        values: dict[str, Tensor] = {}
-        for spec in self._values(send.peer_stage, send.stage, with_gradient=True):
-            value = received.pop(spec.name)
-            values[spec.name] = value.grad if value.grad is not None else torch.zeros_like(value)
-        self._messenger.send(send, values)
-        if not any(value.requires_grad for value in received.values()):
-            del self._units[send.unit]
-
-    def _update(self, _: Update) -> None:
-        if self._optimizer_step is not None:
-            self.versions.update(self._optimizer_step)
-            for parameter in self._stage.parameters():
-                parameter.grad = None

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from planner.executor.job import Job, TrainResult
-from planner.executor.train import StageReplica, join_group
+from planner.executor.setup import CPU, join_group
+from planner.executor.train import TrainingRun
 from planner.model.file import load_model_file
 
 TIMEOUT_S = 240
@@ -45,11 +46,11 @@ def _worker(paths: Sequence[str]) -> None:
     joined = False
     for path in paths:
         job = Job.model_validate_json(Path(path).read_text("utf-8"))
-        replica = StageReplica(job, load_model_file(job.model), torch.device("cpu"))
+        run = TrainingRun(job, load_model_file(job.model), CPU)
         if not joined:
-            join_group(torch.device("cpu"))
+            join_group(CPU)
             joined = True
-        result = replica.run(None)
+        result = run.run(None)
         if result is not None:
             Path(f"{path}.result").write_text(result.model_dump_json(), encoding="utf-8")
     torch.distributed.destroy_process_group()

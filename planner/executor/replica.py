@@ -1,0 +1,179 @@
+"""One replica of one stage: its layers, the versions of its weights, and the units between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from planner.executor.data import BatchSource
+from planner.executor.gradients import GradientAverager
+from planner.executor.recompute import Buffers, ChangingBuffers
+from planner.executor.versions import WeightVersions
+from planner.model.batch import Batch
+from planner.model.graph import ValueSpec
+from planner.model.stage import StageModule
+from planner.schedule.instructions import Unit
+
+
+@dataclass
+class _InFlight:
+    """What a forward leaves for its backward."""
+
+    received: dict[str, Tensor]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the outputs, from later stages
+    batch: Batch | None = None  # where the forward will run again
+    buffers: Buffers = field(default_factory=dict)  # what they were before the forward, likewise
+
+
+class StageReplica:
+    """Computes one stage for the units that come to this worker.
+
+    Args:
+        index: of the stage in the plan.
+        module: the layers, on the device they run on.
+        transfers: by (source, target) stage, the values that travel to and from this one.
+        optimizer_step: steps the optimizer of the stage's parameters; None when it has none to train.
+        averager: sums gradients over the stage's replicas; None without replicas.
+        data: where the stage reads model inputs and targets.
+        loss_scale: factor on each unit's loss, 1 / microbatches for synchronous schedules.
+        seed: of the random numbers inside layers.
+        recompute: keep only what was received for the backward, and run the forward again for the rest.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: StageModule,
+        transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
+        optimizer_step: Callable[[], object] | None,
+        averager: GradientAverager | None,
+        data: BatchSource,
+        *,
+        device: torch.device,
+        loss_scale: float = 1.0,
+        seed: int = 0,
+        recompute: bool = False,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.versions = WeightVersions(list(module.parameters()))
+        self._transfers = transfers
+        self._optimizer_step = optimizer_step
+        self._averager = averager
+        self._data = data
+        self._device = device
+        self._loss_scale = loss_scale
+        self._seed = seed
+        self._recompute = recompute
+        self._buffers = ChangingBuffers(module)
+        self._units: dict[Unit, _InFlight] = {}
+
+    def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
+        """Take the inputs of `unit` that stage `source` sent."""
+        for spec in self._values(source, self.index):
+            values[spec.name].requires_grad_(spec.requires_grad)
+        self._units.setdefault(unit, _InFlight({})).received.update(values)
+
+    def forward(self, unit: Unit) -> None:
+        """Run the layers on `unit` with the newest weights, and keep what its backward needs."""
+        record = self._units.setdefault(unit, _InFlight({}))
+        record.batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
+        self.versions.stash(unit)
+        if self._recompute:
+            with self._buffers.recorded() as record.buffers:
+                outputs = self._run(unit, record)
+            # The values go on, their graph does not stay.
+            record.outputs = {name: value.detach() for name, value in outputs.items()}
+        else:
+            record.outputs = self._run(unit, record)
+            record.batch = None
+
+    def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
+        """What stage `target` needs of `unit`."""
+        outputs, names = self._units[unit].outputs, [spec.name for spec in self._values(self.index, target)]
+        values = {name: outputs[name] for name in names}
+        if self._recompute:
+            for name in names:
+                outputs.pop(name)  # each value is sent once
+        return values
+
+    def accept_gradient(self, unit: Unit, values: dict[str, Tensor]) -> None:
+        """Take the gradients of outputs of `unit` that a later stage returned."""
+        self._units[unit].gradients.update(values)
+
+    def backward(self, unit: Unit, *, last_of_round: bool) -> float | None:
+        """Run the backward of `unit` with the weights its forward saw.
+
+        Returns:
+            The (part of the) minibatch's loss, on the stage that has it.
+        """
+        record = self._units[unit]
+        with self.versions.restored(unit), self._buffers.restored(record.buffers):
+            if self._recompute:
+                record.outputs = self._run(unit, record)
+            loss = record.outputs["loss"] * self._loss_scale if self.module.has_loss else None
+            roots, gradients = _roots(loss, record)
+            if self._averager is not None and last_of_round:
+                self._averager.begin()
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        record.outputs.clear()
+        record.gradients.clear()
+        record.buffers.clear()
+        record.batch = None
+        self._forget_if_done(unit, record)
+        return None if loss is None else float(loss.detach())
+
+    def gradient(self, unit: Unit, source: int) -> dict[str, Tensor]:
+        """What the backward of `unit` left for the values that stage `source` sent."""
+        record = self._units[unit]
+        values: dict[str, Tensor] = {}
+        for spec in self._values(source, self.index):
+            if spec.requires_grad:
+                value = record.received.pop(spec.name)
+                values[spec.name] = value.grad if value.grad is not None else torch.zeros_like(value)
+        self._forget_if_done(unit, record)
+        return values
+
+    def average(self, divisor: int) -> None:
+        """Wait for the sum of the round's gradients over the replicas, and divide it."""
+        assert self._averager is not None
+        self._averager.finish(divisor)
+
+    def update(self) -> None:
+        """Step the optimizer: this makes a new weight version."""
+        if self._optimizer_step is not None:
+            self.versions.update(self._optimizer_step)
+            for parameter in self.module.parameters():
+                parameter.grad = None
+
+    def _values(self, source: int, target: int) -> Sequence[ValueSpec]:
+        return self._transfers[source, target]
+
+    def _run(self, unit: Unit, record: _InFlight) -> dict[str, Tensor]:
+        self.module.set_random_key(self._seed, unit.minibatch, unit.microbatch)
+        outputs: dict[str, Tensor] = self.module(record.batch, record.received)
+        return outputs
+
+    def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
+        """After the backward, only values whose gradients have yet to be sent keep the unit."""
+        if not any(value.requires_grad for value in record.received.values()):
+            del self._units[unit]
+
+
+def _roots(loss: Tensor | None, record: _InFlight) -> tuple[list[Tensor], list[Tensor | None]]:
+    """What a backward starts from, and the gradients there; None for the loss."""
+    roots: list[Tensor] = []
+    gradients: list[Tensor | None] = []
+    if loss is not None and loss.requires_grad:
+        roots.append(loss)
+        gradients.append(None)
+    for name, gradient in record.gradients.items():
+        if record.outputs[name].requires_grad:
+            roots.append(record.outputs[name])
+            gradients.append(gradient)
+    return roots, gradients

@@ -1,0 +1,91 @@
+"""What a worker must find before it trains: its device, the other workers, and a plan whose streams fit together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import PlanError
+from planner.plan_file import Plan
+from planner.schedule.check import ScheduleError, check_streams
+from planner.schedule.streams import Channel, PipelineShape
+
+TIMEOUT = timedelta(minutes=10)  # for one message; a dead peer is noticed at once
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker computes, and where its messages are made: NCCL takes them from the GPU, gloo from the CPU."""
+
+    compute: torch.device
+    wire: torch.device
+
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed."""
+        return "nccl" if self.wire.type == "cuda" else "gloo"
+
+
+CPU = Place(torch.device("cpu"), torch.device("cpu"))
+
+
+def local_place() -> Place:
+    """A GPU for each local worker and NCCL, where there are so many; else the workers share them, over gloo."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 0:
+        return CPU
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    # NCCL refuses two processes on one GPU.
+    shared = gpus < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Place(device, torch.device("cpu") if shared else device)
+
+
+def join_group(place: Place) -> None:
+    """Join the group that torchrun's environment describes."""
+    dist.init_process_group(place.backend, timeout=TIMEOUT)
+
+
+def check_world(plan: Plan) -> None:
+    """The processes started must be those planned for.
+
+    Raises:
+        PlanError: otherwise.
+    """
+    world, needed = int(os.environ["WORLD_SIZE"]), plan.workers
+    if world != needed:
+        raise PlanError(
+            f"plan '{plan.config}' needs {needed} workers, but {world} were started",
+            hint=f"start torchrun with --nnodes times --nproc-per-node = {needed}",
+        )
+
+
+def shape_of(plan: Plan) -> PipelineShape:
+    """The plan as the schedules see it."""
+    return PipelineShape(
+        ranks=tuple(stage.ranks for stage in plan.stages),
+        channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in plan.transfers),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        depths=tuple(stage.in_flight for stage in plan.stages),
+    )
+
+
+def check_schedule(plan: Plan) -> None:
+    """The plan's depths must let its streams run: a plan edited by hand may deadlock.
+
+    Raises:
+        PlanError: when they do not.
+    """
+    deepest = max(stage.in_flight for stage in plan.stages)
+    try:
+        check_streams(shape_of(plan), minibatches=4 * max(plan.replicas) * deepest)
+    except ScheduleError:
+        depths = [stage.in_flight for stage in plan.stages]
+        raise PlanError(
+            f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
+            hint="make the plan again with: plan solve",
+        ) from None

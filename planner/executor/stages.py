@@ -1,0 +1,80 @@
+"""Plan + model file -> the modules of a worker's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from planner.errors import PlanError
+from planner.model.autocast import autocast_dtype
+from planner.model.deferred import build_deferred, materialize
+from planner.model.file import ModelFile
+from planner.model.graph import LayerGraph, ValueSpec
+from planner.model.load import capture_file
+from planner.model.stage import StageModule, build_stage
+from planner.plan_file import Plan, Transfer
+from planner.sharing import shared_weight
+
+
+def build_modules(
+    plan: Plan, stages: Sequence[int], model_file: ModelFile, seed: int, *, defer_weights: bool
+) -> dict[int, StageModule]:
+    """Build the model, capture it, and keep the layers of `stages`; with `defer_weights`, make no other weights.
+
+    Raises:
+        PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
+            stages share a weight that is trained.
+    """
+    if plan.graph_hash is None or plan.microbatch_size is None:
+        raise PlanError(
+            f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
+            hint="profile your model file with: plan profile model.py",
+        )
+    torch.manual_seed(seed)
+    model = build_deferred(model_file.build_model, seed) if defer_weights else model_file.build_model()
+    example = model_file.example_batch(plan.microbatch_size)
+    graph = capture_file(model_file, example, model, autocast=autocast_dtype(plan.autocast))
+    if graph.hash != plan.graph_hash:
+        raise PlanError(
+            f"the plan was made for another model than '{model_file.path}': graph {plan.graph_hash} in the plan, "
+            f"{graph.hash} captured",
+            hint="profile and solve again: plan profile, plan solve",
+        )
+    _check_sharing(plan, graph)
+    if defer_weights:
+        own = {name for stage in stages for name in plan.stages[stage].layers}
+        wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
+        materialize(graph.model, model_file.build_model, seed, set(graph.names_of(wanted)))
+    return {stage: build_stage(graph, plan.stages[stage].layers) for stage in stages}
+
+
+def _check_sharing(plan: Plan, graph: LayerGraph) -> None:
+    trained = {name for name, parameter in graph.model.named_parameters() if parameter.requires_grad}
+    if shared := shared_weight(plan, {layer.name: trained.intersection(layer.parameters) for layer in graph.layers}):
+        raise PlanError(shared.sentence, hint=shared.hint)
+
+
+def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[int, int], list[ValueSpec]]:
+    """By (source, target) stage, the values that travel to and from the stages in `modules`.
+
+    Raises:
+        PlanError: when the plan sends what the stages do not exchange.
+    """
+    return {
+        (t.source, t.target): _specs_of(t, [modules[stage] for stage in (t.source, t.target) if stage in modules])
+        for t in plan.transfers
+        if t.source in modules or t.target in modules
+    }
+
+
+def _specs_of(transfer: Transfer, ends: Iterable[StageModule]) -> list[ValueSpec]:
+    specs = {spec.name: spec for end in ends for spec in (*end.received, *end.sent)}
+    missing = [name for name in transfer.values if name not in specs]
+    if missing:
+        raise PlanError(
+            f"the plan sends value '{missing[0]}' from stage {transfer.source} to {transfer.target}, but the stages "
+            "do not exchange it",
+            hint="make the plan again with: plan solve",
+        )
+    return [specs[name] for name in transfer.values]
