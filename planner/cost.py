@@ -131,7 +131,10 @@ class Footprint:
     saved_bytes: Floats
     message_bytes: Floats  # received and sent for one microbatch, both ways
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
-    working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # once, whatever is in flight
+    # What the microbatch at work needs beyond its saved activations and all gradients; negative where these are never
+    # all there at once. See `working_bytes`.
+    working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
+    accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same where gradients add up
 
     def recomputed(self) -> Footprint:
         """The same stages when they recompute: only their input is kept, and one microbatch's activations are.
@@ -139,7 +142,16 @@ class Footprint:
         What samples of the data set take is not counted (Chen et al. 2016, section 4, where the segments between the
         kept tensors are the stages).
         """
-        return replace(self, saved_bytes=self.input_bytes, working_bytes=self.saved_bytes)
+        return replace(
+            self,
+            saved_bytes=self.input_bytes,
+            working_bytes=self.saved_bytes + self.working_bytes,
+            accumulating_bytes=self.saved_bytes + self.accumulating_bytes,
+        )
+
+    def divided(self, microbatches: int) -> Footprint:
+        """The same stages where so many microbatches make a minibatch: all gradients are there from the first on."""
+        return replace(self, working_bytes=self.accumulating_bytes) if microbatches > 1 else self
 
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
         """Peak bytes with `in_flight` microbatches saved for backward and `versions` copies of the weights."""
@@ -160,6 +172,22 @@ class Footprint:
         with np.errstate(divide="ignore", invalid="ignore"):
             fit = np.where(per_flight > 0, np.floor(np.maximum(room, 0.0) / per_flight), many)
         return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
+
+
+def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats) -> tuple[Floats, Floats]:
+    """`Footprint.working_bytes` and `accumulating_bytes` of the stages of the first 1, 2, ... of some layers in order.
+
+    While layer k of n runs its forward or its backward, there are
+
+        saved_1 + ... + saved_k  +  workspace_k  +  gradient_k + ... + gradient_n
+
+    because the backward frees what was saved as it goes from the last layer to the first, and makes the gradients.
+    With several microbatches per minibatch all gradients stay. The peak is that of the layer with the most.
+    """
+    saved = np.cumsum(saved_bytes)
+    at_work = saved + workspace_bytes
+    missing = np.cumsum(gradient_bytes) - gradient_bytes
+    return np.maximum.accumulate(at_work - missing) - saved, np.maximum.accumulate(at_work) - saved
 
 
 def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:

@@ -115,7 +115,8 @@ class DoubleBufferedModel(ResourceModel):
         return VERSIONS
 
     def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
-        return fewest_for_memory(footprint, gpus_after, memory_bytes, versions=VERSIONS)
+        held = footprint.divided(self.microbatches)
+        return fewest_for_memory(held, gpus_after, memory_bytes, versions=VERSIONS)
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         return super().fewest_around_cut(output_bytes, gradient_bytes, target_s / self.microbatches)

@@ -27,6 +27,7 @@ from planner.cost import (
     check_combination,
     in_flight_1f1b,
     link_of,
+    working_bytes,
 )
 from planner.cost_2bw import VERSIONS, asynchronous_model
 from planner.cost_interleaved import InterleavedModel, StageSeconds
@@ -137,6 +138,18 @@ class Ledger:
             input_bytes=np.float64(_outputs(arriving)),
         )
 
+    @cached_property
+    def at_work(self) -> Floats | None:
+        """Each layer's saved bytes, gradients and workspace; None where workspaces are not known.
+
+        Stages of a model that was captured have their layers in the profile's order, of others in any.
+        """
+        layers = self.profile.layers
+        if self.profile.graph_hash is None or not any(layer.workspace_bytes for layer in layers):
+            return None
+        names = ("saved_bytes", "gradient_bytes", "workspace_bytes")
+        return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)
+
     def crossing(self, done: frozenset[int]) -> list[Traffic]:
         """Values made by the layers `done` and used by others."""
         return [t for t in self.traffic if t.producer in done and set(t.users) - done]
@@ -156,6 +169,9 @@ class Ledger:
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = [self.profile.layers[index] for index in stage.layers]
         work = self.work(stage)
+        working = accumulating = np.asarray(0.0)
+        if (known := self.at_work) is not None:
+            working, accumulating = (each[-1] for each in working_bytes(*known[:, sorted(stage.layers)]))
         return Footprint(
             weight_bytes=np.float64(sum(layer.weight_bytes for layer in layers)),
             gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
@@ -164,6 +180,8 @@ class Ledger:
             saved_bytes=np.float64(sum(layer.saved_bytes for layer in layers)),
             message_bytes=work.received_bytes + work.sent_bytes,
             input_bytes=work.input_bytes,
+            working_bytes=working,
+            accumulating_bytes=accumulating,
         )
 
 
@@ -241,7 +259,7 @@ def price(
             bottleneck = Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
         in_flight = [int(synchronous.in_flight(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     memory = tuple(
-        stage_memory(ledger.footprint(stage), flying, versions_of(schedule, flying))
+        stage_memory(ledger.footprint(stage).divided(microbatches), flying, versions_of(schedule, flying))
         for stage, flying in zip(stages, in_flight, strict=True)
     )
     sent_bytes = _sent_bytes(works, replicas, schedule, microbatches)
@@ -328,7 +346,8 @@ def _price_loads(ledger: Ledger, stages: Sequence[Candidate], link: Link) -> Pri
         if moved_s + compute_s > bottleneck.busy_s:
             resource: Literal["compute", "link"] = "compute" if compute_s >= moved_s else "link"
             bottleneck = Bottleneck(stage=number, resource=resource, busy_s=moved_s + compute_s)
-        footprint = replace(ledger.footprint(stage), message_bytes=np.float64(moved_bytes))
+        held = ledger.footprint(stage)
+        footprint = replace(held, message_bytes=np.float64(moved_bytes), working_bytes=np.asarray(0.0))
         memory.append(stage_memory(footprint, 1, 1))
         crossing_bytes += sum(
             value.output_bytes + value.gradient_bytes for value in moved if value.producer not in stage.layers

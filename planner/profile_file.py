@@ -48,6 +48,9 @@ class Layer(Record):
     optimizer_bytes: Bytes = 0  # state of the user's optimizer
     buffer_bytes: Bytes = 0
     saved_bytes: Bytes = 0  # kept from forward to backward for one microbatch, weights excluded
+    # The most that its forward or its backward has allocated at once, beyond the weights, the gradients of weights, and
+    # what is kept of this layer and of earlier ones: gradients of activations, results not kept, what kernels work in.
+    workspace_bytes: Bytes = 0  # for one microbatch; 0 also where it was not measured
     parameters: tuple[str, ...] = ()  # fully qualified names
 
 

@@ -20,6 +20,7 @@ from planner.cost import (
     fewest_for_memory,
     in_flight_1f1b,
     ring_all_reduce_s,
+    working_bytes,
 )
 
 
@@ -140,6 +141,23 @@ def test_fewest_replicas_for_memory_is_the_first_that_counting_finds(
         if footprint.total_bytes(flying, flying)[0] <= memory:
             fitting.append(replicas)
     assert fewest_for_memory(footprint, np.array([after]), memory) == (fitting[0] if fitting else IMPOSSIBLE)
+
+
+def test_the_peak_is_that_of_the_layer_at_work_when_most_is_there() -> None:
+    saved, gradients, workspaces = np.array([10.0, 20.0, 5.0]), np.array([1.0, 2.0, 30.0]), np.array([50.0, 0.0, 9.0])
+    whole = (np.asarray(n * 1.0) for n in (33, 33, 0, 0, 35, 0, 6))
+    footprint = Footprint(*whole, *(each[-1] for each in working_bytes(saved, gradients, workspaces)))
+    # The first layer: its saved 10, its workspace 50, all gradients. The others: 30 + 32, and 35 + 9 + 30.
+    peak = max(10 + 50 + 33, 30 + 0 + 32, 35 + 9 + 30)
+    assert footprint.total_bytes(1, 1) == 33 + peak
+    assert footprint.total_bytes(3, 2) == 2 * 33 + 2 * 35 + peak
+    assert footprint.recomputed().total_bytes(3, 2) == 2 * 33 + 3 * 6 + peak
+    # Where gradients add up, all are there from the first on.
+    peak = max(10 + 50 + 33, 30 + 0 + 33, 35 + 9 + 33)
+    assert footprint.divided(4).total_bytes(1, 1) == 33 + peak
+    # The last two layers are a stage with another peak, below what is saved and all gradients.
+    working, accumulating = (each[-1] for each in working_bytes(saved[1:], gradients[1:], np.zeros(2)))
+    assert (working, accumulating) == (max(20 + 32, 25 + 30) - 25 - 32, 0)
 
 
 def test_in_flight_is_the_published_number() -> None:

@@ -98,7 +98,7 @@ def price_with_depths(
         return price
     choice = choose_depths(times, below_s / microbatches) if rule == "auto" else price_depths(times, price.in_flight)
     memory = tuple(
-        stage_memory(ledger.footprint(stage), depth, versions_of(schedule, depth))
+        stage_memory(ledger.footprint(stage).divided(microbatches), depth, versions_of(schedule, depth))
         for stage, depth in zip(stages, choice.depths, strict=True)
     )
     seconds = choice.seconds_per_unit * microbatches
@@ -149,7 +149,8 @@ def _deepest(
     depth = UNLIMITED if stashing else microbatches // stage.replicas + 1
     if memory_bytes is None:
         return depth
-    fit = ledger.footprint(stage).most_in_flight(memory_bytes, stashing=stashing, versions=1 if stashing else VERSIONS)
+    footprint = ledger.footprint(stage).divided(microbatches)
+    fit = footprint.most_in_flight(memory_bytes, stashing=stashing, versions=1 if stashing else VERSIONS)
     return min(depth, int(fit))
 
 

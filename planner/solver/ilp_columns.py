@@ -94,7 +94,7 @@ class Columns:
             yield from self._loads(state, others)
             return
         work = self.space.work(state, others)
-        footprint = self.space.footprint(state, others, work)
+        footprint = self.space.footprint(state, others, work).divided(request.microbatches)
         rules = {"auto": (False, True), "never": (False,), "always": (True,)}[request.recompute]
         for number, kind in enumerate(request.kinds):
             here = work if kind is None else work.at_speed(kind.speed)

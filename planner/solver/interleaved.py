@@ -145,7 +145,7 @@ class InterleavedSearch:
     def _evaluate(self, model: InterleavedModel, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
         """For each row of cuts: bytes beyond the memory, seconds, what recomputes, and whether that choice is best."""
         work = _pick(self._work, cuts)
-        footprint = _pick(self._footprint, cuts)
+        footprint = _pick(self._footprint, cuts).divided(model.microbatches)
         again = np.full(work.forward_s.shape, self.recompute == "always")
         settled = True
         over = np.zeros(len(cuts))

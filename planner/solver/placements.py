@@ -154,6 +154,7 @@ def _variant(question: Question, state: int, others: Integers, places: Places, *
     sides = question.space.sides(state, others)
     if isinstance(question.objective, SynchronousModel):
         sum_s, max_s = _synchronous(work, sides, places, question.objective)
+        footprint = footprint.divided(question.objective.microbatches)
     else:
         max_s = _asynchronous(work, sides, places, question.objective)
         sum_s = np.zeros_like(max_s)

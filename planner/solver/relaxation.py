@@ -14,7 +14,7 @@ both ends of a stage, and bounds the truth: a time out of reach here is out of r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import numpy as np
@@ -66,7 +66,10 @@ class Relaxation:
         self.recompute, self.budget = recompute, budget
         everything = np.arange(len(space))
         work = space.work(0, everything)
-        self._footprint = space.footprint(0, everything, work)
+        self._footprint = replace(space.footprint(0, everything, work), working_bytes=np.asarray(0.0))
+        if space.ledger.at_work is not None:
+            # Saved activations and gradients may never be all there at once; the former add up.
+            self._footprint = replace(self._footprint, gradient_bytes=np.asarray(0.0))
         self._sums = work.recomputed() if recompute == "always" else work
         self.least_s = model.least_s(self._sums)  # of all GPUs together, for what comes before each state
         # A larger state may take less by a rounding error, or under another model than the one that ordered them.

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Footprint, Integers, Work
+from planner.cost import Floats, Footprint, Integers, Work, working_bytes
 from planner.pricing import Ledger
 
 _TIMES = ("forward_s", "backward_s", "update_s")
@@ -100,6 +100,7 @@ class StateSpace(ABC):
         def held(name: str) -> Floats:
             return np.asarray(self._sums[name][others] - self._sums[name][state])
 
+        working, accumulating = self._working(state, others)
         return Footprint(
             weight_bytes=held("weight_bytes"),
             gradient_bytes=work.trainable_bytes,
@@ -108,7 +109,18 @@ class StateSpace(ABC):
             saved_bytes=held("saved_bytes"),
             message_bytes=work.received_bytes + work.sent_bytes,
             input_bytes=work.input_bytes,
+            working_bytes=working,
+            accumulating_bytes=accumulating,
         )
+
+    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        """Of the same stages what `planner.cost.working_bytes` says, or less: no peak is below all that is saved."""
+        if self.ledger.at_work is None:
+            return np.asarray(0.0), np.asarray(0.0)
+        saved, gradients = (
+            self._sums[name][others] - self._sums[name][state] for name in ("saved_bytes", "gradient_bytes")
+        )
+        return -np.minimum(saved, gradients), np.asarray(0.0)
 
 
 class Coarse(StateSpace):
@@ -158,6 +170,7 @@ class Chain(StateSpace):
         groups = uncut_groups(ledger) if order is None else order
         self._order = np.array([layer for group in groups for layer in group])
         self._ends = np.cumsum([0, *(len(group) for group in groups)])
+        self._in_order = order is None
         rank = np.argsort(self._order)
         self._values = [  # place of the producer, places of the users ascending, and what the value adds to a front
             (
@@ -190,6 +203,15 @@ class Chain(StateSpace):
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """Consecutive in the order."""
         return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
+
+    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        known = self.ledger.at_work
+        if known is None or not self._in_order:
+            return super()._working(state, others)
+        first = self._ends[state]
+        working, accumulating = working_bytes(*known[:, first : self._ends[np.max(others)]])
+        last = self._ends[others] - first - 1
+        return working[last], accumulating[last]
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:

@@ -130,7 +130,7 @@ class SynchronousSearch:
         )
 
     def _variant(self, state: int, others: Integers, work: Work, *, recompute: bool) -> _Stages:
-        footprint = self.space.footprint(state, others, work)
+        footprint = self.space.footprint(state, others, work).divided(self.model.microbatches)
         if recompute:
             work, footprint = work.recomputed(), footprint.recomputed()
         shape = (len(self._replicas), len(others))

@@ -144,13 +144,16 @@ class Windows:
         )
 
     def _held(self) -> Footprint:
+        gradients, saved = self._least("gradient_bytes"), self._least("saved_bytes")
         return Footprint(
             weight_bytes=self._least("weight_bytes"),
-            gradient_bytes=self._least("gradient_bytes"),
+            gradient_bytes=gradients,
             optimizer_bytes=self._least("optimizer_bytes"),
             buffer_bytes=self._least("buffer_bytes"),
-            saved_bytes=self._least("saved_bytes"),
+            saved_bytes=saved,
             message_bytes=np.zeros((1, 1)),
+            # No peak is below all that is saved, or below all gradients.
+            working_bytes=np.zeros((1, 1)) if self.ledger.at_work is None else -np.minimum(saved, gradients),
         )
 
     def _alive(self) -> list[Flags]:

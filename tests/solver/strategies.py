@@ -8,8 +8,10 @@ from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False) -> Profile:
+def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measured: bool = False) -> Profile:
     """Layers with small round costs and edges forward: a chain with skips, or any DAG unless `linear`.
+
+    `measured`: of a model that was captured, whose stages keep the order, and perhaps with workspaces.
 
     Small integers make ties and zeros common, which is where searches go wrong.
     """
@@ -24,6 +26,7 @@ def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False) -> Pro
                 value = f"{names[source]}.{draw(st.integers(0, 1))}"
                 edges.append(Edge(source=names[source], value=value, target=names[target]))
     made = {edge.value for edge in edges}
+    works = measured and draw(st.booleans())
     layers = []
     for index, name in enumerate(names):
         outputs = tuple(
@@ -45,10 +48,12 @@ def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False) -> Pro
                 optimizer_bytes=trainable * draw(st.integers(0, 2)),
                 buffer_bytes=draw(st.integers(0, 2)),
                 saved_bytes=draw(small),
+                workspace_bytes=draw(small) if works else 0,
             )
         )
     return Profile(
         model="random",
+        graph_hash="0123" if measured else None,
         device=Device(kind="cpu", name="imagined"),
         microbatch_size=2,
         layers=tuple(layers),

@@ -29,7 +29,7 @@ latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
 @pytest.mark.parametrize("name", COST_MODELS)
 @settings(max_examples=300, deadline=None)
 @given(
-    profile=profiles(most_layers=4),
+    profile=profiles(most_layers=4, measured=True),
     gpus=st.integers(1, 4),
     bandwidth=bandwidths,
     latency=latencies,
@@ -60,7 +60,7 @@ def test_asynchronous_search_finds_what_brute_force_finds(
 
 @settings(max_examples=400, deadline=None)
 @given(
-    profile=profiles(most_layers=4),
+    profile=profiles(most_layers=4, measured=True),
     gpus=st.integers(1, 5),
     microbatches=st.integers(1, 7),
     bandwidth=bandwidths,
@@ -95,7 +95,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "naive"])
 @settings(max_examples=300, deadline=None)
 @given(
-    profile=profiles(most_layers=4),
+    profile=profiles(most_layers=4, measured=True),
     gpus=st.integers(1, 4),
     microbatches=st.integers(1, 6),
     bandwidth=bandwidths,

@@ -104,7 +104,7 @@ def test_bounds_without_looking_at_pairs_of_cuts_are_valid(
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("2bw", 3)])
 @settings(max_examples=150, deadline=None)
 @given(
-    model=profiles(most_layers=5),
+    model=profiles(most_layers=5, measured=True),
     gpus=st.integers(1, 4),
     target_s=st.floats(0.5, 60.0),
     memory=st.one_of(st.none(), st.integers(1, 200)),

@@ -33,7 +33,7 @@ from tests.solver.strategies import profiles
 )
 @settings(max_examples=60, deadline=None)
 @given(
-    model=profiles(most_layers=5),
+    model=profiles(most_layers=5, measured=True),
     gpus=st.integers(1, 4),
     bandwidth=st.sampled_from([0.5, 2.0, 8.0]),
     memory=st.one_of(st.none(), st.integers(1, 200)),
