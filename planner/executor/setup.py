@@ -12,7 +12,7 @@ import torch.distributed as dist
 from planner.errors import PlanError
 from planner.plan_file import Plan
 from planner.schedule.check import ScheduleError, check_streams
-from planner.schedule.streams import Channel, PipelineShape
+from planner.schedule.shape import shape_of
 
 TIMEOUT = timedelta(minutes=10)  # for one message; a dead peer is noticed at once
 
@@ -61,17 +61,6 @@ def check_world(plan: Plan) -> None:
             f"plan '{plan.config}' needs {needed} workers, but {world} were started",
             hint=f"start torchrun with --nnodes times --nproc-per-node = {needed}",
         )
-
-
-def shape_of(plan: Plan) -> PipelineShape:
-    """The plan as the schedules see it."""
-    return PipelineShape(
-        ranks=tuple(stage.ranks for stage in plan.stages),
-        channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in plan.transfers),
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        depths=tuple(stage.in_flight for stage in plan.stages),
-    )
 
 
 def check_schedule(plan: Plan) -> None:

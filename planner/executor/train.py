@@ -20,7 +20,7 @@ from planner.executor.measure import ProgressCallback, progress_reporter, steady
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.replica import StageReplica
-from planner.executor.setup import TIMEOUT, Place, check_schedule, check_world, join_group, local_place, shape_of
+from planner.executor.setup import TIMEOUT, Place, check_schedule, check_world, join_group, local_place
 from planner.executor.stages import build_modules, transferred
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.file import ModelFile, load_model_file
@@ -33,6 +33,7 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
+from planner.schedule.shape import shape_of
 from planner.schedule.streams import stream
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.schedule.instructions import (
     AllReduce,
@@ -82,6 +83,24 @@ class PipelineShape:
     def pipeline_length(self) -> int:
         """Stages on workers of their own; those beyond are further chunks of the same workers, in the same order."""
         return len(set(self.ranks))
+
+    @cached_property
+    def _by_end(self) -> tuple[dict[int, tuple[Channel, ...]], dict[int, tuple[Channel, ...]]]:
+        """The channels by their target and by their source: a pipeline of a thousand stages has as many."""
+        by_target: dict[int, tuple[Channel, ...]] = {}
+        by_source: dict[int, tuple[Channel, ...]] = {}
+        for channel in self.channels:
+            by_target[channel.target] = (*by_target.get(channel.target, ()), channel)
+            by_source[channel.source] = (*by_source.get(channel.source, ()), channel)
+        return by_target, by_source
+
+    def arriving(self, stage: int) -> tuple[Channel, ...]:
+        """The channels that activations of `stage` come by."""
+        return self._by_end[0].get(stage, ())
+
+    def leaving(self, stage: int) -> tuple[Channel, ...]:
+        """The channels that activations of `stage` leave by."""
+        return self._by_end[1].get(stage, ())
 
     def rank_of(self, stage: int, unit: Unit) -> int:
         """The worker that runs `unit` at `stage`: round-robin, the same for forward and backward (1F1B-RR)."""
@@ -225,20 +244,18 @@ def _interleaved(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
 
 
 def _forward(shape: PipelineShape, stage: int, unit: Unit) -> Iterator[Instruction]:
-    for channel in shape.channels:
-        if channel.target == stage:
-            yield ReceiveActivation(stage, unit, channel.source, shape.rank_of(channel.source, unit))
+    for channel in shape.arriving(stage):
+        yield ReceiveActivation(stage, unit, channel.source, shape.rank_of(channel.source, unit))
     yield Forward(stage, unit)
-    for channel in shape.channels:
-        if channel.source == stage:
-            yield SendActivation(stage, unit, channel.target, shape.rank_of(channel.target, unit))
+    for channel in shape.leaving(stage):
+        yield SendActivation(stage, unit, channel.target, shape.rank_of(channel.target, unit))
 
 
 def _backward(shape: PipelineShape, stage: int, unit: Unit, *, last_of_round: bool) -> Iterator[Instruction]:
-    for channel in shape.channels:
-        if channel.source == stage and channel.gradient:
+    for channel in shape.leaving(stage):
+        if channel.gradient:
             yield ReceiveGradient(stage, unit, channel.target, shape.rank_of(channel.target, unit))
     yield Backward(stage, unit, last_of_round)
-    for channel in shape.channels:
-        if channel.target == stage and channel.gradient:
+    for channel in shape.arriving(stage):
+        if channel.gradient:
             yield SendGradient(stage, unit, channel.source, shape.rank_of(channel.source, unit))

@@ -1,0 +1,17 @@
+"""A plan as the schedules see it."""
+
+from __future__ import annotations
+
+from planner.plan_file import Plan
+from planner.schedule.streams import Channel, PipelineShape
+
+
+def shape_of(plan: Plan) -> PipelineShape:
+    """Who runs which stage, and who exchanges what with whom."""
+    return PipelineShape(
+        ranks=tuple(stage.ranks for stage in plan.stages),
+        channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in plan.transfers),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        depths=tuple(stage.in_flight for stage in plan.stages),
+    )
