@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from planner.api import estimate, profile, train
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
+    from planner.executor.job import TrainingOptions
     from planner.model.file import load_model_file
     from planner.pipedream import read_profile as load_profile
     from planner.plan_file import Plan, load_plan, save_plan
@@ -37,6 +38,7 @@ _HOMES = {
     "Plan": ("planner.plan_file", "Plan"),
     "PlannerError": ("planner.errors", "PlannerError"),
     "Profile": ("planner.profile_file", "Profile"),
+    "TrainingOptions": ("planner.executor.job", "TrainingOptions"),
     "WorkerError": ("planner.errors", "WorkerError"),
     "compare": ("planner.answers.compare", "compare"),
     "estimate": ("planner.api", "estimate"),
@@ -60,6 +62,7 @@ __all__ = [
     "Plan",
     "PlannerError",
     "Profile",
+    "TrainingOptions",
     "WorkerError",
     "compare",
     "estimate",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import InputError, PlanError
-from planner.executor.job import BaselineName, Job, TrainResult
+from planner.executor.job import BaselineName, Job, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.model.file import load_model_file
 from planner.plan_file import TRAINABLE, Plan
@@ -94,6 +94,7 @@ def train(
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
+    options: TrainingOptions | None = None,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
     defer_weights: bool = False,
@@ -107,6 +108,7 @@ def train(
         steps: minibatches.
         epochs: passes over dataset(); without steps and epochs one pass, or 100 minibatches where there is no dataset.
         seed: of weights, data order and dropout.
+        options: how to train, beside what the plan and the model file say.
         baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead.
         save_weights: file for the trained weights, by original name.
         defer_weights: each worker makes the weights of its own stage alone, for models of which the whole fits nowhere;
@@ -122,6 +124,7 @@ def train(
         steps=steps,
         epochs=epochs,
         seed=seed,
+        options=options,
         baseline=baseline,
         save_weights=save_weights,
         defer_weights=defer_weights,
@@ -173,6 +176,7 @@ def make_job(
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
+    options: TrainingOptions | None = None,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
     defer_weights: bool = False,
@@ -200,6 +204,7 @@ def make_job(
         steps=steps,
         epochs=epochs,
         seed=seed,
+        options=options or TrainingOptions(),
         baseline=baseline,
         save_weights=None if save_weights is None else str(save_weights),
         defer_weights=defer_weights,

@@ -48,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="each worker makes the weights of its own stage alone, for models of which the whole fits nowhere; the "
         "initial weights differ from those without, and are the same for any plan",
     )
+    _add_options(parser)
     parser.add_argument(
         "--baseline",
         choices=["data-parallel"],
@@ -57,9 +58,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """What becomes a `TrainingOptions`: the names are the same."""
+    group = parser.add_argument_group("how to train")
+    group.add_argument(
+        "--drop-last", action="store_true", help="leave out the last, smaller minibatch of an epoch of dataset()"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Train, then print predicted against measured."""
     from planner.api import make_job, run_job
+    from planner.executor.job import TrainingOptions
     from planner.plan_file import load_plan
 
     job = make_job(
@@ -68,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         epochs=args.epochs,
         seed=args.seed,
+        options=TrainingOptions(**{name: getattr(args, name) for name in TrainingOptions.model_fields}),
         baseline=args.baseline,
         save_weights=args.save_weights,
         defer_weights=args.defer_weights,

@@ -21,9 +21,18 @@ class BatchSource(Protocol):
     """The training data, the same for all workers."""
 
     random: bool
+    last_sizes: tuple[int, ...]  # of the microbatches of a last, smaller minibatch; empty without one
 
     def batch(self, unit: Unit) -> Batch:
-        """The samples of one microbatch."""
+        """The samples of one microbatch; there is at least one."""
+        ...
+
+    def size(self, unit: Unit) -> int:
+        """Samples of one microbatch; 0 where a last, smaller minibatch has fewer samples than microbatches."""
+        ...
+
+    def minibatch_size(self, minibatch: int) -> int:
+        """Samples of a minibatch."""
         ...
 
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
@@ -31,40 +40,49 @@ class BatchSource(Protocol):
         ...
 
 
-def make_batches(model_file: ModelFile, microbatch_size: int, microbatches: int, seed: int) -> BatchSource:
+def make_batches(
+    model_file: ModelFile, microbatch_size: int, microbatches: int, seed: int, *, drop_last: bool = False
+) -> BatchSource:
     """The model file's dataset in minibatches, or random ones where it has none."""
     dataset = model_file.dataset()
     if dataset is None:
         return RandomBatches(model_file.example_batch, microbatch_size, microbatches, seed)
-    return DatasetBatches(dataset, microbatch_size, microbatches, seed)
+    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last)
 
 
 class DatasetBatches:
     """Minibatches of a map-style dataset, shuffled anew each epoch by a generator seeded with (seed, epoch).
 
-    A last, smaller minibatch of an epoch is left out, as with `DataLoader(drop_last=True)`.
+    The last minibatch of an epoch has the samples that are left. Its microbatches' sizes differ by one at most, larger
+    ones first; where there are fewer samples than microbatches, the rest of these are empty.
 
     Args:
         dataset: items are (args, target) or (args, kwargs, target), without batch dimension.
         microbatch_size: samples.
         microbatches: per minibatch.
         seed: of the order.
+        drop_last: leave a last, smaller minibatch out.
     """
 
     random = False
 
-    def __init__(self, dataset: Dataset[Any], microbatch_size: int, microbatches: int, seed: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], microbatch_size: int, microbatches: int, seed: int, *, drop_last: bool = False
+    ) -> None:
         self._dataset = dataset
         self._size = microbatch_size * microbatches
-        self._microbatch_size = microbatch_size
+        self._microbatches = microbatches
         self._seed = seed
         self._samples = len(dataset)  # type: ignore[arg-type]  # map-style datasets have a length, their base does not
-        self.minibatches_per_epoch = self._samples // self._size
+        whole, rest = divmod(self._samples, self._size)
+        self.last_size = 0 if drop_last else rest  # of a last, smaller minibatch; 0 without one
+        self.minibatches_per_epoch = whole + (self.last_size > 0)
         if self.minibatches_per_epoch == 0:
             raise ModelFileError(
                 f"dataset() has {self._samples} samples, fewer than one minibatch of {self._size}",
-                hint="profile with a smaller --batch-size",
+                hint="profile with a smaller --batch-size" + (", or train without --drop-last" if drop_last else ""),
             )
+        self.last_sizes = tuple(even_sizes(self.last_size, microbatches)) if self.last_size else ()
         self._epoch = -1
         self._order: list[int] = []
 
@@ -79,14 +97,32 @@ class DatasetBatches:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._order = torch.randperm(self._samples, generator=generator).tolist()
             self._epoch = epoch
-        start = position * self._size + unit.microbatch * self._microbatch_size
-        return collate([self._dataset[index] for index in self._order[start : start + self._microbatch_size]])
+        start = position * self._size + sum(self._sizes(unit.minibatch)[: unit.microbatch])
+        return collate([self._dataset[index] for index in self._order[start : start + self.size(unit)]])
+
+    def size(self, unit: Unit) -> int:
+        """Samples of `unit`, perhaps 0."""
+        return self._sizes(unit.minibatch)[unit.microbatch]
+
+    def minibatch_size(self, minibatch: int) -> int:
+        """Samples of a minibatch: fewer in the last one of an epoch."""
+        last = minibatch % self.minibatches_per_epoch == self.minibatches_per_epoch - 1
+        return self.last_size if last and self.last_size else self._size
+
+    def _sizes(self, minibatch: int) -> list[int]:
+        return even_sizes(self.minibatch_size(minibatch), self._microbatches)
+
+
+def even_sizes(samples: int, parts: int) -> list[int]:
+    """Sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2, 1]."""
+    return [samples // parts + (part < samples % parts) for part in range(parts)]
 
 
 class RandomBatches:
     """Random batches from the model file's `example_batch`, a few distinct ones in turn."""
 
     random = True
+    last_sizes: tuple[int, ...] = ()
 
     def __init__(
         self, example_batch: Callable[[int], Batch], microbatch_size: int, microbatches: int, seed: int
@@ -115,3 +151,11 @@ class RandomBatches:
                 torch.manual_seed(self._seed * 1_000_003 + which)
                 self._made[which] = self._example_batch(self._microbatch_size)
         return self._made[which]
+
+    def size(self, unit: Unit) -> int:
+        """Samples of every unit."""
+        return self._microbatch_size
+
+    def minibatch_size(self, minibatch: int) -> int:
+        """Samples of every minibatch."""
+        return self._microbatch_size * self._microbatches

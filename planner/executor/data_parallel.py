@@ -48,7 +48,7 @@ def _train(
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(job.seed)
     model = model_file.build_model().train().to(device)
-    data = make_batches(model_file, batch_size, 1, job.seed)
+    data = make_batches(model_file, batch_size, 1, job.seed, drop_last=job.options.drop_last)
     # Whole rounds only: DistributedDataParallel hangs when a worker has a minibatch less.
     rounds = -(-data.minibatches(job.steps, job.epochs) // world)
     weights_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())

@@ -12,6 +12,12 @@ from planner.plan_file import Plan
 BaselineName = Literal["data-parallel"]
 
 
+class TrainingOptions(Record):
+    """How to train, beside what the plan and the model file say."""
+
+    drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
+
+
 class Job(Record):
     """One training run; every worker gets the same.
 
@@ -24,6 +30,7 @@ class Job(Record):
     steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
     epochs: Annotated[int, Field(ge=1)] | None = None
     seed: int = 0
+    options: TrainingOptions = TrainingOptions()
     baseline: BaselineName | None = None
     save_weights: str | None = None
     defer_weights: bool = False  # each worker makes the weights of its own stage alone

@@ -39,7 +39,6 @@ class StageReplica:
         optimizer_step: steps the optimizer of the stage's parameters; None when it has none to train.
         averager: sums gradients over the stage's replicas; None without replicas.
         data: where the stage reads model inputs and targets.
-        loss_scale: factor on each unit's loss, 1 / microbatches for synchronous schedules.
         seed: of the random numbers inside layers.
         recompute: keep only what was received for the backward, and run the forward again for the rest.
     """
@@ -54,7 +53,6 @@ class StageReplica:
         data: BatchSource,
         *,
         device: torch.device,
-        loss_scale: float = 1.0,
         seed: int = 0,
         recompute: bool = False,
     ) -> None:
@@ -66,7 +64,6 @@ class StageReplica:
         self._averager = averager
         self._data = data
         self._device = device
-        self._loss_scale = loss_scale
         self._seed = seed
         self._recompute = recompute
         self._buffers = ChangingBuffers(module)
@@ -81,6 +78,9 @@ class StageReplica:
     def forward(self, unit: Unit) -> None:
         """Run the layers on `unit` with the newest weights, and keep what its backward needs."""
         record = self._units.setdefault(unit, _InFlight({}))
+        if self._data.size(unit) == 0:
+            record.outputs = {spec.name: self._nothing(spec) for spec in self.module.sent}
+            return
         record.batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
         self.versions.stash(unit)
         if self._recompute:
@@ -112,10 +112,14 @@ class StageReplica:
             The (part of the) minibatch's loss, on the stage that has it.
         """
         record = self._units[unit]
+        if self._data.size(unit) == 0:
+            record.outputs.clear()
+            self._forget_if_done(unit, record)
+            return None
         with self.versions.restored(unit), self._buffers.restored(record.buffers):
             if self._recompute:
                 record.outputs = self._run(unit, record)
-            loss = record.outputs["loss"] * self._loss_scale if self.module.has_loss else None
+            loss = record.outputs["loss"] * self._share(unit) if self.module.has_loss else None
             roots, gradients = _roots(loss, record)
             if self._averager is not None and last_of_round:
                 self._averager.begin()
@@ -150,6 +154,14 @@ class StageReplica:
             self.versions.update(self._optimizer_step)
             for parameter in self.module.parameters():
                 parameter.grad = None
+
+    def _share(self, unit: Unit) -> float:
+        """Factor on the unit's loss: its share of the minibatch's samples, so that these all count the same."""
+        return self._data.size(unit) / self._data.minibatch_size(unit.minibatch)
+
+    def _nothing(self, spec: ValueSpec) -> Tensor:
+        """What stands for a value of no samples."""
+        return torch.zeros(spec.shape(0), dtype=spec.dtype, device=self._device)
 
     def _values(self, source: int, target: int) -> Sequence[ValueSpec]:
         return self._transfers[source, target]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from planner.errors import PlanError
+from planner.errors import ModelFileError, PlanError
 from planner.model.autocast import autocast_dtype
 from planner.model.deferred import build_deferred, materialize
 from planner.model.file import ModelFile
@@ -53,6 +53,28 @@ def _check_sharing(plan: Plan, graph: LayerGraph) -> None:
     trained = {name for name, parameter in graph.model.named_parameters() if parameter.requires_grad}
     if shared := shared_weight(plan, {layer.name: trained.intersection(layer.parameters) for layer in graph.layers}):
         raise PlanError(shared.sentence, hint=shared.hint)
+
+
+def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
+    """The stages must be able to take microbatches of `sizes` samples.
+
+    Raises:
+        ModelFileError: when they are not.
+    """
+    for module in modules:
+        for size in sorted(set(sizes) - {0}):
+            if module.fixed_batch_size not in (None, size):
+                raise ModelFileError(
+                    f"the model takes microbatches of {module.fixed_batch_size} samples only, and the last minibatch "
+                    f"of an epoch has some of {size}",
+                    hint="train with --drop-last, which leaves it out",
+                )
+            if size < module.least_batch_size:
+                raise ModelFileError(
+                    f"the last minibatch of an epoch has microbatches of {size} sample, of which BatchNorm cannot take "
+                    "the variance",
+                    hint="train with --drop-last, which leaves it out",
+                )
 
 
 def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[int, int], list[ValueSpec]]:

@@ -21,7 +21,7 @@ from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.replica import StageReplica
 from planner.executor.setup import TIMEOUT, Place, check_schedule, check_world, join_group, local_place
-from planner.executor.stages import build_modules, transferred
+from planner.executor.stages import build_modules, check_sizes, transferred
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.file import ModelFile, load_model_file
 from planner.schedule.instructions import (
@@ -78,11 +78,14 @@ class TrainingRun:
         self.modules = {stage: module.to(place.compute) for stage, module in modules.items()}
         assert self.plan.microbatch_size is not None  # or building the modules had failed
         self.microbatch_size = self.plan.microbatch_size
-        self.data = make_batches(model_file, self.microbatch_size, self.plan.microbatches, job.seed)
+        self.data = make_batches(
+            model_file, self.microbatch_size, self.plan.microbatches, job.seed, drop_last=job.options.drop_last
+        )
+        check_sizes(self.modules.values(), self.data.last_sizes)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
         self.optimizer_steps = {stage: _optimizer_step(model_file, module) for stage, module in self.modules.items()}
         self.shape = shape_of(self.plan)
-        self._layouts: dict[tuple[int, int, bool], Layout] = {}
+        self._layouts: dict[tuple[int, int, bool, int], Layout] = {}
 
     def run(self, on_progress: ProgressCallback | None) -> TrainResult | None:
         """Train, and gather what all workers measured on rank 0."""
@@ -124,7 +127,6 @@ class TrainingRun:
             GradientAverager(list(module.parameters()), replicas) if replicas is not None else None,
             self.data,
             device=self.place.compute,
-            loss_scale=1 / self.plan.microbatches,
             seed=self.job.seed,
             recompute=self.plan.stages[stage].recompute,
         )
@@ -135,12 +137,13 @@ class TrainingRun:
     def _layout(self, message: Receive | Send) -> Layout:
         activation = isinstance(message, (ReceiveActivation, SendActivation))
         source, target = sorted((message.stage, message.peer_stage))
-        kind = (source, target, activation)
+        samples = self.data.size(message.unit)
+        kind = (source, target, activation, samples)
         if kind not in self._layouts:
             specs = self.transfers[source, target]
             if not activation:
                 specs = [spec.of_gradient for spec in specs if spec.requires_grad]
-            self._layouts[kind] = layout_of(specs, self.microbatch_size)
+            self._layouts[kind] = layout_of(specs, samples)
         return self._layouts[kind]
 
     def _progress(self, on_progress: ProgressCallback | None) -> Callable[[Update, WorkerLog], None] | None:
@@ -175,7 +178,7 @@ class TrainingRun:
             workers=len(workers),
             minibatches=self.minibatches,
             minibatch_size=minibatch_size,
-            samples=self.minibatches * minibatch_size,
+            samples=sum(self.data.minibatch_size(minibatch) for minibatch in range(self.minibatches)),
             seconds=seconds,
             samples_per_s=sum(worker.samples_per_s for worker in workers if worker.rank in last),
             predicted_samples_per_s=self.plan.predicted.samples_per_s,

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from planner.errors import CaptureError
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
+from planner.model.batch_limits import least_batch_size
 from planner.model.block_stage import block_parts
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.parts import StageParts, exchange, stage_parts
@@ -79,6 +80,16 @@ class StageModule(nn.Module):
     @property
     def layer_names(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self._parts.layers)
+
+    @property
+    def fixed_batch_size(self) -> int | None:
+        """The only number of samples that it takes; None when it takes others."""
+        return self._parts.fixed_batch_size
+
+    @property
+    def least_batch_size(self) -> int:
+        """The fewest samples that it can be trained on."""
+        return least_batch_size(self._parts.layers)
 
     def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
         """Make random numbers a function of these and of the layer: the same in any split of the model.

@@ -138,11 +138,34 @@ def optimizer(parameters):
     return OPTIMIZER
 '''
 
+# Appended to a model file: the samples of one example batch.
+DATASET = """
+from torch.utils.data import Dataset
+
+class Samples(Dataset):
+    def __init__(self, count, seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.batch, self.count = example_batch(count), count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.utils._pytree.tree_map(lambda leaf: leaf[index], self.batch)
+
+def dataset():
+    return Samples(SAMPLES, 11)
+"""
+
 MODELS = {"convolutional": CONVOLUTIONAL, "language": LANGUAGE, "blocks": BLOCKS}
 
 
-def write_model(folder: Path, model: str, optimizer: str) -> Path:
-    """Write the model file and return its path."""
+def write_model(folder: Path, model: str, optimizer: str, *, samples: int | None = None, more: str = "") -> Path:
+    """Write the model file, with a dataset of so many samples and `more` source, and return its path."""
     path = folder / f"{model}_{optimizer}.py"
-    path.write_text(MODELS[model].replace("OPTIMIZER", OPTIMIZERS[optimizer]), encoding="utf-8")
+    source = MODELS[model].replace("OPTIMIZER", OPTIMIZERS[optimizer])
+    if samples is not None:
+        source += DATASET.replace("SAMPLES", str(samples))
+    path.write_text(source + more, encoding="utf-8")
     return path

@@ -1,0 +1,79 @@
+"""Plain PyTorch on the unsplit model of a model file, in the order of data that the workers have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from planner.executor.job import Job, TrainingOptions, TrainResult
+from planner.model.batch import Batch, collate
+from planner.model.file import ModelFile
+from planner.plan_file import Plan
+from tests.executor.processes import run_jobs
+from tests.executor.reference import Weights
+
+SEED = 3
+
+
+def run_one(
+    path: Path, plan: Plan, options: TrainingOptions, *, steps: int | None = None, epochs: int | None = None
+) -> tuple[TrainResult, Weights]:
+    """Train in real processes; the result and the weights."""
+    weights = str(path.with_suffix(".pt"))
+    job = Job(model=str(path), plan=plan, steps=steps, epochs=epochs, seed=SEED, options=options, save_weights=weights)
+    (result,) = run_jobs([job], path.parent)
+    return result, torch.load(weights, weights_only=True)
+
+
+def build(model_file: ModelFile) -> nn.Module:
+    """The model as the workers initialise it."""
+    torch.manual_seed(SEED)
+    return model_file.build_model()
+
+
+def minibatches(model_file: ModelFile, size: int, epochs: int) -> list[Batch]:
+    """An epoch is a permutation of the dataset, and its last minibatch what is left."""
+    dataset = model_file.dataset()
+    assert dataset is not None
+    count = len(dataset)  # type: ignore[arg-type]
+    batches = []
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
+        order = torch.randperm(count, generator=generator).tolist()
+        batches += [collate([dataset[i] for i in order[start : start + size]]) for start in range(0, count, size)]
+    return batches
+
+
+def loss_of(model_file: ModelFile, model: nn.Module, batch: Batch) -> Tensor:
+    """Forward and loss."""
+    return model_file.loss(model(*batch.args, **batch.kwargs), batch.target)
+
+
+def train(
+    model_file: ModelFile,
+    model: nn.Module,
+    batches: list[Batch],
+    step: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer.step(),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """The losses of plain training; `step` does what follows a backward."""
+    optimizer = model_file.optimizer(list(model.parameters())) if optimizer is None else optimizer
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model_file, model, batch)
+        torch.autograd.backward(loss)
+        step(optimizer)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def assert_close(weights: Weights, model: nn.Module) -> None:
+    """To rounding."""
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
