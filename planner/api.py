@@ -9,7 +9,7 @@ from planner.errors import InputError, PlanError
 from planner.executor.job import BaselineName, Job, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.model.file import load_model_file
-from planner.plan_file import TRAINABLE, Plan
+from planner.plan_file import Plan
 from planner.profile_file import Profile
 from planner.profiler import profile_model
 from planner.profiler.calibrate import load_calibration
@@ -161,11 +161,6 @@ def check_trainable(plan: Plan) -> None:
         raise PlanError(
             f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
             hint="list the kinds of GPUs in the cluster so that unused ones come last",
-        )
-    if plan.schedule not in TRAINABLE:
-        raise PlanError(
-            f"the plan's schedule {plan.schedule} can be solved for, but `plan train` does not run it yet",
-            hint=f"solve for one of: {', '.join(TRAINABLE)}",
         )
 
 

@@ -19,7 +19,6 @@ from planner.profile_file import Bytes, Device, Seconds
 REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
 
 ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"]
-TRAINABLE: tuple[ScheduleName, ...] = ("1f1b", "1f1b-flush", "gpipe", "naive")  # schedules that `plan train` runs
 CostModelName = Literal["resource", "pipedream", "paper", "max-load"]
 
 

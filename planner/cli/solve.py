@@ -61,9 +61,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="1f1b: asynchronous, with weight stashing; 2bw: asynchronous, with two weight versions and one update per "
         "minibatch of several microbatches; gpipe, 1f1b-flush and interleaved: the pipeline drains after every "
         "minibatch, 1f1b-flush in less memory, interleaved with several chunks of the model per GPU; naive: one "
-        "minibatch at a time; auto: compare 1f1b, 2bw, 1f1b-flush, gpipe and interleaved, and take the fastest per "
-        "sample that `plan train` runs (which 2bw and interleaved are not yet); all: take the fastest of all (default: "
-        "%(default)s)",
+        "minibatch at a time; auto or all: compare 1f1b, 2bw, 1f1b-flush, gpipe and interleaved, and take the fastest "
+        "per sample (default: %(default)s)",
     )
     parser.add_argument(
         "--microbatches",
@@ -195,7 +194,6 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
         depth=args.depth,
         recompute=args.recompute,
         chunks=args.chunks,
-        any_schedule=args.schedule != "auto",
     )
     if not args.json:
         print(choice_report(choice), end="\n\n")

@@ -7,8 +7,8 @@ each other. Source, order and size of every message follow from the plan: nothin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from planner.schedule.instructions import (
     SendActivation,
     matching_receive,
 )
+from planner.schedule.streams import PipelineShape
 
 LayoutOf = Callable[[Receive | Send], Layout]
 
@@ -76,6 +77,44 @@ class _Inbox:
         return unpack(posted.layout, receive.unit, buffer, f"rank {receive.peer_rank}")
 
 
+@dataclass(frozen=True)
+class LinkGroups:
+    """Process groups for messages: one per direction, so that activations and gradients do not queue behind each other.
+
+    gloo tells the messages of different pairs of stages apart by their tags. NCCL has none and matches messages between
+    two workers by their order alone, which is the same at both ends for one pair of stages only: where two workers
+    exchange the values of several pairs, as under interleaved, each pair has groups of its own.
+    """
+
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    own: Mapping[tuple[int, int, bool], dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls, shape: PipelineShape, new_group: Callable[[Iterable[int] | None], dist.ProcessGroup], *, tags: bool
+    ) -> LinkGroups:
+        """Make the groups; all workers do, in the same order.
+
+        Args:
+            shape: of the pipeline.
+            new_group: makes a group of these ranks, or of all.
+            tags: whether the backend tells messages apart by tags.
+        """
+        own = {}
+        if not tags and len(shape.ranks) > shape.pipeline_length:
+            for channel in shape.channels:
+                ranks = sorted({*shape.ranks[channel.source], *shape.ranks[channel.target]})
+                for activation in (True, False):
+                    own[channel.source, channel.target, activation] = new_group(ranks)
+        return cls(new_group(None), new_group(None), own)
+
+    def of(self, link: Link) -> dist.ProcessGroup:
+        """The group of a link's messages."""
+        group = self.own.get((link.source, link.target, link.activation))
+        return group or (self.activations if link.activation else self.gradients)
+
+
 class Links:
     """All messages of one worker.
 
@@ -83,8 +122,7 @@ class Links:
     stages between the same two workers may come in another, and have a tag of their own.
 
     Args:
-        activations: process group of the forward direction.
-        gradients: process group of the backward direction.
+        groups: process group of each kind of message.
         instructions: makes a copy of the worker's stream, from which the receives to post are taken.
         layout_of: buffer layout of a message.
         rank: this worker's.
@@ -95,8 +133,7 @@ class Links:
 
     def __init__(
         self,
-        activations: dist.ProcessGroup,
-        gradients: dist.ProcessGroup,
+        groups: LinkGroups,
         instructions: Callable[[], Iterable[Instruction]],
         layout_of: LayoutOf,
         *,
@@ -107,28 +144,27 @@ class Links:
         self._keep = keep
         self._place = place
         self._rank = rank
-        self._activations = activations
-        self._gradients = gradients
+        self._groups = groups
         self._instructions = instructions
         self._layout_of = layout_of
-        self._sent: dict[_Link, deque[tuple[dist.Work, Tensor]]] = {}
-        self._inboxes: dict[_Link, _Inbox] = {}
+        self._sent: dict[Link, deque[tuple[dist.Work, Tensor]]] = {}
+        self._inboxes: dict[Link, _Inbox] = {}
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
         """The values of `receive`; waits until they are here."""
         if receive.peer_rank == self._rank:
             return self._within.pop(receive)
-        return self._inbox(_link_of(receive)).take(receive)
+        return self._inbox(link_of(receive)).take(receive)
 
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`; returns at once."""
         if send.peer_rank == self._rank:
             self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in values.items()}
             return
-        link = _link_of(send)
+        link = link_of(send)
         buffer = pack(self._layout_of(send), send.unit, values, self._place.wire)
-        work = dist.isend(buffer, send.peer_rank, self._group(link), tag=link.tag)
+        work = dist.isend(buffer, send.peer_rank, self._groups.of(link), tag=link.tag)
         assert work is not None
         # The buffer must live until the transfer ends, which gloo reports only to those who wait for it.
         pending = self._sent.setdefault(link, deque())
@@ -140,21 +176,18 @@ class Links:
         for link, pending in self._sent.items():
             _finish(pending, 0, link.peer_rank)
 
-    def _inbox(self, link: _Link) -> _Inbox:
+    def _inbox(self, link: Link) -> _Inbox:
         if link not in self._inboxes:
-            upcoming = (i for i in self._instructions() if isinstance(i, Receive) and _link_of(i) == link)
-            inbox = _Inbox(self._group(link), link.tag, upcoming, self._layout_of, self._place)
+            upcoming = (i for i in self._instructions() if isinstance(i, Receive) and link_of(i) == link)
+            inbox = _Inbox(self._groups.of(link), link.tag, upcoming, self._layout_of, self._place)
             self._inboxes[link] = inbox
             for _ in range(POSTED):
                 inbox.post()
         return self._inboxes[link]
 
-    def _group(self, link: _Link) -> dist.ProcessGroup:
-        return self._activations if link.activation else self._gradients
-
 
 @dataclass(frozen=True)
-class _Link:
+class Link:
     """What keeps messages in order: one direction between two stages, from or to one peer."""
 
     activation: bool
@@ -168,9 +201,10 @@ class _Link:
         return self.source * 10_000 + self.target
 
 
-def _link_of(message: Receive | Send) -> _Link:
+def link_of(message: Receive | Send) -> Link:
+    """The link that a message takes."""
     source, target = sorted((message.stage, message.peer_stage))
-    return _Link(
+    return Link(
         isinstance(message, (ReceiveActivation, SendActivation)),
         isinstance(message, Send),
         source,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,22 +75,27 @@ class StageReplica:
             values[spec.name].requires_grad_(spec.requires_grad)
         self._units.setdefault(unit, _InFlight({})).received.update(values)
 
-    def forward(self, unit: Unit) -> None:
-        """Run the layers on `unit` with the newest weights, and keep what its backward needs."""
+    def forward(self, unit: Unit, version: int | None = None) -> None:
+        """Run the layers on `unit` and keep what its backward needs.
+
+        `version` of the weights: the updates it has had; the newest when None.
+        """
         record = self._units.setdefault(unit, _InFlight({}))
         if self._data.size(unit) == 0:
             record.outputs = {spec.name: self._nothing(spec) for spec in self.module.sent}
             return
         record.batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
-        self.versions.stash(unit)
-        if self._recompute:
-            with self._buffers.recorded() as record.buffers:
-                outputs = self._run(unit, record)
-            # The values go on, their graph does not stay.
-            record.outputs = {name: value.detach() for name, value in outputs.items()}
-        else:
-            record.outputs = self._run(unit, record)
-            record.batch = None
+        # A stage that trains nothing has one version, whatever its updates.
+        self.versions.stash(unit, None if self._optimizer_step is None else version)
+        with self.versions.at(unit):
+            if self._recompute:
+                with self._buffers.recorded() as record.buffers:
+                    outputs = self._run(unit, record)
+                # The values go on, their graph does not stay.
+                record.outputs = {name: value.detach() for name, value in outputs.items()}
+            else:
+                record.outputs = self._run(unit, record)
+                record.batch = None
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         """What stage `target` needs of `unit`."""
@@ -148,10 +153,10 @@ class StageReplica:
         assert self._averager is not None
         self._averager.finish(divisor)
 
-    def update(self) -> None:
-        """Step the optimizer: this makes a new weight version."""
+    def update(self, kept: Collection[int] = ()) -> None:
+        """Step the optimizer: this makes a new weight version, beside those `kept` for forwards to come."""
         if self._optimizer_step is not None:
-            self.versions.update(self._optimizer_step)
+            self.versions.update(self._optimizer_step, kept)
             for parameter in self.module.parameters():
                 parameter.grad = None
 

@@ -15,7 +15,7 @@ from planner.executor.collect import encode_losses, gather_bytes, gather_state, 
 from planner.executor.data import make_batches
 from planner.executor.gradients import GradientAverager
 from planner.executor.job import Job, TrainResult, WorkerReport
-from planner.executor.links import Links
+from planner.executor.links import LinkGroups, Links
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
@@ -89,14 +89,13 @@ class TrainingRun:
 
     def run(self, on_progress: ProgressCallback | None) -> TrainResult | None:
         """Train, and gather what all workers measured on rank 0."""
-        activations, gradients = _world(), _new_group(None)
+        groups = LinkGroups.create(self.shape, _new_group, tags=self.place.backend == "gloo")
         replicas = self._replica_groups()
         states = (tensor for module in self.modules.values() for tensor in module.state_dict().values())
         weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
         peak = PeakMemory(self.place.compute, already_bytes=weights_bytes)
         links = Links(
-            activations,
-            gradients,
+            groups,
             self._instructions,
             self._layout,
             rank=self.rank,
@@ -213,12 +212,6 @@ class TrainingRun:
 def _optimizer_step(model_file: ModelFile, module: nn.Module) -> Callable[[], object] | None:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return model_file.optimizer(parameters).step if parameters else None
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _new_group(ranks: Iterable[int] | None) -> dist.ProcessGroup:

@@ -1,9 +1,10 @@
 """Weight stashing: a backward sees the weights its forward saw (PipeDream, SOSP'19, section 3.3).
 
 Each version is storage of its own. A forward notes the version it used; its backward points the parameters'
-`data` at that version for as long as it runs. An update writes in place when nobody else needs the current version,
-otherwise into fresh storage, recycled from versions that have had their day. So at most as many versions
-exist as there are distinct ones among the units in flight, plus the newest.
+`data` at that version for as long as it runs. A schedule may also have a forward use an older version than the newest.
+An update writes in place when nobody else needs the current version, otherwise into fresh storage, recycled from
+versions that have had their day. So at most as many versions exist as there are distinct ones among the units in
+flight and the forwards to come that do not use the newest, plus the newest.
 
 Autograd guards saved tensors with version counters, which in-place writes to *other* storage must not trip:
 the update runs inside `_unsafe_preserve_version_counter`. What that guard would have caught cannot happen
@@ -12,7 +13,7 @@ here, because storage with a forward in flight is never written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +29,9 @@ class _Version:
 
 
 class WeightVersions:
-    """The versions of `parameters` that units in flight still need.
+    """The versions of `parameters` that units in flight, or forwards yet to come, still need.
+
+    A version is known by the number of updates it has had.
 
     Args:
         parameters: distinct parameters of a stage.
@@ -36,45 +39,69 @@ class WeightVersions:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._current = _Version([parameter.data for parameter in self._parameters])
-        self._used: dict[object, _Version] = {}
+        self._newest = 0
+        self._versions = {0: _Version([parameter.data for parameter in self._parameters])}
+        self._used: dict[object, int] = {}
+        self._kept: frozenset[int] = frozenset()
         self._free: list[list[Tensor]] = []
         self.most_versions = 1  # the most that ever existed at once
 
-    def stash(self, unit: object) -> None:
-        """Note that the forward of `unit` uses the current version."""
-        self._current.users += 1
-        self._used[unit] = self._current
+    def stash(self, unit: object, number: int | None = None) -> None:
+        """Note that the forward of `unit` uses version `number`; the newest when None."""
+        number = self._newest if number is None else number
+        self._versions[number].users += 1
+        self._used[unit] = number
+
+    @contextmanager
+    def at(self, unit: object) -> Iterator[None]:
+        """For the forward or backward of `unit`: the parameters hold the version that was stashed for it."""
+        number = self._used[unit]
+        if number != self._newest:
+            self._point_at(number)
+        try:
+            yield
+        finally:
+            if number != self._newest:
+                self._point_at(self._newest)
 
     @contextmanager
     def restored(self, unit: object) -> Iterator[None]:
         """For the backward of `unit`: the parameters hold what its forward saw; afterwards it is forgotten."""
-        version = self._used.pop(unit)
-        if version is not self._current:
-            self._point_at(version.data)
         try:
-            yield
+            with self.at(unit):
+                yield
         finally:
-            version.users -= 1
-            if version is not self._current:
-                self._point_at(self._current.data)
-                if version.users == 0:
-                    self._free.append(version.data)
+            self._versions[self._used.pop(unit)].users -= 1
+            self._drop_unneeded()
 
-    def update(self, step: Callable[[], object]) -> None:
-        """Run `step`, which writes the parameters in place, on storage that no forward in flight needs."""
-        if self._current.users:
-            fresh = self._free.pop() if self._free else [torch.empty_like(data) for data in self._current.data]
-            torch._foreach_copy_(fresh, self._current.data)
-            self._current = _Version(fresh)
-            self._point_at(fresh)
-            self.most_versions = max(self.most_versions, self._alive())
+    def update(self, step: Callable[[], object], kept: Collection[int] = ()) -> None:
+        """Run `step`, which writes the parameters in place, on storage that nothing else needs.
+
+        Args:
+            step: of the optimizer.
+            kept: older versions that forwards yet to come use.
+        """
+        self._kept = frozenset(kept)
+        self._drop_unneeded()
+        current = self._versions[self._newest]
+        if current.users or self._newest in self._kept:
+            fresh = self._free.pop() if self._free else [torch.empty_like(data) for data in current.data]
+            torch._foreach_copy_(fresh, current.data)
+            self._newest += 1
+            self._versions[self._newest] = _Version(fresh)
+            self._point_at(self._newest)
+        else:
+            self._newest += 1
+            self._versions[self._newest] = self._versions.pop(self._newest - 1)
+        self.most_versions = max(self.most_versions, len(self._versions) + len(self._free))
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             step()
 
-    def _alive(self) -> int:
-        return len({id(version) for version in self._used.values()} | {id(self._current)}) + len(self._free)
+    def _drop_unneeded(self) -> None:
+        needed = {self._newest} | self._kept
+        for number in [n for n, version in self._versions.items() if not version.users and n not in needed]:
+            self._free.append(self._versions.pop(number).data)
 
-    def _point_at(self, data: list[Tensor]) -> None:
-        for parameter, tensor in zip(self._parameters, data, strict=True):
+    def _point_at(self, number: int) -> None:
+        for parameter, tensor in zip(self._parameters, self._versions[number].data, strict=True):
             parameter.data = tensor

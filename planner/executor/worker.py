@@ -109,8 +109,8 @@ class Worker:
         match instruction:
             case ReceiveActivation(unit=unit, peer_stage=source):
                 stage.accept_activation(unit, source, self._messenger.receive(instruction))
-            case Forward(unit=unit):
-                stage.forward(unit)
+            case Forward(unit=unit, version=version):
+                stage.forward(unit, version)
             case SendActivation(unit=unit, peer_stage=target):
                 self._messenger.send(instruction, stage.activation(unit, target))
             case ReceiveGradient(unit=unit):
@@ -123,7 +123,7 @@ class Worker:
                 self._messenger.send(instruction, stage.gradient(unit, source))
             case AllReduce():
                 stage.average(instruction.divisor)
-            case Update():
-                stage.update()
+            case Update(kept=kept):
+                stage.update(kept)
             case _:
                 assert_never(instruction)

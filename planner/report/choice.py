@@ -47,6 +47,4 @@ def _why(option: Option) -> str:
     """A few words; the whole sentence comes when the schedule is asked for by itself."""
     if option.obstacle is None:
         return ""
-    if option.plan is not None:
-        return "not run by plan train"
     return "too little to divide" if isinstance(option.obstacle, InputError) else "does not fit the memory"

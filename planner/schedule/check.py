@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from planner.schedule.instructions import (
     AllReduce,
@@ -35,7 +36,8 @@ def check_streams(shape: PipelineShape, minibatches: int) -> None:
 
     Raises:
         ScheduleError: on a deadlock (naming what each worker waits for), a message that nobody takes, a backward
-            without its forward, or units in flight beyond the stated depth.
+            without its forward, a forward with a version of the weights that is not there, or more units in flight or
+            versions than stated.
     """
     _Run(shape, minibatches).complete()
 
@@ -52,10 +54,7 @@ class _Run:
         }
         self.mail: dict[tuple[int, int, type, int, int], deque[Instruction]] = {}
         self.arrived: dict[AllReduce, set[int]] = {}
-        self.updates = dict.fromkeys(self.stage_of, 0)
-        self.in_flight: dict[tuple[int, int], list[Unit]] = {
-            (rank, stage): [] for stage, ranks in enumerate(shape.ranks) for rank in ranks
-        }
+        self.replicas = {(rank, stage): _Replica() for stage, ranks in enumerate(shape.ranks) for rank in ranks}
 
     def complete(self) -> None:
         while any(self.blocked.values()):
@@ -91,24 +90,43 @@ class _Run:
                 here.add(rank)
                 return here == set(self.shape.ranks[instruction.stage])
             case Forward():
-                self._check_version(rank, instruction)
-                flying = self.in_flight[rank, instruction.stage]
-                flying.append(instruction.unit)
-                if len(flying) > self.shape.in_flight(instruction.stage):
-                    raise ScheduleError(f"rank {rank} holds {flying}")
+                self._forward(rank, instruction)
             case Backward():
-                flying = self.in_flight[rank, instruction.stage]
-                if instruction.unit not in flying:
+                used = self.replicas[rank, instruction.stage].used
+                if used.pop(instruction.unit, None) is None:
                     raise ScheduleError(f"rank {rank} runs {instruction} without its forward")
-                flying.remove(instruction.unit)
             case Update():
-                self.updates[rank] += 1
+                self._update(rank, instruction)
         return True
 
-    def _check_version(self, rank: int, forward: Forward) -> None:
-        """Under 2bw minibatch t runs at the version that t - 2 left, or the two versions would not suffice."""
-        if self.shape.schedule == "2bw" and self.updates[rank] < forward.unit.minibatch - 1:
-            raise ScheduleError(f"rank {rank} runs {forward} after {self.updates[rank]} updates")
+    def _forward(self, rank: int, forward: Forward) -> None:
+        replica = self.replicas[rank, forward.stage]
+        version = replica.updates if forward.version is None else forward.version
+        if version != replica.updates and version not in replica.kept:
+            raise ScheduleError(f"rank {rank} runs {forward} after {replica.updates} updates, with {replica.kept} kept")
+        replica.used[forward.unit] = version
+        if len(replica.used) > self.shape.in_flight(forward.stage):
+            raise ScheduleError(f"rank {rank} holds {list(replica.used)}")
+
+    def _update(self, rank: int, update: Update) -> None:
+        replica = self.replicas[rank, update.stage]
+        older = {replica.updates, *replica.kept, *replica.used.values()}
+        if update.round != replica.updates or not older.issuperset(update.kept):
+            raise ScheduleError(f"rank {rank} runs {update} after {replica.updates} updates, with {older} left")
+        replica.updates += 1
+        replica.kept = update.kept
+        held = {replica.updates, *replica.kept, *replica.used.values()}
+        if len(held) > self.shape.versions(update.stage):
+            raise ScheduleError(f"rank {rank} holds the weights of {sorted(held)}")
+
+
+@dataclass
+class _Replica:
+    """One replica of a stage: updates done, older versions kept for forwards to come, and of units in flight."""
+
+    updates: int = 0
+    kept: tuple[int, ...] = ()
+    used: dict[Unit, int] = field(default_factory=dict)
 
 
 def _link(sender: int, receiver: int, receive: Receive) -> tuple[int, int, type, int, int]:

@@ -20,10 +20,14 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run the stage's layers on `unit`, with the newest weights, and stash that version."""
+    """Run the stage's layers on `unit`, and stash the version of the weights that it uses.
+
+    `version`: the updates that version has had; None for the newest, whichever that is.
+    """
 
     stage: int
     unit: Unit
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +94,14 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Step the optimizer with the gradients of round `round`: this makes weight version `round` + 1."""
+    """Step the optimizer with the gradients of round `round`: this makes weight version `round` + 1.
+
+    `kept`: the older versions that forwards yet to come use.
+    """
 
     stage: int
     round: int
+    kept: tuple[int, ...] = ()
 
 
 Receive = ReceiveActivation | ReceiveGradient

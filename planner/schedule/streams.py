@@ -131,6 +131,16 @@ class PipelineShape:
             case _:
                 return warm_up_depth([len(ranks) for ranks in self.ranks], stage)
 
+    def versions(self, stage: int) -> int:
+        """Most versions of its weights that one replica of `stage` holds: what memory is planned for."""
+        match self.schedule:
+            case "1f1b":
+                return self.in_flight(stage)
+            case "2bw":
+                return 2
+            case _:
+                return 1
+
 
 def warm_up_depth(replicas: Sequence[int], stage: int) -> int:
     """d_s = ceil(sum_{t>=s} r_t / r_s): the minibatches a replica admits before its first backward.
@@ -194,19 +204,24 @@ def _double_buffered(shape: PipelineShape, stage: int, rank: int, minibatches: i
     for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
         unit = Unit(*divmod(mine[index], shape.microbatches))
         if is_forward:
-            yield from _forward(shape, stage, unit)
+            yield from _forward(shape, stage, unit, max(0, unit.minibatch - 1))
         else:
             last = unit.microbatch + len(replicas) >= shape.microbatches
             yield from _backward(shape, stage, unit, last_of_round=last)
             if last:
-                yield from _finish_minibatch(shape, stage, unit.minibatch)
+                # What is left of the next minibatch runs at the version that this update replaces.
+                ahead = index + shape.in_flight(stage)
+                more = ahead < len(mine) and mine[ahead] // shape.microbatches == unit.minibatch + 1
+                yield from _finish_minibatch(shape, stage, unit.minibatch, (unit.minibatch,) if more else ())
 
 
-def _finish_minibatch(shape: PipelineShape, stage: int, minibatch: int) -> Iterator[Instruction]:
+def _finish_minibatch(
+    shape: PipelineShape, stage: int, minibatch: int, kept: tuple[int, ...] = ()
+) -> Iterator[Instruction]:
     """Losses are scaled to sum to the minibatch's: no division here."""
     if len(shape.ranks[stage]) > 1:
         yield AllReduce(stage, minibatch, divisor=1)
-    yield Update(stage, minibatch)
+    yield Update(stage, minibatch, kept)
 
 
 def _finish_round(shape: PipelineShape, stage: int, round_: int, minibatches: int) -> Iterator[Instruction]:
@@ -243,10 +258,10 @@ def _interleaved(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
         yield from _finish_minibatch(shape, each, minibatch)
 
 
-def _forward(shape: PipelineShape, stage: int, unit: Unit) -> Iterator[Instruction]:
+def _forward(shape: PipelineShape, stage: int, unit: Unit, version: int | None = None) -> Iterator[Instruction]:
     for channel in shape.arriving(stage):
         yield ReceiveActivation(stage, unit, channel.source, shape.rank_of(channel.source, unit))
-    yield Forward(stage, unit)
+    yield Forward(stage, unit, version)
     for channel in shape.leaving(stage):
         yield SendActivation(stage, unit, channel.target, shape.rank_of(channel.target, unit))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from planner.cluster import Cluster
 from planner.cost import DIVIDED, RecomputeRule
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.plan_file import TRAINABLE, Plan, ScheduleName
+from planner.plan_file import Plan, ScheduleName
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.depth import DepthRule
@@ -31,7 +31,7 @@ class Option:
         profile: the costs at the microbatch size.
         microbatches: per minibatch.
         plan: the best one, or None where there is none.
-        obstacle: why there is no plan, or why it is not chosen.
+        obstacle: why there is no plan.
     """
 
     schedule: ScheduleName
@@ -39,11 +39,6 @@ class Option:
     microbatches: int
     plan: Plan | None
     obstacle: PlannerError | None
-
-    @property
-    def eligible(self) -> bool:
-        """Whether it may be chosen."""
-        return self.plan is not None and self.obstacle is None
 
     @property
     def seconds_per_sample(self) -> float:
@@ -83,7 +78,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest plan that may be chosen, and all that were looked at."""
+    """The fastest plan, and all that were looked at."""
 
     best: Option
     options: tuple[Option, ...]
@@ -104,7 +99,6 @@ def choose(
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
     chunks: int = 2,
-    any_schedule: bool = False,
 ) -> Choice:
     """The plan with most samples per second over all schedules and profiles.
 
@@ -117,7 +111,6 @@ def choose(
         depth: as for `solve`.
         recompute: as for `solve`.
         chunks: as for `solve`.
-        any_schedule: also choose schedules that `plan train` does not run, for models that it could train.
 
     Raises:
         InfeasibleError: when nothing fits the memory.
@@ -142,27 +135,17 @@ def choose(
             except (InfeasibleError, InputError) as error:
                 options.append(Option(schedule, profile, count, None, error))
             else:
-                options.append(Option(schedule, profile, count, plan, None if any_schedule else _obstacle(plan)))
-    eligible = [option for option in options if option.eligible]
+                options.append(Option(schedule, profile, count, plan, None))
+    eligible = [option for option in options if option.plan is not None]
     if not eligible:
         raise _least_demanding(options).obstacle or InfeasibleError("no schedule has a plan")
     # The first of equals: schedules in the order given, smaller microbatches before larger ones.
     return Choice(min(eligible, key=lambda option: option.seconds_per_sample), tuple(options))
 
 
-def _obstacle(plan: Plan) -> PlannerError | None:
-    """Why a plan for a model that can be trained is not chosen."""
-    if plan.graph_hash is None or plan.schedule in TRAINABLE:
-        return None
-    return InfeasibleError(
-        f"the schedule {plan.schedule} has a plan, but `plan train` does not run it yet",
-        hint="--schedule all takes it into account",
-    )
-
-
 def _least_demanding(options: Sequence[Option]) -> Option:
-    """The option whose obstacle to report where every one has its own: 1f1b-flush holds least, or any with a plan."""
-    return min(options, key=lambda option: (option.plan is None, option.schedule != "1f1b-flush"))
+    """The option whose obstacle to report where every one has its own: 1f1b-flush holds least."""
+    return min(options, key=lambda option: option.schedule != "1f1b-flush")
 
 
 def _check_alike(profiles: Sequence[Profile]) -> None:

@@ -65,15 +65,19 @@ def make_plan(
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
     depths: Sequence[int] | None = None,
+    chunks: int = 1,
 ) -> Plan:
-    """The plan with `replicas` per stage of equally many layers; `depths` in flight, or what the schedule has."""
+    """The plan with `replicas` per stage of equally many layers; `depths` in flight, or what the schedule has.
+
+    With several `chunks` each worker has so many of the stages.
+    """
     layers = len(profile.layers)
     cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
     groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]
     ledger = Ledger(profile)
-    cluster = flat_cluster(sum(replicas), 1e9)
+    cluster = flat_cluster(sum(replicas) // chunks, 1e9)
     stages = candidates(groups, replicas)
-    cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)
+    cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)
     if depths is not None:
         cost = replace(cost, in_flight=tuple(depths))
     report = SolverReport(

@@ -104,6 +104,62 @@ def delayed_updates(
     return losses, {name: tensor for stage in stages for name, tensor in stage.history[-1].items()}
 
 
+def double_buffered(
+    model: nn.Module,
+    stage_parameters: Sequence[Sequence[str]],
+    replicas: Sequence[int],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    forward_loss: Callable[[nn.Module, int, int], Tensor],  # of a microbatch
+    minibatches: int,
+    microbatches: int,
+) -> tuple[list[float], Weights]:
+    """Losses by minibatch, and the weights at the end, of PipeDream-2BW (ICML'21): w(t+1) = w(t) - lr·∇f(w(t-1)).
+
+    A minibatch's gradient is the mean over its microbatches. With replicas microbatch j of minibatch t goes to replica
+    (t·m + j) mod r of a stage, each sums its own, and then they are added up.
+    """
+    parameters = {name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}
+    optimizers = [make_optimizer([parameters[name] for name in names]) for names in stage_parameters if names]
+    history = [{name: value.detach().clone() for name, value in parameters.items()}]
+    module, losses = _MicrobatchLoss(model, forward_loss), []
+    for minibatch in range(minibatches):
+        sums: dict[tuple[str, int], Tensor] = {}
+        loss_sum = 0.0
+        for microbatch in range(microbatches):
+            weights = {name: value.clone().requires_grad_() for name, value in history[max(0, minibatch - 1)].items()}
+            state = {f"model.{name}": tensor for name, tensor in weights.items()}
+            loss: Tensor = functional_call(module, state, (minibatch, microbatch)) * (1 / microbatches)
+            torch.autograd.backward(loss)
+            loss_sum += float(loss.detach())
+            for names, r in zip(stage_parameters, replicas, strict=True):
+                for name in names:
+                    key = name, (minibatch * microbatches + microbatch) % r
+                    sums[key] = sums[key] + _gradient(weights[name]) if key in sums else _gradient(weights[name])
+        for names, r in zip(stage_parameters, replicas, strict=True):
+            for name in names:
+                total = sums[name, 0]
+                for replica in range(1, r):
+                    total = total + sums[name, replica]
+                parameters[name].grad = total
+        for optimizer in optimizers:
+            optimizer.step()
+        history.append({name: value.detach().clone() for name, value in parameters.items()})
+        losses.append(loss_sum)
+    return losses, history[-1]
+
+
+class _MicrobatchLoss(nn.Module):
+    """The same for microbatches."""
+
+    def __init__(self, model: nn.Module, forward_loss: Callable[[nn.Module, int, int], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._forward_loss = forward_loss
+
+    def forward(self, minibatch: int, microbatch: int) -> Tensor:
+        return self._forward_loss(self.model, minibatch, microbatch)
+
+
 def plain_training(
     model: nn.Module,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],

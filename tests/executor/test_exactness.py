@@ -22,13 +22,14 @@ from planner.schedule.instructions import Unit
 from tests.executor.models import MODELS, OPTIMIZERS, write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
-from tests.executor.reference import Weights, delayed_updates, plain_training
+from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 
 BATCH_SIZE = 4
 SEED = 3
 
 Case = tuple[str, str]  # model, optimizer
 CASES: list[Case] = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+FEW: list[Case] = list(zip(MODELS, OPTIMIZERS, strict=False))  # every model and every optimizer once
 
 
 def unsplit(model_file: ModelFile) -> StageModule:
@@ -48,12 +49,13 @@ def run_cases(
     microbatches: int = 1,
     depths: tuple[int, ...] | None = None,
     recompute: tuple[bool, ...] | None = None,
+    chunks: int = 1,
 ) -> list[tuple[ModelFile, Job, TrainResult, Weights]]:
     """Train all cases in one set of processes; the jobs, their results and the weights at the end."""
     jobs = []
     for model, optimizer in cases:
         path = write_model(folder, model, optimizer)
-        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths)
+        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks)
         if recompute is not None:
             stages = (s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, recompute, strict=True))
             plan = plan.model_copy(update={"stages": tuple(stages)})
@@ -64,6 +66,17 @@ def run_cases(
     return [
         (load_model_file(job.model), job, result, state)
         for job, result, state in zip(jobs, results, saved, strict=True)
+    ]
+
+
+def stage_parameters(folder: Path, model_file: ModelFile, whole: StageModule, job: Job) -> list[list[str]]:
+    """The names of each stage's parameters."""
+    stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
+    profile = _profile_of(folder, model_file.path.stem.partition("_")[0])
+    owner = {name: layer.name for layer in profile.layers for name in layer.parameters}
+    return [
+        [name for name, _ in whole.named_parameters() if stage_of[owner[name]] == stage]
+        for stage in range(len(job.plan.stages))
     ]
 
 
@@ -89,7 +102,6 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
     """SGD, momentum and AdamW; BatchNorm, dropout, skips, integers; partial last rounds (9 = 4 * 2 + 1)."""
     for model_file, job, result, weights in run_cases(tmp_path, CASES, replicas, minibatches, depths=depths):
         whole = unsplit(model_file)
-        stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
         data = make_batches(model_file, BATCH_SIZE, 1, SEED)
 
         def forward_loss(model: nn.Module, minibatch: int, data: BatchSource = data) -> Tensor:
@@ -98,12 +110,7 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
             loss: Tensor = model(data.batch(Unit(minibatch)), {})["loss"]
             return loss
 
-        profile = _profile_of(tmp_path, model_file.path.stem.partition("_")[0])
-        owner = {name: layer.name for layer in profile.layers for name in layer.parameters}
-        names = [
-            [name for name, _ in whole.named_parameters() if stage_of[owner[name]] == stage]
-            for stage in range(len(replicas))
-        ]
+        names = stage_parameters(tmp_path, model_file, whole, job)
         losses, expected = delayed_updates(
             whole, names, replicas, model_file.optimizer, forward_loss, minibatches, depths
         )
@@ -114,21 +121,69 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "microbatches", "replicas"),
+    ("cases", "replicas", "microbatches", "minibatches"),
     [
-        pytest.param("naive", 1, (1, 1), id="naive 1-1", marks=pytest.mark.slow),
-        pytest.param("gpipe", 4, (1, 1), id="gpipe 1-1", marks=pytest.mark.slow),
-        pytest.param("gpipe", 3, (2, 1), id="gpipe 2-1"),
-        pytest.param("1f1b-flush", 4, (1, 1), id="1f1b-flush 1-1"),
-        pytest.param("1f1b-flush", 5, (1, 2), id="1f1b-flush 1-2", marks=pytest.mark.slow),
+        pytest.param(FEW, (2, 1), 3, 5, id="2-1 few"),
+        pytest.param(CASES, (1, 1), 4, 6, id="1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 1, 1), 3, 6, id="1-1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1), 3, 5, id="2-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 2), 5, 5, id="1-2", marks=pytest.mark.slow),
+    ],
+)
+def test_2bw_equals_updates_delayed_by_one_to_the_bit(
+    cases: list[Case], replicas: tuple[int, ...], microbatches: int, minibatches: int, tmp_path: Path
+) -> None:
+    """Every stage at the version that the minibatch before the last left, two versions of the weights in all."""
+    for model_file, job, result, weights in run_cases(tmp_path, cases, replicas, minibatches, "2bw", microbatches):
+        whole = unsplit(model_file)
+        data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
+
+        def forward_loss(model: nn.Module, minibatch: int, microbatch: int, data: BatchSource = data) -> Tensor:
+            assert isinstance(model, StageModule)
+            model.set_random_key(SEED, minibatch, microbatch)
+            loss: Tensor = model(data.batch(Unit(minibatch, microbatch)), {})["loss"]
+            return loss
+
+        losses, expected = double_buffered(
+            whole,
+            stage_parameters(tmp_path, model_file, whole, job),
+            replicas,
+            model_file.optimizer,
+            forward_loss,
+            minibatches,
+            microbatches,
+        )
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-6), job.model
+        for name, tensor in expected.items():
+            assert torch.equal(weights[name], tensor), (job.model, name)
+        assert max(report.weight_versions for report in result.reports) == 2
+
+
+@pytest.mark.parametrize(
+    ("cases", "schedule", "microbatches", "replicas", "chunks"),
+    [
+        pytest.param(CASES, "naive", 1, (1, 1), 1, id="naive 1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, "gpipe", 4, (1, 1), 1, id="gpipe 1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, "gpipe", 3, (2, 1), 1, id="gpipe 2-1"),
+        pytest.param(CASES, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1"),
+        pytest.param(CASES, "1f1b-flush", 5, (1, 2), 1, id="1f1b-flush 1-2", marks=pytest.mark.slow),
+        pytest.param(FEW, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers few"),
+        pytest.param(CASES, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers", marks=pytest.mark.slow),
+        pytest.param(CASES, "interleaved", 5, (2,) * 4, 2, id="interleaved 2 workers twice", marks=pytest.mark.slow),
     ],
 )
 def test_synchronous_schedules_equal_plain_training(
-    schedule: ScheduleName, microbatches: int, replicas: tuple[int, ...], tmp_path: Path
+    cases: list[Case],
+    schedule: ScheduleName,
+    microbatches: int,
+    replicas: tuple[int, ...],
+    chunks: int,
+    tmp_path: Path,
 ) -> None:
     """To rounding; BatchNorm normalises each microbatch by itself, in the reference too."""
     minibatches = 6
-    for model_file, job, result, weights in run_cases(tmp_path, CASES, replicas, minibatches, schedule, microbatches):
+    runs = run_cases(tmp_path, cases, replicas, minibatches, schedule, microbatches, chunks=chunks)
+    for model_file, job, result, weights in runs:
         whole = unsplit(model_file)
         data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
 

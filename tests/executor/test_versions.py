@@ -94,3 +94,23 @@ def test_momentum_and_adam_state_follow_the_newest_version() -> None:
             optimizers[1].step()
         assert torch.equal(stashed.weight, plain.weight)
         assert versions.most_versions == 6
+
+
+def test_a_forward_may_use_the_version_before_the_newest_and_two_are_enough() -> None:
+    """As 2bw does: minibatch t at the version that t - 2 left, one update after each, the next one's forward before."""
+    layer = make_layer()
+    versions = WeightVersions(list(layer.parameters()))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    history = [layer.weight.detach().clone()]
+    for minibatch in range(6):
+        versions.stash(minibatch, max(0, minibatch - 1))
+        with versions.at(minibatch):
+            assert torch.equal(layer.weight, history[max(0, minibatch - 1)])
+            loss = layer(torch.ones(1, 3)).square().sum()
+        assert torch.equal(layer.weight, history[-1]), "the newest weights are back after the forward"
+        with versions.restored(minibatch):
+            torch.autograd.backward(loss)
+        versions.update(optimizer.step, kept=(minibatch,))
+        optimizer.zero_grad()
+        history.append(layer.weight.detach().clone())
+    assert versions.most_versions == 2
