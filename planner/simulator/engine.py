@@ -37,9 +37,10 @@ from planner.timeline import Event
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one microbatch on one replica; `all_reduce_s` per round, from the start of its backward on.
+    """Seconds of one microbatch on one replica.
 
-    `recompute_s` comes before each backward: the forward once more.
+    `recompute_s` comes before each backward: the forward once more. `all_reduce_s` is per round, from the start of the
+    backward on, for links that take it from here.
     """
 
     forward_s: float
@@ -47,6 +48,11 @@ class StageTimes:
     update_s: float
     all_reduce_s: float = 0.0
     recompute_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """All that the processor does."""
+        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
 
 class Links(Protocol):

@@ -28,6 +28,7 @@ from planner.plan_file import ScheduleName, Transfer
 from planner.pricing import Candidate, Ledger, Price, stage_memory, versions_of
 from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
 from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+from planner.simulator.times import with_handling
 from planner.solver.assemble import transfers
 from planner.topology import Topology, rank_ranges
 
@@ -156,19 +157,12 @@ def _deepest(
 
 def _stage_times(ledger: Ledger, stage: Candidate, index: int, moved: Sequence[Transfer], link: Link) -> StageTimes:
     work = ledger.work(stage)
-    own = [t for t in moved if index in (t.source, t.target)]
-    # Handling the messages is the processor's work where it does not overlap.
-    recompute_s = float(work.recompute_s)
-    backward_s = float(work.backward_s + link.handling_s(sum(t.gradient_bytes for t in own)))
-    all_reduce_s = float(ring_all_reduce_s(work.trainable_bytes, stage.replicas, link))
-    return StageTimes(
-        forward_s=float(work.forward_s + link.handling_s(sum(t.output_bytes for t in own))),
-        backward_s=recompute_s + backward_s,
-        update_s=float(work.update_s),
-        all_reduce_s=(
-            recompute_s + float(backward_and_reduce_s(backward_s, all_reduce_s, link)) if all_reduce_s else 0.0
-        ),
+    plain = StageTimes(
+        float(work.forward_s), float(work.backward_s), float(work.update_s), recompute_s=float(work.recompute_s)
     )
+    times = with_handling(plain, index, moved, link)
+    ring_s = float(ring_all_reduce_s(work.trainable_bytes, stage.replicas, link))
+    return replace(times, all_reduce_s=float(backward_and_reduce_s(times.backward_s, ring_s, link)) if ring_s else 0.0)
 
 
 def published_depths(replicas: Sequence[int]) -> Depths:
@@ -235,7 +229,7 @@ def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
     depths = [1]
     outstanding = 2.0 * replicas[-1] - 1
     for stage in reversed(range(len(replicas) - 1)):
-        own_s = sum((times.stages[stage].forward_s, times.stages[stage].backward_s, times.stages[stage].update_s))
+        own_s = times.stages[stage].compute_s
         wire_s = sum(
             transfer.activation_s + (transfer.gradient_s or 0.0)
             for (source, target), transfer in times.transfers.items()
