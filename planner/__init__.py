@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from planner.pipedream import read_profile as load_profile
     from planner.plan_file import Plan, load_plan, save_plan
     from planner.profile_file import Profile, save_profile
+    from planner.simulator.plan import simulate
     from planner.solver import solve
+    from planner.summary import Summary, summarize
+    from planner.timeline import Timeline, load_timeline, save_timeline
 
 _HOMES = {
     "Cluster": ("planner.cluster", "Cluster"),
@@ -39,6 +42,8 @@ _HOMES = {
     "PlannerError": ("planner.errors", "PlannerError"),
     "Profile": ("planner.profile_file", "Profile"),
     "TrainingOptions": ("planner.executor.job", "TrainingOptions"),
+    "Summary": ("planner.summary", "Summary"),
+    "Timeline": ("planner.timeline", "Timeline"),
     "WorkerError": ("planner.errors", "WorkerError"),
     "compare": ("planner.answers.compare", "compare"),
     "estimate": ("planner.api", "estimate"),
@@ -46,11 +51,15 @@ _HOMES = {
     "flat_cluster": ("planner.cluster", "flat_cluster"),
     "load_model_file": ("planner.model.file", "load_model_file"),
     "load_plan": ("planner.plan_file", "load_plan"),
+    "load_timeline": ("planner.timeline", "load_timeline"),
     "load_profile": ("planner.pipedream", "read_profile"),
     "profile": ("planner.api", "profile"),
     "save_plan": ("planner.plan_file", "save_plan"),
     "save_profile": ("planner.profile_file", "save_profile"),
+    "save_timeline": ("planner.timeline", "save_timeline"),
+    "simulate": ("planner.simulator.plan", "simulate"),
     "solve": ("planner.solver", "solve"),
+    "summarize": ("planner.summary", "summarize"),
     "sweep": ("planner.answers.sweep", "sweep"),
     "train": ("planner.api", "train"),
 }
@@ -62,6 +71,8 @@ __all__ = [
     "Plan",
     "PlannerError",
     "Profile",
+    "Summary",
+    "Timeline",
     "TrainingOptions",
     "WorkerError",
     "compare",
@@ -71,10 +82,14 @@ __all__ = [
     "load_model_file",
     "load_plan",
     "load_profile",
+    "load_timeline",
     "profile",
     "save_plan",
     "save_profile",
+    "save_timeline",
+    "simulate",
     "solve",
+    "summarize",
     "sweep",
     "train",
 ]

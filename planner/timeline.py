@@ -142,7 +142,9 @@ class MemoryCurve(Record):
 class LinkUse(Record):
     """When one direction of a link carried something: from `start_s[i]` to `end_s[i]`, never two at once."""
 
-    name: str  # "worker 3 sends"
+    name: str  # "worker 3 sends", "workers 4-7 together send"
+    rank: int | None = None  # whose own link it is; null for one that several workers share
+    sends: bool = True  # away from the worker or workers, or towards them
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]

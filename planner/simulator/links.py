@@ -23,8 +23,10 @@ from planner.topology import Topology
 class _Direction:
     """One direction of a link, and what it carried."""
 
-    def __init__(self, name: str, bandwidth_bytes_per_s: float) -> None:
-        self.name, self.bandwidth_bytes_per_s = name, bandwidth_bytes_per_s
+    def __init__(self, who: str, rank: int | None, sends: bool, bandwidth_bytes_per_s: float) -> None:
+        does = ("send", "receive")[not sends] + "s" * (rank is not None)
+        self.name, self.rank, self.sends = f"{who} {does}", rank, sends
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         self.free_s = 0.0
         self.start_s: list[float] = []
         self.end_s: list[float] = []
@@ -42,6 +44,8 @@ class _Direction:
         """For the timeline."""
         return LinkUse(
             name=self.name,
+            rank=self.rank,
+            sends=self.sends,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             start_s=tuple(self.start_s),
             end_s=tuple(self.end_s),
@@ -82,7 +86,7 @@ class ClusterLinks:
         own = _own_bandwidth(plan.cluster)
         ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
         self._own = {
-            rank: (_Direction(f"worker {rank} sends", own), _Direction(f"worker {rank} receives", own))
+            rank: (_Direction(f"worker {rank}", rank, True, own), _Direction(f"worker {rank}", rank, False, own))
             for rank in ranks
         }
         self._shared: dict[tuple[int, int], tuple[_Direction, _Direction]] = {}
@@ -147,8 +151,8 @@ class ClusterLinks:
             _, size, bandwidth, _ = self._topology.shared[number]
             name = f"workers {member * size}-{(member + 1) * size - 1} together"
             self._shared[number, member] = (
-                _Direction(f"{name} send", bandwidth),
-                _Direction(f"{name} receive", bandwidth),
+                _Direction(name, None, True, bandwidth),
+                _Direction(name, None, False, bandwidth),
             )
         return self._shared[number, member]
 

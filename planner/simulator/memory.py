@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 from planner.plan_file import Plan, ScheduleName, Stage
 from planner.pricing import versions_of
@@ -76,10 +77,12 @@ def _changes(plan: Plan, stage: Stage, events: Iterable[Event]) -> Iterable[Chan
 
 def _curve(plan: Plan, rank: int, held: int, changes: list[Change]) -> MemoryCurve:
     """Steps in order; what is freed at a moment goes before what is added."""
-    steps = {0.0: held}
+    after = {0.0: held}
     for time_s, change in sorted(changes):
         held += change
-        steps[time_s] = held
+        after[time_s] = held
+    times = list(after)
+    steps = {0.0: after[0.0]} | {now: after[now] for before, now in pairwise(times) if after[now] != after[before]}
     cluster = plan.cluster
     limit = cluster.memory_of(cluster.kind_of(rank)) if cluster.kinds else cluster.memory_bytes
     return MemoryCurve(rank=rank, time_s=tuple(steps), held_bytes=tuple(steps.values()), limit_bytes=limit)

@@ -1,0 +1,60 @@
+"""`plan simulate`: what a plan would do, event by event, without running it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """\
+Simulate a plan: the instructions of every worker at the plan's times, on the links of its cluster. Prints the samples
+per second, the bubble, how busy every worker and link is, and the peak of every worker's memory.
+
+    plan simulate --minibatches 100
+    plan simulate --trace trace.json          open it at https://ui.perfetto.dev
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="show what a plan's workers and links do, over time",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_plan_argument(parser)
+    parser.add_argument(
+        "--minibatches", type=int, metavar="N", help="simulate so many (default: enough for a steady state)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write every event as a Chrome trace, which Perfetto opens"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.set_defaults(run=run)
+
+
+def add_plan_argument(parser: argparse.ArgumentParser) -> None:
+    """--plan of the verbs that read a plan and nothing else."""
+    parser.add_argument(
+        "--plan", type=Path, default=Path("plan.json"), metavar="FILE", help="the plan (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, write the trace and print."""
+    import sys
+
+    from planner.plan_file import load_plan
+    from planner.report.run import run_report
+    from planner.report.trace import save_trace
+    from planner.simulator.plan import simulate
+    from planner.summary import summarize
+
+    plan = load_plan(args.plan)
+    timeline = simulate(plan, args.minibatches)
+    summary = summarize(timeline)
+    print(summary.model_dump_json(indent=1) if args.json else run_report(summary, plan))
+    if args.trace is not None:
+        save_trace(timeline, args.trace)
+        print(f"written to {args.trace}", file=sys.stderr)
+    return 0

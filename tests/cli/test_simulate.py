@@ -1,0 +1,68 @@
+"""`plan simulate` from outside: the table, JSON, the trace, complaints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.plan_file import save_plan
+from planner.report.run import run_report
+from planner.report.trace import load_run
+from planner.simulator.plan import simulate
+from planner.summary import Summary, summarize
+from tests.cli.test_main import plan
+from tests.report.test_trace import check_trace
+from tests.simulator.plans import equal_layers, plan_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_plan(plan_of(equal_layers(2), (2, 1)), tmp_path / "plan.json")
+    return tmp_path
+
+
+def test_a_table_and_a_trace(folder: Path) -> None:
+    done = plan("simulate", "--minibatches", "12", "--trace", "trace.json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "2-1, 1f1b" in done.stdout
+    assert "12 minibatches in" in done.stdout
+    assert "peak memory" in done.stdout
+    assert done.stderr == "written to trace.json\n"
+    rows = check_trace((folder / "trace.json").read_text())
+    assert {row["args"]["name"] for row in rows if row["name"] == "process_name"} == {
+        "worker 0: stage 0",
+        "worker 1: stage 0",
+        "worker 2: stage 1",
+    }
+    assert load_run(folder / "trace.json").minibatches == 12
+
+
+def test_json_is_the_summary(folder: Path) -> None:
+    done = plan("simulate", "--json", cwd=folder)
+    assert Summary.model_validate_json(done.stdout).config == "2-1"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--plan", "none.json"), "there is no file 'none.json'"),
+        (("--minibatches", "0"), "0 minibatches are no run"),
+        (("--minibatches", "many"), "invalid int value"),
+    ],
+)
+def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    done = plan("simulate", *arguments, cwd=folder)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stdout == ""
+
+
+def test_many_workers_are_a_row_per_stage() -> None:
+    many = plan_of(equal_layers(2), (40, 1))
+    report = run_report(summarize(simulate(many, 100)), many)
+    assert "0-39" in report
+    assert "of several workers the largest" in report
+    few = run_report(summarize(simulate(plan_of(equal_layers(1), (1,)), 1)))
+    assert "too short for a steady state" in few

@@ -1,0 +1,52 @@
+"""Plans with given stages: one layer each, nothing solved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.cluster import Cluster, flat_cluster
+from planner.plan_file import Plan, ScheduleName, SolverReport
+from planner.pricing import Ledger, candidates, price
+from planner.profile_file import Layer
+from planner.solver.assemble import assemble
+from tests.samples import layer, profile
+
+
+def equal_layers(count: int, output_bytes: int = 1, weight_bytes: int = 0, saved_bytes: int = 0) -> list[Layer]:
+    """Layers of 1 s forward and 2 s backward."""
+    return [
+        layer(f"l{i}", output_bytes=output_bytes, weight_bytes=weight_bytes, saved_bytes=saved_bytes)
+        for i in range(count)
+    ]
+
+
+def plan_of(
+    layers: Sequence[Layer],
+    replicas: Sequence[int],
+    cluster: Cluster | None = None,
+    *,
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    depths: Sequence[int] | None = None,
+    recompute: bool = False,
+    chunks: int = 1,
+) -> Plan:
+    """Stage s is layer s on `replicas[s]` workers; the links are fast where no cluster is given."""
+    ledger = Ledger(profile(*layers))
+    cluster = cluster or flat_cluster(sum(replicas) // chunks, 1e12)
+    stages = [replace(s, recompute=recompute) for s in candidates([[i] for i in range(len(layers))], replicas)]
+    cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)
+    if depths is not None:
+        assert schedule == "1f1b"
+        weights = [each.weights_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]
+        saved = [each.activations_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]
+        memory = tuple(
+            each.model_copy(update={"weights_bytes": w * depth, "activations_bytes": s * depth})
+            for each, w, s, depth in zip(cost.memory, weights, saved, depths, strict=True)
+        )
+        cost = replace(cost, in_flight=tuple(depths), memory=memory)
+    report = SolverReport(
+        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
+    )
+    return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
