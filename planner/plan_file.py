@@ -121,6 +121,7 @@ class Plan(Record):
     schedule: ScheduleName
     microbatch_size: Annotated[int, Field(ge=1)] | None
     microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
+    vertical_sync: bool = False  # under 1f1b: all stages use the weight version of the first stage
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     transfers: tuple[Transfer, ...]
     contiguous: bool = True  # False: values go back and forth between stages, which no schedule runs
@@ -150,6 +151,8 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
+        if self.vertical_sync and self.schedule != "1f1b":
+            raise ValueError(f"vertical_sync is for the schedule 1f1b, not {self.schedule}")
         _check_config(self)
         _check_ranks(self)
         _check_layers(self)

@@ -89,6 +89,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "memory demands it (auto), never, or always (default: %(default)s)",
     )
     parser.add_argument(
+        "--vertical-sync",
+        action="store_true",
+        help="of 1f1b: every stage runs a minibatch at the version of the weights that the first stage has when it "
+        "enters, for which later stages keep more versions",
+    )
+    parser.add_argument(
         "--cost-model",
         choices=["resource", "pipedream", "paper", "max-load"],
         default="resource",
@@ -166,6 +172,7 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Pla
         depth=args.depth,
         recompute=args.recompute,
         chunks=args.chunks,
+        vertical_sync=args.vertical_sync,
         solver=args.solver,
         constraints=constraints_of(args),
         time_limit_s=args.time_limit,
@@ -176,9 +183,9 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
     from planner.report.choice import choice_report
     from planner.solver.choose import COMPARED, choose
 
-    if args.solver != "auto" or args.time_limit is not None or not constraints_of(args).empty:
+    if args.solver != "auto" or args.time_limit is not None or args.vertical_sync or not constraints_of(args).empty:
         raise InputError(
-            "--solver, --time-limit and constraints are for one schedule and one profile",
+            "--solver, --time-limit, --vertical-sync and constraints are for one schedule and one profile",
             hint="name one --schedule and one --profile",
         )
     if args.cost_model != "resource":

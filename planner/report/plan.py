@@ -44,6 +44,8 @@ def _head(plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     if plan.solver.cost_model == "max-load":
         return "none: max-load counts what each GPU does, in whatever order"
+    if plan.vertical_sync:
+        return "1f1b with weight stashing and vertical sync"
     return _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches, chunks=plan.chunks)
 
 

@@ -14,4 +14,5 @@ def shape_of(plan: Plan) -> PipelineShape:
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         depths=tuple(stage.in_flight for stage in plan.stages),
+        vertical_sync=plan.vertical_sync,
     )

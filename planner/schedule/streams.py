@@ -11,8 +11,9 @@ The schedules differ in two numbers only, the units between two updates and the 
     naive        one                             1
 
 Under interleaved a worker has several stages, and one stream for all of them; elsewhere it has one.
-1f1b and 2bw never drain the pipeline. Under 1f1b a forward uses the newest weights; under 2bw the forward of minibatch
-t uses those that minibatch t - 2 left, whatever is there since.
+1f1b and 2bw never drain the pipeline. Under 1f1b a forward uses the newest weights, or with vertical
+sync those that the first stage's had (see `planner.schedule.vertical_sync`); under 2bw the forward of minibatch t uses
+those that minibatch t - 2 left, whatever is there since.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from planner.schedule.instructions import (
     Update,
 )
 from planner.schedule.interleaved import chunks_in_flight, interleave
+from planner.schedule.vertical_sync import Entry, versions_held
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class PipelineShape:
         schedule: "1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved" or "naive".
         microbatches: per minibatch; 1 for "1f1b" and "naive".
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
+        vertical_sync: under "1f1b", a minibatch uses the same version of the weights at every stage.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -62,12 +65,15 @@ class PipelineShape:
     schedule: str
     microbatches: int = 1
     depths: tuple[int, ...] | None = None
+    vertical_sync: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"):
             raise ValueError(f"unknown schedule '{self.schedule}'")
         if self.schedule in ("1f1b", "naive") and self.microbatches != 1:
             raise ValueError(f"schedule '{self.schedule}' has one microbatch per minibatch, not {self.microbatches}")
+        if self.vertical_sync and self.schedule != "1f1b":
+            raise ValueError(f"vertical sync is for the schedule '1f1b', not '{self.schedule}'")
 
     @property
     def asynchronous(self) -> bool:
@@ -131,8 +137,15 @@ class PipelineShape:
             case _:
                 return warm_up_depth([len(ranks) for ranks in self.ranks], stage)
 
+    @cached_property
+    def entry(self) -> Entry | None:
+        """What decides the versions of all stages under vertical sync."""
+        return Entry(len(self.ranks[0]), self.in_flight(0)) if self.vertical_sync else None
+
     def versions(self, stage: int) -> int:
         """Most versions of its weights that one replica of `stage` holds: what memory is planned for."""
+        if self.entry is not None:
+            return versions_held(self.entry, len(self.ranks[stage]))
         match self.schedule:
             case "1f1b":
                 return self.in_flight(stage)
@@ -186,10 +199,14 @@ def _asynchronous(shape: PipelineShape, stage: int, rank: int, minibatches: int)
     mine = range(replicas.index(rank), minibatches, len(replicas))
     for is_forward, round_ in one_forward_one_backward(len(mine), shape.in_flight(stage)):
         if is_forward:
-            yield from _forward(shape, stage, Unit(mine[round_]))
+            version = None if shape.entry is None else shape.entry.version(mine[round_], len(replicas))
+            yield from _forward(shape, stage, Unit(mine[round_]), version)
         else:
             yield from _backward(shape, stage, Unit(mine[round_]), last_of_round=True)
-            yield from _finish_round(shape, stage, round_, minibatches)
+            kept: tuple[int, ...] = ()
+            if shape.entry is not None:
+                kept = shape.entry.to_come(mine[round_ + shape.in_flight(stage) :], len(replicas), round_ + 1)
+            yield from _finish_round(shape, stage, round_, minibatches, kept)
     # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
     last_round = (minibatches - 1) // len(replicas)
     if minibatches and len(mine) <= last_round:
@@ -224,11 +241,13 @@ def _finish_minibatch(
     yield Update(stage, minibatch, kept)
 
 
-def _finish_round(shape: PipelineShape, stage: int, round_: int, minibatches: int) -> Iterator[Instruction]:
+def _finish_round(
+    shape: PipelineShape, stage: int, round_: int, minibatches: int, kept: tuple[int, ...] = ()
+) -> Iterator[Instruction]:
     replicas = len(shape.ranks[stage])
     if replicas > 1:
         yield AllReduce(stage, round_, divisor=min(replicas, minibatches - round_ * replicas))
-    yield Update(stage, round_)
+    yield Update(stage, round_, kept)
 
 
 def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from planner.cluster import Cluster
 from planner.constraints import Constraints
 from planner.cost import ASYNCHRONOUS, RecomputeRule, check_combination
-from planner.errors import ProfileError
+from planner.errors import InputError, ProfileError
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price
 from planner.profile_file import REMEDY, Profile
@@ -21,6 +21,7 @@ from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.request import Request
 from planner.solver.states import Chain
 from planner.solver.task import Task
+from planner.solver.vertical_sync import solve_synced
 
 __all__ = ["solve"]
 
@@ -37,6 +38,7 @@ def solve(
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
     chunks: int = 2,
+    vertical_sync: bool = False,
     solver: SolverName = "auto",
     constraints: Constraints | None = None,
     time_limit_s: float | None = None,
@@ -54,6 +56,8 @@ def solve(
         recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
             demands it, "never", or "always".
         chunks: of the model on each GPU, for `interleaved`.
+        vertical_sync: of 1f1b: every stage runs a minibatch at the version of the weights that the first stage has when
+            it enters; a stage holds as many as the first stage's depth makes it.
         solver: "search", "ilp" (an integer program), "brute" (every plan of ten layers), or "auto": the search, unless
             the constraints or the cluster ask for the integer program.
         constraints: what the plan must respect beside memory.
@@ -75,18 +79,11 @@ def solve(
     deadline = Deadline.after(time_limit_s)
     ledger = Ledger(profile)
     request = Request(ledger, cluster, cost_model, schedule, microbatches, recompute, constraints or Constraints())
-    if (method := method_for(request, solver)) != "search":
-        found = answer(request, method, deadline)
-        cost = request.priced(found.stages)
-        if schedule in ASYNCHRONOUS and cost_model == "resource":
-            cost = price_with_depths(ledger, found.stages, cluster, cost, depth, schedule, microbatches)
+    if vertical_sync:
+        _check_vertical_sync(request)
+        found, cost = solve_synced(request, depth, lambda r, rule: _found(r, solver, deadline, rule, chunks))
     else:
-        ledger = request.without_constraints().ledger
-        if schedule == "interleaved":
-            stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, recompute)
-        else:
-            stages, cost, bound_s = _searched(request.about(ledger.profile), deadline, depth)
-        found = Found(tuple(stages), bound_s, "search")
+        found, cost = _found(request, solver, deadline, depth, chunks)
     bound_s = min(found.bound_s, cost.seconds_per_minibatch)
     seconds = cost.seconds_per_minibatch
     optimal = seconds <= bound_s * (1 + _ROUNDING)
@@ -100,7 +97,36 @@ def solve(
         seconds=time.perf_counter() - started,
     )
     contiguous = request.constraints.contiguous
-    return assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report, contiguous=contiguous)
+    plan = assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report, contiguous=contiguous)
+    return plan.model_copy(update={"vertical_sync": vertical_sync})
+
+
+def _check_vertical_sync(request: Request) -> None:
+    if request.schedule != "1f1b" or request.model == "max-load":
+        given = request.schedule if request.schedule != "1f1b" else f"the cost model {request.model}"
+        raise InputError(
+            f"--vertical-sync is for the schedule 1f1b, not for {given}",
+            hint="leave it out, or use --schedule 1f1b",
+        )
+
+
+def _found(
+    request: Request, solver: SolverName, deadline: Deadline, depth: DepthRule, chunks: int
+) -> tuple[Found, Price]:
+    """The best plan's stages, by the method that the request asks for, and their price with waits."""
+    cluster, schedule, microbatches = request.cluster, request.schedule, request.microbatches
+    if (method := method_for(request, solver)) != "search":
+        found = answer(request, method, deadline)
+        cost = request.priced(found.stages)
+        if schedule in ASYNCHRONOUS and request.model == "resource":
+            cost = price_with_depths(request.ledger, found.stages, cluster, cost, depth, schedule, microbatches)
+        return found, cost
+    ledger = request.without_constraints().ledger
+    if schedule == "interleaved":
+        stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, request.recompute)
+    else:
+        stages, cost, bound_s = _searched(request.about(ledger.profile), deadline, depth)
+    return Found(tuple(stages), bound_s, "search"), cost
 
 
 def _searched(request: Request, deadline: Deadline, depth: DepthRule) -> tuple[Sequence[Candidate], Price, float]:

@@ -16,6 +16,7 @@ from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, candidates, price
 from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver.assemble import assemble
+from planner.solver.vertical_sync import synced_price
 
 
 def structural_profile(path: Path, batch_size: int) -> Profile:
@@ -66,6 +67,7 @@ def make_plan(
     microbatches: int = 1,
     depths: Sequence[int] | None = None,
     chunks: int = 1,
+    vertical_sync: bool = False,
 ) -> Plan:
     """The plan with `replicas` per stage of equally many layers; `depths` in flight, or what the schedule has.
 
@@ -80,7 +82,10 @@ def make_plan(
     cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)
     if depths is not None:
         cost = replace(cost, in_flight=tuple(depths))
+    if vertical_sync:
+        cost = synced_price(ledger, stages, cost)
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+    plan = assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+    return plan.model_copy(update={"vertical_sync": vertical_sync})

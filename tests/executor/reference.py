@@ -40,8 +40,16 @@ class _ReferenceStage:
     history: list[Weights] = field(default_factory=list)  # by number of rounds done
     pending: list[Weights] = field(default_factory=list)  # gradients of the round so far
 
+    def rounds_before(self, minibatch: int) -> int:
+        return max(0, minibatch // self.replicas - self.depth + 1)
+
     def weights_for(self, minibatch: int) -> Weights:
-        return self.history[max(0, minibatch // self.replicas - self.depth + 1)]
+        return self.history[self.rounds_before(minibatch)]
+
+    def weights_of_the_first(self, minibatches: int) -> Weights:
+        """The newest whose rounds are all among the first `minibatches`."""
+        last = max(rounds for rounds in range(len(self.history)) if rounds * self.replicas <= minibatches)
+        return self.history[last]
 
     def finish_round(self) -> None:
         for name, parameter in self.newest.items():
@@ -66,10 +74,13 @@ def delayed_updates(
     forward_loss: ForwardLoss,
     minibatches: int,
     depths: Sequence[int] | None = None,
+    *,
+    vertical_sync: bool = False,
 ) -> tuple[list[float], Weights]:
     """Losses by minibatch, and the weights at the end, of asynchronous 1F1B with weight stashing.
 
-    `depths` are the d_s of the formula where they are not the published ones.
+    `depths` are the d_s of the formula where they are not the published ones. With `vertical_sync` a minibatch sees at
+    every stage the last weights that no minibatch has changed that the first stage's do not know.
     """
     by_name = dict(model.named_parameters())
     stages = []
@@ -90,7 +101,11 @@ def delayed_updates(
         weights = {
             name: tensor.clone().requires_grad_()
             for stage in stages
-            for name, tensor in stage.weights_for(minibatch).items()
+            for name, tensor in (
+                stage.weights_of_the_first(stages[0].rounds_before(minibatch) * stages[0].replicas)
+                if vertical_sync
+                else stage.weights_for(minibatch)
+            ).items()
         }
         loss: Tensor = functional_call(
             module, {f"model.{name}": tensor for name, tensor in weights.items()}, (minibatch,)

@@ -50,12 +50,13 @@ def run_cases(
     depths: tuple[int, ...] | None = None,
     recompute: tuple[bool, ...] | None = None,
     chunks: int = 1,
+    vertical_sync: bool = False,
 ) -> list[tuple[ModelFile, Job, TrainResult, Weights]]:
     """Train all cases in one set of processes; the jobs, their results and the weights at the end."""
     jobs = []
     for model, optimizer in cases:
         path = write_model(folder, model, optimizer)
-        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks)
+        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks, vertical_sync)
         if recompute is not None:
             stages = (s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, recompute, strict=True))
             plan = plan.model_copy(update={"stages": tuple(stages)})
@@ -87,20 +88,31 @@ def _profile_of(folder: Path, model: str) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "minibatches", "depths"),
+    ("cases", "replicas", "minibatches", "depths", "vertical_sync"),
     [
-        pytest.param((1, 1), 9, None, id="1-1"),
-        pytest.param((1, 1, 1), 9, None, id="1-1-1", marks=pytest.mark.slow),
-        pytest.param((2, 1), 9, None, id="2-1", marks=pytest.mark.slow),
-        pytest.param((2, 1, 1), 10, None, id="2-1-1"),
-        pytest.param((1, 2), 7, (5, 1), id="1-2-deeper", marks=pytest.mark.slow),
+        pytest.param(FEW, (2, 1, 1), 10, None, True, id="2-1-1 in sync, few"),
+        pytest.param(CASES, (1, 1, 1), 9, None, True, id="1-1-1 in sync", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1), 9, (3, 1), True, id="2-1 in sync, deeper", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 2), 9, None, True, id="1-2 in sync", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 3), 11, None, True, id="2-3 in sync", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 1), 9, None, False, id="1-1"),
+        pytest.param(CASES, (1, 1, 1), 9, None, False, id="1-1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1), 9, None, False, id="2-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1, 1), 10, None, False, id="2-1-1"),
+        pytest.param(CASES, (1, 2), 7, (5, 1), False, id="1-2-deeper", marks=pytest.mark.slow),
     ],
 )
 def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
-    replicas: tuple[int, ...], minibatches: int, depths: tuple[int, ...] | None, tmp_path: Path
+    cases: list[Case],
+    replicas: tuple[int, ...],
+    minibatches: int,
+    depths: tuple[int, ...] | None,
+    vertical_sync: bool,
+    tmp_path: Path,
 ) -> None:
     """SGD, momentum and AdamW; BatchNorm, dropout, skips, integers; partial last rounds (9 = 4 * 2 + 1)."""
-    for model_file, job, result, weights in run_cases(tmp_path, CASES, replicas, minibatches, depths=depths):
+    runs = run_cases(tmp_path, cases, replicas, minibatches, depths=depths, vertical_sync=vertical_sync)
+    for model_file, job, result, weights in runs:
         whole = unsplit(model_file)
         data = make_batches(model_file, BATCH_SIZE, 1, SEED)
 
@@ -112,12 +124,14 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
 
         names = stage_parameters(tmp_path, model_file, whole, job)
         losses, expected = delayed_updates(
-            whole, names, replicas, model_file.optimizer, forward_loss, minibatches, depths
+            whole, names, replicas, model_file.optimizer, forward_loss, minibatches, depths, vertical_sync=vertical_sync
         )
         assert [entry.loss for entry in result.losses] == losses, job.model
         for name, tensor in expected.items():
             assert torch.equal(weights[name], tensor), (job.model, name)
         assert max(report.weight_versions for report in result.reports) > 1
+        if replicas == (1, 1, 1) and vertical_sync:
+            assert [report.weight_versions for report in result.reports] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
