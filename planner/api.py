@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import InputError, PlanError
-from planner.executor.job import BaselineName, Job, TrainingOptions, TrainResult
+from planner.executor.job import BaselineName, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.model.file import load_model_file
 from planner.plan_file import Plan
@@ -99,6 +99,7 @@ def train(
     save_weights: str | Path | None = None,
     defer_weights: bool = False,
     show_progress: bool = False,
+    run_options: RunOptions | None = None,
 ) -> TrainResult:
     """Train in worker processes on this host, as `plan` says.
 
@@ -114,6 +115,7 @@ def train(
         defer_weights: each worker makes the weights of its own stage alone, for models of which the whole fits nowhere;
             the initial weights are others than without, and the same for any plan.
         show_progress: whether the workers write a progress line to stderr.
+        run_options: when to give up, and what to write down.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
@@ -129,6 +131,7 @@ def train(
         save_weights=save_weights,
         defer_weights=defer_weights,
         show_progress=show_progress,
+        run_options=run_options,
     )
     return run_job(job)
 
@@ -176,6 +179,7 @@ def make_job(
     save_weights: str | Path | None = None,
     defer_weights: bool = False,
     show_progress: bool = False,
+    run_options: RunOptions | None = None,
 ) -> Job:
     """The job of `train`, checked.
 
@@ -204,4 +208,5 @@ def make_job(
         save_weights=None if save_weights is None else str(save_weights),
         defer_weights=defer_weights,
         show_progress=show_progress,
+        run_options=run_options or RunOptions(),
     )

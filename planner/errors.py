@@ -9,6 +9,7 @@
     │   ├── PlanError               plan.json
     │   └── ClusterError            the cluster description
     ├── InfeasibleError          3  no plan fits the cluster
+    ├── LayerError               1  an operation of the user's model raised while it trained
     └── WorkerError              1  a worker died or hung
 
 The numbers are exit codes. A message is one sentence that names the offending value and its place;
@@ -63,6 +64,18 @@ class InfeasibleError(PlannerError):
     """No plan exists for this model on this cluster."""
 
     exit_code = 3
+
+
+class LayerError(PlannerError):
+    """An operation of the captured model raised.
+
+    Attributes:
+        place: "model.py:12" as the tracer saw it, or "loss()"; None where it saw nothing.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", place: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.place = place
 
 
 class WorkerError(PlannerError):

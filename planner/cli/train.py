@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=["data-parallel"],
         help="train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan",
     )
+    _add_run_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
@@ -66,10 +68,36 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What becomes a `RunOptions`: the names are the same."""
+    group = parser.add_argument_group("when something goes wrong")
+    group.add_argument(
+        "--hang-timeout",
+        dest="hang_timeout_s",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="end the run, and name the cause, when a worker has not moved for so much longer than the slowest "
+        "instruction took (default: %(default)g)",
+    )
+    group.add_argument(
+        "--stop-on-nan",
+        action="store_true",
+        help="end the run when the loss of a minibatch is NaN or infinite (default: say so in the result)",
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait; give seconds above 0")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     """Train, then print predicted against measured."""
     from planner.api import make_job, run_job
-    from planner.executor.job import TrainingOptions
+    from planner.executor.job import RunOptions, TrainingOptions
     from planner.plan_file import load_plan
 
     job = make_job(
@@ -79,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         epochs=args.epochs,
         seed=args.seed,
         options=TrainingOptions(**{name: getattr(args, name) for name in TrainingOptions.model_fields}),
+        run_options=RunOptions(**{name: getattr(args, name) for name in RunOptions.model_fields}),
         baseline=args.baseline,
         save_weights=args.save_weights,
         defer_weights=args.defer_weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from planner.executor.job import Job, TrainResult
 
 if TYPE_CHECKING:
+    from planner.executor.heartbeat import Heart
     from planner.executor.measure import Progress
 
 _PR_SET_PDEATHSIG = 1
@@ -37,28 +39,46 @@ def main() -> int:
 
 def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     """Train; a failure is left for the launcher, or told here when torchrun itself launched this process."""
-    from planner.errors import PlannerError
-    from planner.executor.launch import leave_failure
+    from planner.executor.failures import error_of, failure_of, leave_failure
 
     on_progress = _ProgressLine() if job.show_progress else None
+    heart = _start_heart(job)
     try:
         if job.baseline == "data-parallel":
             from planner.executor.data_parallel import train_data_parallel
 
-            return 0, train_data_parallel(job, on_progress)
+            return 0, train_data_parallel(job, on_progress, heart)
         from planner.executor.train import train_worker
 
-        return 0, train_worker(job, on_progress)
+        return 0, train_worker(job, on_progress, heart)
     except Exception as error:
-        code = leave_failure(job, error)
+        failure = failure_of(job, error, heart)
+        leave_failure(job, failure)
         if job.failure_folder is None:
-            if isinstance(error, PlannerError):
-                raise
-            raise PlannerError(f"{type(error).__name__}: {error}") from error
-        return code, None
+            told = error_of(failure)
+            raise told from told.__cause__
+        return failure.exit_code, None
     finally:
         if on_progress is not None:
             on_progress.end()
+
+
+def _start_heart(job: Job) -> Heart:
+    """Where this process tells what it does; its launcher may also ask it by a signal for the place in its code."""
+    from planner.executor.failures import beat_path
+    from planner.executor.heartbeat import Heart
+    from planner.executor.local_watch import DUMP_SIGNAL, dump_path
+
+    rank = int(os.environ["RANK"])
+    stages = tuple(index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks)
+    if job.failure_folder is None:
+        return Heart(stages=stages)
+    folder = Path(job.failure_folder)
+    # Never closed: the handler writes to it for as long as the process lives.
+    faulthandler.register(DUMP_SIGNAL, file=dump_path(folder, rank).open("w"), all_threads=False)
+    heart = Heart(beat_path(folder, rank), stages)
+    heart.enter("starting")
+    return heart
 
 
 def end_process(code: int) -> NoReturn:

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from planner.errors import PlanError
 from planner.executor.collect import encode_losses, gather_bytes, merge_losses
 from planner.executor.data import make_batches
+from planner.executor.heartbeat import Heart
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
-from planner.executor.setup import Place, check_world, join_group, local_place
+from planner.executor.setup import Place, check_world, join_group, local_place, message_timeout
 from planner.executor.worker import Completion, WorkerLog
 from planner.model.autocast import autocast_dtype, autocasting
 from planner.model.capture import loss_of
@@ -23,7 +24,9 @@ from planner.model.file import ModelFile, load_model_file
 from planner.schedule.instructions import Unit
 
 
-def train_data_parallel(job: Job, on_progress: ProgressCallback | None = None) -> TrainResult | None:
+def train_data_parallel(
+    job: Job, on_progress: ProgressCallback | None = None, heart: Heart | None = None
+) -> TrainResult | None:
     """Train the plan's model with DistributedDataParallel: worker k takes every minibatch k modulo the workers.
 
     Returns:
@@ -33,16 +36,23 @@ def train_data_parallel(job: Job, on_progress: ProgressCallback | None = None) -
     if job.plan.microbatch_size is None:
         raise PlanError("the plan does not know its minibatch size", hint="profile a model file: plan profile model.py")
     torch.set_num_threads(job.plan.device.threads or 1)
+    heart = heart if heart is not None else Heart()
+    heart.enter("joining the other workers", meeting=True)
     place = local_place()
-    join_group(place)
+    join_group(place, message_timeout(job.run_options.hang_timeout_s))
     try:
-        return _train(job, load_model_file(job.model), place, job.plan.microbatch_size, on_progress)
+        return _train(job, load_model_file(job.model), place, heart, job.plan.microbatch_size, on_progress)
     finally:
         dist.destroy_process_group()
 
 
 def _train(
-    job: Job, model_file: ModelFile, place: Place, batch_size: int, on_progress: ProgressCallback | None
+    job: Job,
+    model_file: ModelFile,
+    place: Place,
+    heart: Heart,
+    batch_size: int,
+    on_progress: ProgressCallback | None,
 ) -> TrainResult | None:
     device = place.compute
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -62,6 +72,7 @@ def _train(
     start = time.perf_counter()
     for round_ in range(rounds):
         minibatch = round_ * world + rank
+        heart.enter(f"training minibatch {minibatch}")
         began = time.perf_counter()
         torch.manual_seed(job.seed * 1_000_003 + minibatch)
         batch = data.batch(Unit(minibatch)).to(device)
@@ -75,6 +86,7 @@ def _train(
         log.completions.append(Completion(time.perf_counter(), log.busy_s))
         if report is not None:
             report(round_, log)
+    heart.enter("waiting for the last worker", meeting=True)
     dist.barrier()
     seconds = time.perf_counter() - start
     steady = steady_state(log.completions, start_up=5, drain=0, per_round=1)

@@ -18,6 +18,13 @@ class TrainingOptions(Record):
     drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
 
 
+class RunOptions(Record):
+    """How a run is looked after; nothing here changes what is trained."""
+
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # beyond the slowest instruction
+    stop_on_nan: bool = False  # end when a loss is no finite number
+
+
 class Job(Record):
     """One training run; every worker gets the same.
 
@@ -31,12 +38,13 @@ class Job(Record):
     epochs: Annotated[int, Field(ge=1)] | None = None
     seed: int = 0
     options: TrainingOptions = TrainingOptions()
+    run_options: RunOptions = RunOptions()
     baseline: BaselineName | None = None
     save_weights: str | None = None
     defer_weights: bool = False  # each worker makes the weights of its own stage alone
     show_progress: bool = False
     result_path: str | None = None  # where rank 0 leaves the result for the launching process
-    failure_folder: str | None = None  # where a failing worker leaves its reason
+    failure_folder: str | None = None  # where a failing worker leaves its reason, and all of them what they do
 
 
 class WorkerReport(Record):
@@ -81,7 +89,9 @@ class Failure(Record):
 
     rank: int
     stage: int | None
+    activity: str | None = None  # "in the forward of minibatch 17"
     message: str
     hint: str
     exit_code: int
+    traceback: str = ""
     consequence: bool  # a lost connection or the like: another worker failed first

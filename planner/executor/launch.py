@@ -7,25 +7,22 @@ import os
 import signal
 import sys
 import tempfile
-import time
-import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from planner.errors import InputError, PlannerError, WorkerError
-from planner.executor.job import Failure, Job, TrainResult
-from planner.executor.links import ConnectionLostError
+from planner.errors import WorkerError
+from planner.executor.failures import explain
+from planner.executor.job import Job, TrainResult
+from planner.executor.local_watch import LocalWatch
 from planner.files import save_record
 
 LOOPBACK = "lo"
-GRACE_S = 3.0  # how long a worker that lost its peer waits before it ends, so that the launcher sees the peer first
 SHUTDOWN_S = "10"  # seconds, from SIGTERM to SIGKILL for the workers left when one has failed
 
 
@@ -62,83 +59,24 @@ def launch(job: Job) -> TrainResult:
             monitor_interval=0.1,
         )
         with _quiet_launcher(), _environment():
+            watch = LocalWatch(Path(folder), job)
+            watch.start()
             try:
                 elastic_launch(config, sys.executable)("-m", WORKER_MODULE, str(job_path))
             except ChildFailedError as cause:
-                raise _explain(cause.failures, Path(folder), job) from None
+                exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
+                error = explain(exit_codes, Path(folder), job)
+                raise error from error.__cause__
             except SignalException as cause:
                 # The launcher has ended the workers; Ctrl-C ends this process as it would any other.
                 if cause.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
                 raise WorkerError(f"training was ended by {cause.sigval.name}") from None
+            finally:
+                watch.stop()
         if not result_path.exists():
             raise WorkerError("the workers ended without an error and without a result")
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
-
-
-def leave_failure(job: Job, error: BaseException) -> int:
-    """Called by a worker that failed: leave the reason where the launcher finds it.
-
-    Returns:
-        The exit code to end with.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    stage = next((index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks), None)
-    known = error if isinstance(error, PlannerError) else None
-    failure = Failure(
-        rank=rank,
-        stage=stage,
-        message=known.message if known else f"{type(error).__name__}: {error} ({_place(error)})",
-        hint=known.hint if known else "",
-        exit_code=known.exit_code if known else WorkerError.exit_code,
-        consequence=isinstance(error, ConnectionLostError) or _is_connection_loss(error),
-    )
-    if job.failure_folder is not None:
-        save_record(failure, Path(job.failure_folder) / f"failure-{rank}.json")
-    if failure.consequence:
-        time.sleep(GRACE_S)
-    return failure.exit_code
-
-
-def _explain(failures: dict[int, ProcessFailure], folder: Path, job: Job) -> PlannerError:
-    """The first cause among everything that failed; the launcher itself ended the rest with SIGTERM."""
-    left = [Failure.model_validate_json(path.read_text("utf-8")) for path in sorted(folder.glob("failure-*.json"))]
-    for failure in left:
-        if not failure.consequence:
-            return _error_of(failure)
-    for rank, process in sorted(failures.items()):
-        if process.exitcode < 0 and process.exitcode != -signal.SIGTERM:
-            stage = next(index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks)
-            name = signal.Signals(-process.exitcode).name
-            hint = (
-                "the system ends processes that exhaust its memory; see the kernel's log" if name == "SIGKILL" else ""
-            )
-            return WorkerError(f"worker {rank} (stage {stage}) was killed by {name} during training", hint=hint)
-    if left:
-        return _error_of(left[0])
-    rank, process = min(failures.items())
-    return WorkerError(f"worker {rank} ended with exit code {process.exitcode} and left no reason")
-
-
-def _error_of(failure: Failure) -> PlannerError:
-    where = f"worker {failure.rank}" + (f" (stage {failure.stage})" if failure.stage is not None else "")
-    # A mistake in the input is every worker's; only what happened to one is told with its name.
-    message = failure.message if failure.exit_code == InputError.exit_code else f"{where}: {failure.message}"
-    error = PlannerError(message, hint=failure.hint)
-    error.exit_code = failure.exit_code
-    return error
-
-
-def _is_connection_loss(error: BaseException) -> bool:
-    """Whether torch.distributed lost a peer: it has no type of its own for that on gloo."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "Socket"))
-    )
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown place"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.cost import POSTED
-from planner.errors import WorkerError
+from planner.executor.failures import ConnectionLostError
 from planner.executor.messages import Layout, pack, unpack
 from planner.executor.setup import Place
 from planner.schedule.instructions import (
@@ -29,10 +29,6 @@ from planner.schedule.instructions import (
 from planner.schedule.streams import PipelineShape
 
 LayoutOf = Callable[[Receive | Send], Layout]
-
-
-class ConnectionLostError(WorkerError):
-    """A peer is gone: the consequence of its failure, not the cause."""
 
 
 @dataclass

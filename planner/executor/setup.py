@@ -14,7 +14,7 @@ from planner.plan_file import Plan
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.shape import shape_of
 
-TIMEOUT = timedelta(minutes=10)  # for one message; a dead peer is noticed at once
+TIMEOUT = timedelta(minutes=10)  # for one message, at least; a dead peer is noticed at once, a hung one by heartbeats
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,14 @@ def local_place() -> Place:
     return Place(device, torch.device("cpu") if shared else device)
 
 
-def join_group(place: Place) -> None:
+def message_timeout(hang_timeout_s: float) -> timedelta:
+    """How long a message may take: longer than heartbeats need to find who is stuck."""
+    return max(TIMEOUT, timedelta(seconds=5 * hang_timeout_s))
+
+
+def join_group(place: Place, timeout: timedelta = TIMEOUT) -> None:
     """Join the group that torchrun's environment describes."""
-    dist.init_process_group(place.backend, timeout=TIMEOUT)
+    dist.init_process_group(place.backend, timeout=timeout)
 
 
 def check_world(plan: Plan) -> None:

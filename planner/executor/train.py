@@ -14,13 +14,14 @@ from torch import nn
 from planner.executor.collect import encode_losses, gather_bytes, gather_state, merge_losses, save_state
 from planner.executor.data import make_batches
 from planner.executor.gradients import GradientAverager
+from planner.executor.heartbeat import Heart
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.links import LinkGroups, Links
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.replica import StageReplica
-from planner.executor.setup import TIMEOUT, Place, check_schedule, check_world, join_group, local_place
+from planner.executor.setup import Place, check_schedule, check_world, join_group, local_place, message_timeout
 from planner.executor.stages import build_modules, check_sizes, transferred
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.file import ModelFile, load_model_file
@@ -37,8 +38,15 @@ from planner.schedule.shape import shape_of
 from planner.schedule.streams import stream
 
 
-def train_worker(job: Job, on_progress: ProgressCallback | None = None) -> TrainResult | None:
+def train_worker(
+    job: Job, on_progress: ProgressCallback | None = None, heart: Heart | None = None
+) -> TrainResult | None:
     """Run this process's part of `job`; the environment is torchrun's.
+
+    Args:
+        job: the same for all workers.
+        on_progress: told of every update, on the last stage.
+        heart: of this process.
 
     Returns:
         The result on rank 0, None elsewhere.
@@ -50,8 +58,11 @@ def train_worker(job: Job, on_progress: ProgressCallback | None = None) -> Train
     check_schedule(job.plan)
     torch.set_num_threads(job.plan.device.threads or 1)
     place = local_place()
-    run = TrainingRun(job, load_model_file(job.model), place)
-    join_group(place)
+    heart = heart if heart is not None else Heart()
+    heart.enter("building its model")
+    run = TrainingRun(job, load_model_file(job.model), place, heart)
+    heart.enter("joining the other workers", meeting=True)
+    join_group(place, message_timeout(job.run_options.hang_timeout_s))
     try:
         return run.run(on_progress)
     finally:
@@ -65,10 +76,12 @@ class TrainingRun:
         job: the same for all workers.
         model_file: of `job.model`.
         place: where this worker computes.
+        heart: where it tells what it does.
     """
 
-    def __init__(self, job: Job, model_file: ModelFile, place: Place) -> None:
+    def __init__(self, job: Job, model_file: ModelFile, place: Place, heart: Heart | None = None) -> None:
         self.job = job
+        self.heart = heart if heart is not None else Heart()
         self.plan = job.plan
         self.place = place
         self.rank = int(os.environ["RANK"])
@@ -89,7 +102,7 @@ class TrainingRun:
 
     def run(self, on_progress: ProgressCallback | None) -> TrainResult | None:
         """Train, and gather what all workers measured on rank 0."""
-        groups = LinkGroups.create(self.shape, _new_group, tags=self.place.backend == "gloo")
+        groups = LinkGroups.create(self.shape, self._new_group, tags=self.place.backend == "gloo")
         replicas = self._replica_groups()
         states = (tensor for module in self.modules.values() for tensor in module.state_dict().values())
         weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
@@ -103,10 +116,17 @@ class TrainingRun:
             place=self.place,
         )
         stages = {stage: self._replica(stage, replicas.get(stage)) for stage in self.stages}
-        worker = Worker(stages, links, on_update=self._progress(on_progress))
+        worker = Worker(
+            stages,
+            links,
+            on_update=self._progress(on_progress),
+            heart=self.heart,
+            stop_on_nan=self.job.run_options.stop_on_nan,
+        )
         dist.barrier()
         start = time.perf_counter()
         worker.run(self._instructions())
+        self.heart.enter("waiting for the last messages", meeting=True)
         links.drain()
         dist.barrier()
         return self._result(worker, stages, peak.bytes(), time.perf_counter() - start)
@@ -114,7 +134,14 @@ class TrainingRun:
     def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
         """The group of each replicated stage's workers: all workers make all groups, in the same order."""
         # Every replica starts from the same weights because all build the model from the same seed.
-        return {index: _new_group(stage.ranks) for index, stage in enumerate(self.plan.stages) if stage.replicas > 1}
+        return {
+            index: self._new_group(stage.ranks) for index, stage in enumerate(self.plan.stages) if stage.replicas > 1
+        }
+
+    def _new_group(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
+        timeout = message_timeout(self.job.run_options.hang_timeout_s)
+        group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout)
+        return group
 
     def _replica(self, stage: int, replicas: dist.ProcessGroup | None) -> StageReplica:
         module = self.modules[stage]
@@ -165,6 +192,7 @@ class TrainingRun:
             mine = [module for stage, module in self.modules.items() if self.rank == self.plan.stages[stage].ranks[0]]
             state = gather_state({name: t for module in mine for name, t in module.state_dict().items()}, wire)
             if self.rank == 0:
+                self.heart.enter("writing the weights")
                 save_state(state, Path(self.job.save_weights))
         if self.rank != 0:
             return None
@@ -212,8 +240,3 @@ class TrainingRun:
 def _optimizer_step(model_file: ModelFile, module: nn.Module) -> Callable[[], object] | None:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return model_file.optimizer(parameters).step if parameters else None
-
-
-def _new_group(ranks: Iterable[int] | None) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=TIMEOUT)
-    return group

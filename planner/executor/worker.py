@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,8 @@ from typing import Protocol
 from torch import Tensor
 from typing_extensions import assert_never
 
+from planner.errors import PlannerError
+from planner.executor.heartbeat import Heart
 from planner.executor.replica import StageReplica
 from planner.schedule.instructions import (
     AllReduce,
@@ -24,8 +27,13 @@ from planner.schedule.instructions import (
     Send,
     SendActivation,
     SendGradient,
+    Unit,
     Update,
 )
+
+
+class LossNotFiniteError(PlannerError):
+    """The loss is NaN or infinite, and the run was to stop then."""
 
 
 class Messenger(Protocol):
@@ -73,6 +81,8 @@ class Worker:
         messenger: sends and receives.
         on_update: called after each optimizer step with the instruction.
         recorder: for a trace.
+        heart: is told of every instruction before it runs.
+        stop_on_nan: raise when a loss is no finite number.
     """
 
     def __init__(
@@ -82,16 +92,21 @@ class Worker:
         *,
         on_update: Callable[[Update, WorkerLog], None] | None = None,
         recorder: Recorder | None = None,
+        heart: Heart | None = None,
+        stop_on_nan: bool = False,
     ) -> None:
         self.log = WorkerLog()
         self._stages = stages
         self._messenger = messenger
         self._on_update = on_update
         self._recorder = recorder
+        self._heart = heart if heart is not None else Heart()
+        self._stop_on_nan = stop_on_nan
 
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Execute `instructions` in order."""
         for instruction in instructions:
+            self._heart.begin(instruction)
             start_s = time.perf_counter()
             self._execute(instruction)
             end_s = time.perf_counter()
@@ -118,6 +133,8 @@ class Worker:
             case Backward(unit=unit):
                 loss = stage.backward(unit, last_of_round=instruction.last_of_round)
                 if loss is not None:
+                    if self._stop_on_nan and not math.isfinite(loss):
+                        raise not_finite(loss, unit)
                     self.log.losses.append((unit.minibatch, loss))
             case SendGradient(unit=unit, peer_stage=source):
                 self._messenger.send(instruction, stage.gradient(unit, source))
@@ -127,3 +144,11 @@ class Worker:
                 stage.update(kept)
             case _:
                 assert_never(instruction)
+
+
+def not_finite(loss: float, unit: Unit) -> LossNotFiniteError:
+    """What `--stop-on-nan` says."""
+    return LossNotFiniteError(
+        f"the loss of minibatch {unit.minibatch} is {loss}",
+        hint="lower the learning rate, or go on from a checkpoint before it with --resume",
+    )

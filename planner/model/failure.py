@@ -8,15 +8,15 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from planner.errors import CaptureError, PlannerError
+from planner.errors import CaptureError, LayerError, PlannerError
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch._export")
@@ -52,6 +52,42 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
         f"{what}: {type(cause).__name__}: {reason}",
         hint="the model must run on example_batch(n), and must not depend on the values of tensors",
     )
+
+
+def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError | None:
+    """The error for a captured operation that raised `cause` while the model trained.
+
+    Args:
+        cause: as raised.
+        places: by name of a value in the generated code, where the user's file makes it.
+
+    Returns:
+        None for what the user's own code raised, in a block: the frames of `cause` are its place.
+    """
+    generated = [
+        frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename.startswith("<eval_with")
+    ]
+    if not generated:
+        return None
+    name = re.match(r"\w+", generated[-1].line or "")
+    reason = (str(cause).strip().splitlines() or [""])[0]
+    hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
+    if isinstance(cause, torch.OutOfMemoryError):
+        hint = "plan with less --memory, or with --recompute auto"
+    return LayerError(
+        f"{type(cause).__name__}: {reason}",
+        hint=hint,
+        place=places.get(name[0]) if name is not None else None,
+    )
+
+
+def user_place(node: fx.Node) -> str | None:
+    """Where the user's code asked for the operation, "model.py:12"; "loss()" for what the loss is made of."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in frames if not any(Path(file).is_relative_to(part) for part in _LIBRARIES)]
+    if own:
+        return f"{own[-1][0]}:{own[-1][1]}"
+    return "loss()" if any(Path(file).name == "capture.py" for file, _ in frames) else None
 
 
 def refuse_untrainable(model: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class StageParts:
     has_loss: bool
     fixed_batch_size: int | None
     autocast: torch.dtype | None
+    places: Mapping[str, str] = field(default_factory=dict)  # by name of a value in `code`, where the user makes it
 
     def read_batch(self, batch: Batch | None) -> list[Any]:
         if batch is None:
@@ -86,6 +87,7 @@ def stage_parts(
     weights: nn.Module,
     code: Callable[..., tuple[Tensor, ...]],
     numbers: Sequence[Any] = (),
+    places: Mapping[str, str] | None = None,
 ) -> StageParts:
     """The parts of the stage of `layers`, which `code` computes; it returns what is sent, and the loss last."""
     has_loss = any(graph.loss in layer.nodes for layer in layers)
@@ -102,6 +104,7 @@ def stage_parts(
         has_loss=has_loss,
         fixed_batch_size=graph.batch_size,
         autocast=graph.autocast,
+        places=places or {},
     )
 
 

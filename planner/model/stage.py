@@ -14,6 +14,7 @@ from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.batch_limits import least_batch_size
 from planner.model.block_stage import block_parts
+from planner.model.failure import operation_failure, user_place
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.parts import StageParts, exchange, stage_parts
 from planner.model.randomness import RandomKey, is_random, reseed
@@ -115,6 +116,7 @@ class StageModule(nn.Module):
 
         Raises:
             ModelFileError: when the batch is not like the example batch.
+            LayerError: when a captured operation fails, with its place in the user's file.
         """
         parts = self._parts
         inputs = parts.read_batch(batch) if parts.inputs else []
@@ -124,7 +126,13 @@ class StageModule(nn.Module):
         numbers = [evaluate_number(expression, size) for expression in parts.numbers]
         context = (self._device(inputs, values), self._key, self._observer)
         with autocasting(context[0].type, parts.autocast):
-            results = parts.code(parts.weights, *context, *inputs, *values, *numbers)
+            try:
+                results = parts.code(parts.weights, *context, *inputs, *values, *numbers)
+            except (RuntimeError, IndexError, ValueError, TypeError) as cause:
+                failure = operation_failure(cause, parts.places)
+                if failure is None:
+                    raise
+                raise failure from cause
         return dict(zip(parts.results, results, strict=True))
 
     def _device(self, inputs: list[Any], values: list[Tensor]) -> torch.device:
@@ -194,7 +202,8 @@ class _Builder:
         results = [*trade.sent, graph.loss] if has_loss else trade.sent
         self._new.output(tuple(self._copies[node] for node in results))
         code = type(fx.GraphModule(self._weights, self._new)).forward
-        return stage_parts(graph, self._layers, trade, self._weights, code, numbers)
+        places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node)) is not None}
+        return stage_parts(graph, self._layers, trade, self._weights, code, numbers, places)
 
     def _declare(self, inputs: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
         self._device = self._new.placeholder("device")

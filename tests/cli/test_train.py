@@ -186,7 +186,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(folder
     os.kill(workers[victim], signal.SIGKILL)
     out, err = process.communicate(timeout=30)
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    assert_one_sentence(done, 1, "was killed by SIGKILL during training", "stage ")
+    assert_one_sentence(done, 1, "was killed by SIGKILL, ", "minibatch ", f"worker {victim} (stage {victim})")
     assert not any(is_alive(worker) for worker in workers)
 
 
