@@ -81,6 +81,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "instruction took (default: %(default)g)",
     )
     group.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="network interface whose address all ports listen on, eth0 for instance (default: on one host the "
+        "loopback, under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say)",
+    )
+    group.add_argument(
         "--stop-on-nan",
         action="store_true",
         help="end the run when the loss of a minibatch is NaN or infinite (default: say so in the result)",

@@ -41,6 +41,7 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     """Train; a failure is left for the launcher, or told here when torchrun itself launched this process."""
     from planner.executor.failures import error_of, failure_of, leave_failure
 
+    _use_interface(job)
     on_progress = _ProgressLine() if job.show_progress else None
     heart = _start_heart(job)
     try:
@@ -61,6 +62,16 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     finally:
         if on_progress is not None:
             on_progress.end()
+
+
+def _use_interface(job: Job) -> None:
+    """Where torchrun itself started this process; our launcher has set the environment."""
+    interface = job.run_options.interface
+    if interface is not None:
+        from planner.executor.rendezvous import VARIABLES, address_of
+
+        address_of(interface)  # or an error that lists the host's
+        os.environ.update(dict.fromkeys(VARIABLES, interface))
 
 
 def _start_heart(job: Job) -> Heart:

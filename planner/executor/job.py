@@ -22,6 +22,7 @@ class RunOptions(Record):
     """How a run is looked after; nothing here changes what is trained."""
 
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # beyond the slowest instruction
+    interface: str | None = None  # network interface to use; loopback on one host, else what torch finds
     stop_on_nan: bool = False  # end when a loss is no finite number
 
 

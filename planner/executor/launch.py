@@ -17,12 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import WorkerError
+from planner.executor import rendezvous
 from planner.executor.failures import explain
 from planner.executor.job import Job, TrainResult
 from planner.executor.local_watch import LocalWatch
 from planner.files import save_record
 
-LOOPBACK = "lo"
 SHUTDOWN_S = "10"  # seconds, from SIGTERM to SIGKILL for the workers left when one has failed
 
 
@@ -41,6 +41,9 @@ def launch(job: Job) -> TrainResult:
     Raises:
         PlannerError: why the first worker failed; all others have ended by then.
     """
+    interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", rendezvous.LOOPBACK).split(",")[0]
+    address = rendezvous.address_of(interface)
+    rendezvous.register()
     with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
         result_path = Path(folder) / "result.json"
         job = job.model_copy(update={"result_path": str(result_path), "failure_folder": folder})
@@ -51,14 +54,14 @@ def launch(job: Job) -> TrainResult:
             max_nodes=1,
             nproc_per_node=job.plan.workers,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
+            rdzv_backend=rendezvous.BACKEND,
+            rdzv_endpoint=address,
+            local_addr=address,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             max_restarts=0,
             monitor_interval=0.1,
         )
-        with _quiet_launcher(), _environment():
+        with _quiet_launcher(), _environment(interface):
             watch = LocalWatch(Path(folder), job)
             watch.start()
             try:
@@ -99,13 +102,18 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    """Environment of the workers, inherited from this process: loopback on one host, one thread unless asked."""
-    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S}
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(added)
+def _environment(interface: str) -> Iterator[None]:
+    """Environment of the workers, inherited from this process: one interface, and one thread unless asked."""
+    wanted = dict.fromkeys(rendezvous.VARIABLES, interface)
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S}
+    wanted |= {name: value for name, value in defaults.items() if name not in os.environ}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        for name in added:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from planner.executor.failures import read_beat
 from planner.model.file import load_model_file
 from planner.plan_file import load_plan, save_plan
 from tests.executor.models import write_model
@@ -144,11 +147,6 @@ def test_plain_torchrun_runs_the_same_plan(folder: Path) -> None:
     assert json.loads(process.stdout)["config"] == "1-1"
 
 
-def children(pid: int) -> list[int]:
-    """Processes that `pid` started."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def is_alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     try:
@@ -157,27 +155,26 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def start_long_run(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run that would take hours, and its workers once they train."""
+def start_long_run(
+    folder: Path, *arguments: str, plan: str = "plan.json", until: int = 3
+) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run that would take hours, and its workers by rank once all have come to minibatch `until`."""
+    scratch = Path(tempfile.mkdtemp(dir=folder))
     process = subprocess.Popen(
-        [sys.executable, "-m", "planner", "train", "model.py", "--steps", "100000000"],
+        [sys.executable, "-m", "planner", "train", "model.py", "--plan", plan, "--steps", "100000000", *arguments],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        workers = children(process.pid)
-        # Training has begun when both have computed for some time beyond start-up.
-        if len(workers) == 2 and all(cpu_seconds(worker) > 8 for worker in workers):
-            return process, workers
-        time.sleep(0.2)
+    deadline = time.monotonic() + 4 * TIMEOUT_S
+    workers = load_plan(folder / plan).workers
+    while time.monotonic() < deadline and process.poll() is None:
+        for pages in scratch.glob("plan-train-*"):
+            beats = [read_beat(pages, rank) for rank in range(workers)]
+            if all(beat is not None and beat.unit.minibatch >= until for beat in beats):
+                return process, [beat.pid for beat in beats if beat is not None]
+        time.sleep(0.05)
     process.kill()
-    raise AssertionError("the workers did not start to train")
-
-
-def cpu_seconds(pid: int) -> float:
-    """Processor time the process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    raise AssertionError(f"the workers did not start to train: {process.communicate()}")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -207,3 +204,33 @@ def test_interrupting_ends_everything_with_code_130(folder: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in err
     assert not any(is_alive(worker) for worker in workers)
+
+
+def listening(pid: int) -> set[str]:
+    """Local addresses, in hexadecimal as the kernel writes them, of the ports that the process listens on."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(str(link.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+def test_ports_listen_on_the_loopback_alone_and_a_stopped_worker_ends_the_run_in_time(folder: Path) -> None:
+    process, workers = start_long_run(folder, "--hang-timeout", "3")
+    loopback = {"0100007F"}
+    assert set().union(*map(listening, (process.pid, *workers))) == loopback
+    os.kill(workers[1], signal.SIGSTOP)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    assert_one_sentence(done, 1, "worker 1 (stage 1): has not moved for ", "minibatch ", "it is stopped by a signal")
+    assert not any(is_alive(worker) for worker in workers)
+
+
+def test_an_unknown_interface_is_refused(folder: Path) -> None:
+    assert_one_sentence(plan_train(folder, "model.py", "--interface", "none7"), 2, "'none7' is no network interface")
