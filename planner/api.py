@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import InputError, PlanError
-from planner.executor.job import BaselineName, Job, RunOptions, TrainingOptions, TrainResult
+from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
+from planner.executor.resume import check_resume
 from planner.model.file import load_model_file
 from planner.plan_file import Plan
 from planner.profile_file import Profile
@@ -93,8 +94,9 @@ def train(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     options: TrainingOptions | None = None,
+    checkpoints: CheckpointOptions | None = None,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
     defer_weights: bool = False,
@@ -108,8 +110,9 @@ def train(
         plan: from `solve` or `load_plan`.
         steps: minibatches.
         epochs: passes over dataset(); without steps and epochs one pass, or 100 minibatches where there is no dataset.
-        seed: of weights, data order and dropout.
+        seed: of weights, data order and dropout; None is that of the checkpoint gone on from, or 0.
         options: how to train, beside what the plan and the model file say.
+        checkpoints: which to write, and which to go on from.
         baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead.
         save_weights: file for the trained weights, by original name.
         defer_weights: each worker makes the weights of its own stage alone, for models of which the whole fits nowhere;
@@ -127,6 +130,7 @@ def train(
         epochs=epochs,
         seed=seed,
         options=options,
+        checkpoints=checkpoints,
         baseline=baseline,
         save_weights=save_weights,
         defer_weights=defer_weights,
@@ -173,8 +177,9 @@ def make_job(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     options: TrainingOptions | None = None,
+    checkpoints: CheckpointOptions | None = None,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
     defer_weights: bool = False,
@@ -197,6 +202,10 @@ def make_job(
             f"--defer-weights cannot train {baseline}, which needs the whole model on every worker",
             hint="leave out one of the two",
         )
+    checkpoints = checkpoints or CheckpointOptions()
+    index = check_resume(checkpoints, plan, baseline)
+    if seed is None:
+        seed = 0 if index is None else index.seed
     return Job(
         model=str(model),
         plan=plan,
@@ -204,6 +213,7 @@ def make_job(
         epochs=epochs,
         seed=seed,
         options=options or TrainingOptions(),
+        checkpoints=checkpoints,
         baseline=baseline,
         save_weights=None if save_weights is None else str(save_weights),
         defer_weights=defer_weights,

@@ -39,7 +39,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     length.add_argument(
         "--epochs", type=int, metavar="N", help="train N passes over dataset() (default: 1, or 100 steps without it)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, help="of weights, data order and dropout (default: 0, or that of the checkpoint)"
+    )
     parser.add_argument(
         "--save-weights", metavar="FILE", help="write the trained weights, by original name, for torch.load"
     )
@@ -50,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "initial weights differ from those without, and are the same for any plan",
     )
     _add_options(parser)
+    _add_checkpoint_options(parser)
     parser.add_argument(
         "--baseline",
         choices=["data-parallel"],
@@ -100,10 +103,51 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """What becomes a `CheckpointOptions`."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--checkpoint-every",
+        type=_at_least_one,
+        metavar="N",
+        help="after every N minibatches, and at the end, let the pipeline run empty and write weights, optimizer "
+        "state and the place in the data",
+    )
+    group.add_argument(
+        "--checkpoint-folder",
+        default="checkpoints",
+        metavar="DIR",
+        help="where to; on a file system that all hosts share (default: %(default)s)",
+    )
+    group.add_argument(
+        "--keep",
+        type=_at_least_one,
+        default=3,
+        metavar="K",
+        help="remove all but the last K checkpoints (default: %(default)s)",
+    )
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="PATH",
+        help="go on from the checkpoint PATH, or the newest one in it, which any plan of the model may have written; "
+        "without PATH, or with 'auto', from the newest in --checkpoint-folder, if there is one yet. --steps and "
+        "--epochs count from the beginning of the first run",
+    )
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     """Train, then print predicted against measured."""
     from planner.api import make_job, run_job
-    from planner.executor.job import RunOptions, TrainingOptions
+    from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions
     from planner.plan_file import load_plan
 
     job = make_job(
@@ -114,6 +158,9 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         options=TrainingOptions(**{name: getattr(args, name) for name in TrainingOptions.model_fields}),
         run_options=RunOptions(**{name: getattr(args, name) for name in RunOptions.model_fields}),
+        checkpoints=CheckpointOptions(
+            every=args.checkpoint_every, folder=args.checkpoint_folder, keep=args.keep, resume=args.resume
+        ),
         baseline=args.baseline,
         save_weights=args.save_weights,
         defer_weights=args.defer_weights,

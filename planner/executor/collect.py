@@ -18,21 +18,32 @@ from planner.errors import PlannerError
 from planner.executor.job import Loss
 
 
-def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
+def gather_bytes(content: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Every rank's `content`, by rank, on rank 0; an empty list elsewhere. Nothing is unpickled."""
     mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8).to(device)
     size = torch.tensor([len(content)], device=device)
     if dist.get_rank() != 0:
-        dist.send(size, 0)
-        dist.send(mine, 0)
+        dist.send(size, 0, group)
+        dist.send(mine, 0, group)
         return []
     parts = [content]
     for rank in range(1, dist.get_world_size()):
-        dist.recv(size, rank)
+        dist.recv(size, rank, group)
         part = torch.empty(max(1, int(size)), dtype=torch.uint8, device=device)
-        dist.recv(part, rank)
+        dist.recv(part, rank, group)
         parts.append(part.cpu().numpy().tobytes()[: int(size)])
     return parts
+
+
+def broadcast_bytes(content: bytes, group: dist.ProcessGroup) -> bytes:
+    """Rank 0's `content`, everywhere; the group is gloo's."""
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, 0, group)
+    buffer = torch.empty(max(1, int(size)), dtype=torch.uint8)
+    if dist.get_rank() == 0 and content:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(buffer, 0, group)
+    return buffer.numpy().tobytes()[: int(size)]
 
 
 def encode_losses(losses: Iterable[tuple[int, float]]) -> bytes:

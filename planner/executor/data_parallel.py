@@ -85,7 +85,7 @@ def _train(
         log.busy_s += time.perf_counter() - began
         log.completions.append(Completion(time.perf_counter(), log.busy_s))
         if report is not None:
-            report(round_, log)
+            report(log)
     heart.enter("waiting for the last worker", meeting=True)
     dist.barrier()
     seconds = time.perf_counter() - start

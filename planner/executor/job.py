@@ -26,6 +26,15 @@ class RunOptions(Record):
     stop_on_nan: bool = False  # end when a loss is no finite number
 
 
+class CheckpointOptions(Record):
+    """Which checkpoints to write, and which to go on from."""
+
+    every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None writes none
+    folder: str = "checkpoints"
+    keep: Annotated[int, Field(ge=1)] = 3
+    resume: str | None = None  # a checkpoint, or "auto" for the newest in the folder, if any
+
+
 class Job(Record):
     """One training run; every worker gets the same.
 
@@ -43,6 +52,7 @@ class Job(Record):
     baseline: BaselineName | None = None
     save_weights: str | None = None
     defer_weights: bool = False  # each worker makes the weights of its own stage alone
+    checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
     result_path: str | None = None  # where rank 0 leaves the result for the launching process
     failure_folder: str | None = None  # where a failing worker leaves its reason, and all of them what they do
@@ -73,7 +83,8 @@ class TrainResult(Record):
     config: str
     schedule: str  # the plan's schedule, or "data-parallel"
     workers: int
-    minibatches: int
+    minibatches: int  # trained in this run
+    first_minibatch: int = 0  # those before it were trained in earlier runs
     minibatch_size: int
     samples: int
     seconds: float  # the whole run, start-up and drain included
@@ -83,6 +94,8 @@ class TrainResult(Record):
     losses: tuple[Loss, ...]
     reports: tuple[WorkerReport, ...]
     saved_weights: str | None = None
+    resumed_from: str | None = None  # checkpoint
+    checkpoint: str | None = None  # the newest that this run wrote
 
 
 class Failure(Record):

@@ -55,13 +55,15 @@ def steady_state(completions: Sequence[Completion], start_up: int, drain: int, p
 
 def progress_reporter(
     on_progress: ProgressCallback, minibatches: int, minibatches_per_update: int, minibatch_size: int
-) -> Callable[[int, WorkerLog], None]:
+) -> Callable[[WorkerLog], None]:
     """A callback for `Worker` that reports after each update, with the rate over the last updates."""
     recent: deque[float] = deque(maxlen=20)
 
-    def report(round_: int, log: WorkerLog) -> None:
+    def report(log: WorkerLog) -> None:
         recent.append(time.perf_counter())
-        done = min(minibatches, (round_ + 1) * minibatches_per_update)
+        # The other replicas are as far: those that follow this one in the round.
+        newest = log.losses[-1][0] if log.losses else 0
+        done = min(minibatches, newest + minibatches_per_update)
         rate = None
         if len(recent) > 1:
             rate = (len(recent) - 1) * minibatches_per_update / (recent[-1] - recent[0])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
+from planner.errors import InputError
+from planner.executor.checkpoint import Checkpointer, DataPosition, Restorable
 from planner.executor.collect import encode_losses, gather_bytes, gather_state, merge_losses, save_state
 from planner.executor.data import make_batches
 from planner.executor.gradients import GradientAverager
@@ -34,8 +37,8 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
+from planner.schedule.segments import segment_stream, segments
 from planner.schedule.shape import shape_of
-from planner.schedule.streams import stream
 
 
 def train_worker(
@@ -96,14 +99,16 @@ class TrainingRun:
         )
         check_sizes(self.modules.values(), self.data.last_sizes)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
-        self.optimizer_steps = {stage: _optimizer_step(model_file, module) for stage, module in self.modules.items()}
+        self.optimizers = {stage: _optimizer(model_file, module) for stage, module in self.modules.items()}
         self.shape = shape_of(self.plan)
+        self.first = 0  # minibatches done in earlier runs
         self._layouts: dict[tuple[int, int, bool, int], Layout] = {}
 
     def run(self, on_progress: ProgressCallback | None) -> TrainResult | None:
         """Train, and gather what all workers measured on rank 0."""
         groups = LinkGroups.create(self.shape, self._new_group, tags=self.place.backend == "gloo")
         replicas = self._replica_groups()
+        checkpointer = self._restore()
         states = (tensor for module in self.modules.values() for tensor in module.state_dict().values())
         weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
         peak = PeakMemory(self.place.compute, already_bytes=weights_bytes)
@@ -125,11 +130,36 @@ class TrainingRun:
         )
         dist.barrier()
         start = time.perf_counter()
-        worker.run(self._instructions())
+        for first, last in self._segments():
+            for replica in stages.values():
+                replica.versions.restart()
+            worker.run(segment_stream(self.shape, self.stages[0], self.rank, first, last))
+            if self.job.checkpoints.every is not None and checkpointer is not None:
+                checkpointer.save(last)
         self.heart.enter("waiting for the last messages", meeting=True)
         links.drain()
         dist.barrier()
-        return self._result(worker, stages, peak.bytes(), time.perf_counter() - start)
+        return self._result(worker, stages, peak.bytes(), time.perf_counter() - start, checkpointer)
+
+    def _restore(self) -> Checkpointer | None:
+        """Go on from the job's checkpoint, if it has one; None for a job without checkpoints."""
+        if self.job.checkpoints.every is None and self.job.checkpoints.resume is None:
+            return None
+        own = [
+            Restorable(stage, self.plan.stages[stage].ranks.index(self.rank), module, self.optimizers[stage])
+            for stage, module in self.modules.items()
+        ]
+        per_epoch = None if self.data.random else self.data.minibatches(None, 1)
+        size = self.microbatch_size * self.plan.microbatches
+        checkpointer = Checkpointer(self.job, own, DataPosition(size, per_epoch), self.heart)
+        self.first = checkpointer.restore()
+        if self.first > self.minibatches:
+            raise InputError(
+                f"the checkpoint '{checkpointer.resumed_from}' is of a run of {self.first} minibatches, and the whole "
+                f"run is to have {self.minibatches}",
+                hint="--steps and --epochs count from the beginning of the first run",
+            )
+        return checkpointer
 
     def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
         """The group of each replicated stage's workers: all workers make all groups, in the same order."""
@@ -149,7 +179,7 @@ class TrainingRun:
             stage,
             module,
             self.transfers,
-            self.optimizer_steps[stage],
+            optimizer.step if (optimizer := self.optimizers[stage]) is not None else None,
             GradientAverager(list(module.parameters()), replicas) if replicas is not None else None,
             self.data,
             device=self.place.compute,
@@ -157,8 +187,14 @@ class TrainingRun:
             recompute=self.plan.stages[stage].recompute,
         )
 
+    def _segments(self) -> Iterator[tuple[int, int]]:
+        """Where the pipeline is drained: before each checkpoint."""
+        return segments(self.first, self.minibatches, self.job.checkpoints.every)
+
     def _instructions(self) -> Iterable[Instruction]:
-        return stream(self.shape, self.stages[0], self.rank, self.minibatches)
+        """The whole run's: what is received early in a segment may be posted in the one before it."""
+        for first, last in self._segments():
+            yield from segment_stream(self.shape, self.stages[0], self.rank, first, last)
 
     def _layout(self, message: Receive | Send) -> Layout:
         activation = isinstance(message, (ReceiveActivation, SendActivation))
@@ -180,10 +216,15 @@ class TrainingRun:
         report = progress_reporter(
             on_progress, self.minibatches, per_update, self.microbatch_size * self.plan.microbatches
         )
-        return lambda update, log: report(update.round, log) if update.stage == number else None
+        return lambda update, log: report(log) if update.stage == number else None
 
     def _result(
-        self, worker: Worker, stages: dict[int, StageReplica], peak_bytes: int, seconds: float
+        self,
+        worker: Worker,
+        stages: dict[int, StageReplica],
+        peak_bytes: int,
+        seconds: float,
+        checkpointer: Checkpointer | None,
     ) -> TrainResult | None:
         wire = self.place.wire
         reports = gather_bytes(self._report(worker, stages, peak_bytes).model_dump_json().encode(), wire)
@@ -194,6 +235,8 @@ class TrainingRun:
             if self.rank == 0:
                 self.heart.enter("writing the weights")
                 save_state(state, Path(self.job.save_weights))
+        if checkpointer is not None:
+            checkpointer.check_last()
         if self.rank != 0:
             return None
         workers = tuple(WorkerReport.model_validate_json(report) for report in reports)
@@ -203,9 +246,10 @@ class TrainingRun:
             config=self.plan.config,
             schedule=self.plan.schedule,
             workers=len(workers),
-            minibatches=self.minibatches,
+            minibatches=self.minibatches - self.first,
+            first_minibatch=self.first,
             minibatch_size=minibatch_size,
-            samples=sum(self.data.minibatch_size(minibatch) for minibatch in range(self.minibatches)),
+            samples=sum(self.data.minibatch_size(minibatch) for minibatch in range(self.first, self.minibatches)),
             seconds=seconds,
             samples_per_s=sum(worker.samples_per_s for worker in workers if worker.rank in last),
             predicted_samples_per_s=self.plan.predicted.samples_per_s,
@@ -213,6 +257,8 @@ class TrainingRun:
             losses=merge_losses(losses),
             reports=workers,
             saved_weights=self.job.save_weights,
+            resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
+            checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
         )
 
     def _report(self, worker: Worker, stages: dict[int, StageReplica], peak_bytes: int) -> WorkerReport:
@@ -237,6 +283,10 @@ class TrainingRun:
         )
 
 
-def _optimizer_step(model_file: ModelFile, module: nn.Module) -> Callable[[], object] | None:
+def _optimizer(model_file: ModelFile, module: nn.Module) -> Optimizer | None:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return model_file.optimizer(parameters).step if parameters else None
+    return model_file.optimizer(parameters) if parameters else None
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -46,6 +46,14 @@ class WeightVersions:
         self._free: list[list[Tensor]] = []
         self.most_versions = 1  # the most that ever existed at once
 
+    def restart(self) -> None:
+        """Number the versions from 0 again; nothing may be in flight."""
+        assert not self._used, self._used
+        self._kept = frozenset()
+        self._drop_unneeded()
+        self._versions = {0: self._versions[self._newest]}
+        self._newest = 0
+
     def stash(self, unit: object, number: int | None = None) -> None:
         """Note that the forward of `unit` uses version `number`; the newest when None."""
         number = self._newest if number is None else number

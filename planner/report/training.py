@@ -51,6 +51,10 @@ def _throughput(result: TrainResult) -> str:
     ]
     if predicted is not None:
         rows.append(["predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"])
+    if result.resumed_from is not None:
+        rows.append(["went on from", f"{result.resumed_from}, minibatch {result.first_minibatch}"])
+    if result.checkpoint is not None:
+        rows.append(["checkpoint", result.checkpoint])
     if result.saved_weights is not None:
         rows.append(["weights", result.saved_weights])
     return tabulate(rows, tablefmt="plain")
@@ -78,6 +82,8 @@ def _loss(result: TrainResult) -> str:
     diverged = next((entry.minibatch for entry in result.losses if entry.loss is None), None)
     if diverged is not None:
         return f"The loss is no finite number from minibatch {diverged} on: lower the learning rate."
+    if not result.losses:
+        return "No minibatch was left to train: the checkpoint is of the end of the run."
     first, last = loss_ends(result.losses)
     window = loss_window(result.losses)
     return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"

@@ -34,8 +34,9 @@ def test_progress_tells_the_loss_of_the_newest_minibatch_summed_over_its_parts()
     assert latest_loss(log) == 0.75
     reports: list[Progress] = []
     report = progress_reporter(reports.append, minibatches=5, minibatches_per_update=2, minibatch_size=8)
-    for round_ in range(3):
-        report(round_, log)
+    for newest in (0, 2, 4):
+        log.losses[:] = [(newest - 1, 9.0), (newest, 0.25), (newest, 0.5)]
+        report(log)
     assert [r.minibatch for r in reports] == [2, 4, 5]
     assert reports[0].samples_per_s is None
     assert reports[-1].seconds_left == 0.0

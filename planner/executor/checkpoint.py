@@ -1,0 +1,351 @@
+"""Checkpoints of a run: every stage's first replica writes its part, and rank 0 makes the whole of it complete.
+
+`Checkpointer` is called on all workers at the same points of their streams, where the pipeline is drained. There is
+no stop beyond that: a worker writes as soon as its own stages are done, tells rank 0, and goes on; rank 0 waits for
+all, writes the index, and renames the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from planner import __version__
+from planner.errors import InputError, PlannerError
+from planner.executor.checkpoint_index import (
+    INDEX,
+    Checkpoint,
+    StagePart,
+    TensorFile,
+    check_fits,
+    folder_name,
+    load_index,
+    partial_name,
+    prune,
+    remove_leftovers,
+    resolve,
+    sync_folder,
+)
+from planner.executor.checkpoint_read import fill_module, fill_optimizer
+from planner.executor.collect import broadcast_bytes, gather_bytes
+from planner.executor.heartbeat import Heart
+from planner.executor.job import Job
+from planner.executor.optimizer_state import take_state
+from planner.executor.plain import from_plain, to_plain
+from planner.executor.setup import message_timeout
+from planner.executor.tensor_file import write_tensors
+from planner.files import Record, save_record
+
+_log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
+
+class Stateful(Protocol):
+    """Anything that goes on where it was, such as a learning rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings, and lists and dicts of them."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take what `state_dict` gave."""
+        ...
+
+
+@dataclass
+class Restorable:
+    """What of one stage replica is saved and restored."""
+
+    stage: int
+    replica: int
+    module: nn.Module
+    optimizer: Optimizer | None
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """What tells where in the data a minibatch is."""
+
+    minibatch_size: int
+    minibatches_per_epoch: int | None  # None without a dataset
+
+
+class _Start(Record):
+    """What rank 0 found, for all workers."""
+
+    token: str
+    resume: str | None
+
+
+class _Written(Record):
+    """What a worker wrote, or why not."""
+
+    parts: tuple[StagePart, ...]
+    problem: str | None = None
+
+
+class Checkpointer:
+    """Restores and writes checkpoints of a job.
+
+    All workers make one and call `restore`, then `save`, at the same points.
+
+    Args:
+        job: with the folder, how many to keep, and what to go on from.
+        stages: this worker's.
+        data: where minibatches are in the data.
+        heart: told what the worker does.
+    """
+
+    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heart: Heart) -> None:
+        self._job = job
+        self._stages = stages
+        self._data = data
+        self._folder = Path(job.checkpoints.folder)
+        self._rank = dist.get_rank()
+        self._heart = heart
+        timeout = message_timeout(job.run_options.hang_timeout_s)
+        self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        self._problem: str | None = None  # of the last checkpoint
+        self.newest: Path | None = None  # on rank 0
+        self._start = self._agree()
+        self.resumed_from = None if self._start.resume is None else Path(self._start.resume)
+
+    def restore(self) -> int:
+        """Fill this worker's stages from the checkpoint to go on from, if there is one.
+
+        Returns:
+            The minibatches done before.
+
+        Raises:
+            InputError: when the checkpoint does not fit the run, or is damaged.
+        """
+        path = self.resumed_from
+        if path is None:
+            return 0
+        self._heart.enter("reading the checkpoint")
+        index = load_index(path)
+        check_fits(index, path, self._job.plan)
+        if index.seed != self._job.seed:
+            raise InputError(
+                f"the checkpoint '{path}' is of a run with seed {index.seed}, not {self._job.seed}",
+                hint=f"go on with --seed {index.seed}: data order and dropout follow from it",
+            )
+        for own in self._stages:
+            fill_module(own.module, path, index, stage=own.stage, replica=own.replica)
+            if own.optimizer is not None:
+                fill_optimizer(own.optimizer, own.module, path, index, stage=own.stage)
+            for name, stateful in own.extras.items():
+                stateful.load_state_dict(_extra(index, path, own.stage, name))
+        return position(index, path, self._data)
+
+    def save(self, minibatch: int) -> None:
+        """Write a checkpoint after `minibatch` minibatches; where that fails, the older ones are kept.
+
+        Raises:
+            InputError: when the model or optimizer keeps what no checkpoint can hold.
+        """
+        folder = self._folder / partial_name(minibatch, self._start.token)
+        self._heart.enter("writing a checkpoint")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            written = _Written(parts=tuple(_write(folder, own) for own in self._stages if _has_part(own)))
+        except OSError as cause:
+            written = _Written(parts=(), problem=f"worker {self._rank}: {cause.strerror or cause}")
+        self._heart.enter("waiting for the checkpoint's other parts", meeting=True)
+        replies = gather_bytes(written.model_dump_json().encode(), _CPU, self._group)
+        if self._rank == 0:
+            self._heart.enter("completing a checkpoint")
+            self._complete(minibatch, folder, [_Written.model_validate_json(reply) for reply in replies])
+
+    def check_last(self) -> None:
+        """To be called at the end.
+
+        Raises:
+            PlannerError: when the last checkpoint could not be written: what was trained since is in none.
+        """
+        if self._problem is not None:
+            kept = f"the newest is '{self.newest}'" if self.newest is not None else "there is none"
+            raise PlannerError(
+                f"the run ended, but its last checkpoint could not be written to '{self._folder}' ({self._problem}); "
+                f"{kept}",
+                hint="make room and go on from there with --resume",
+            )
+
+    def _agree(self) -> _Start:
+        """Rank 0 looks for the checkpoint to go on from; all make sure that they see the folder that it sees."""
+        self._heart.enter("looking for checkpoints", meeting=True)
+        writes = self._job.checkpoints.every is not None
+        start = _Start(token=uuid.uuid4().hex[:8], resume=None)
+        if self._rank == 0:
+            found = resolve(self._job.checkpoints.resume, self._folder, writes=writes)
+            start = start.model_copy(update={"resume": None if found is None else str(found)})
+            if writes:
+                self._claim(start.token)
+        start = _Start.model_validate_json(broadcast_bytes(start.model_dump_json().encode(), self._group))
+        if writes:
+            sign = self._folder / f".{start.token}"
+            if not sign.exists():
+                raise InputError(
+                    f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 writes to "
+                    f"'{self._folder.absolute()}'",
+                    hint="choose a --checkpoint-folder on a file system that all hosts share",
+                )
+            dist.barrier(self._group)
+            if self._rank == 0:
+                sign.unlink()
+        return start
+
+    def _claim(self, token: str) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self._folder)
+            (self._folder / f".{token}").touch()
+        except OSError as cause:
+            raise InputError(
+                f"checkpoints cannot be written to '{self._folder}': {cause.strerror}",
+                hint="choose another --checkpoint-folder",
+            ) from None
+
+    def _complete(self, minibatch: int, folder: Path, replies: list[_Written]) -> None:
+        self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
+        if self._problem is None:
+            try:
+                parts = [part for reply in replies for part in reply.parts]
+                save_record(self._index(minibatch, parts), folder / INDEX)
+                sync_folder(folder)
+                final = folder.with_name(folder_name(minibatch))
+                folder.rename(final)
+                sync_folder(self._folder)
+                self.newest = final
+                prune(self._folder, self._job.checkpoints.keep)
+            except OSError as cause:
+                self._problem = f"worker 0: {cause.strerror or cause}"
+            except PlannerError as cause:
+                self._problem = cause.message
+        if self._problem is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            _log.warning(
+                "the checkpoint after minibatch %d could not be written to '%s' (%s); training goes on, and older "
+                "checkpoints are kept",
+                minibatch,
+                self._folder,
+                self._problem,
+            )
+
+    def _index(self, minibatch: int, parts: list[StagePart]) -> Checkpoint:
+        plan = self._job.plan
+        assert plan.graph_hash is not None
+        return Checkpoint(
+            tool=__version__,
+            torch=torch.__version__,
+            model=plan.model,
+            graph_hash=plan.graph_hash,
+            config=plan.config,
+            schedule=plan.schedule,
+            seed=self._job.seed,
+            minibatch=minibatch,
+            minibatch_size=self._data.minibatch_size,
+            minibatches_per_epoch=self._data.minibatches_per_epoch,
+            parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
+        )
+
+
+def position(index: Checkpoint, path: Path, data: DataPosition) -> int:
+    """The minibatch that comes next, in minibatches of `data`.
+
+    With minibatches of another size, the run goes on in the same epoch behind the samples that it has seen, at the next
+    whole minibatch: none is seen twice.
+
+    Raises:
+        InputError: when the data is not what it was.
+    """
+    if index.minibatch_size == data.minibatch_size:
+        if index.minibatches_per_epoch != data.minibatches_per_epoch:
+            raise InputError(
+                f"dataset() has {data.minibatches_per_epoch or 'no'} minibatches, but had "
+                f"{index.minibatches_per_epoch or 'none'} in the run of the checkpoint '{path}'",
+                hint="a run goes on with the data that it began with",
+            )
+        return index.minibatch
+    if index.minibatches_per_epoch is None or data.minibatches_per_epoch is None:
+        return -(-index.minibatch * index.minibatch_size // data.minibatch_size)
+    epochs, rest = divmod(index.minibatch, index.minibatches_per_epoch)
+    within = -(-rest * index.minibatch_size // data.minibatch_size)
+    return epochs * data.minibatches_per_epoch + min(within, data.minibatches_per_epoch)
+
+
+def _has_part(own: Restorable) -> bool:
+    """A further replica has the parameters of the first, but buffers of its own."""
+    return own.replica == 0 or bool(_buffers(own.module))
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+
+
+def _write(folder: Path, own: Restorable) -> StagePart:
+    state = own.module.state_dict() if own.replica == 0 else _buffers(own.module)
+    tensors, aliases = _distinct(state)
+    stem = f"stage-{own.stage}" + (f"-replica-{own.replica}" if own.replica else "")
+    part = StagePart(
+        stage=own.stage,
+        replica=own.replica,
+        weights=_write_file(folder, f"{stem}.weights.safetensors", tensors),
+        aliases=aliases,
+    )
+    if own.replica == 0:
+        extras = {
+            name: to_plain(stateful.state_dict(), f"the state of the {name}") for name, stateful in own.extras.items()
+        }
+        part = part.model_copy(update={"extras": extras})
+        if own.optimizer is not None:
+            optimizer, kept = take_state(own.optimizer, own.module)
+            file = _write_file(folder, f"{stem}.optimizer.safetensors", kept)
+            part = part.model_copy(update={"optimizer": optimizer, "optimizer_file": file})
+    return part
+
+
+def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each tensor under its first name, and the other names of tied ones."""
+    first: dict[tuple[object, ...], str] = {}
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in first:
+            aliases[name] = first[key]
+        else:
+            first[key] = name
+            tensors[name] = tensor
+    return tensors, aliases
+
+
+def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
+    written = write_tensors(folder / name, tensors)
+    return TensorFile(name=name, size_bytes=written.size_bytes, sha256=written.sha256, tensors=tuple(tensors))
+
+
+def _extra(index: Checkpoint, path: Path, stage: int, name: str) -> dict[str, Any]:
+    """The state called `name` that the stage of that number left, or else any."""
+    found = [part for part in index.parts if name in part.extras]
+    if not found:
+        raise InputError(
+            f"the checkpoint '{path}' has no state of a {name}, which the model file has now",
+            hint="give the model file what the run began with",
+        )
+    same = [part for part in found if part.stage == stage]
+    state: dict[str, Any] = from_plain((same or found)[0].extras[name])
+    return state

@@ -1,0 +1,75 @@
+"""Small Python values as JSON and back, with nothing lost: what optimizers and schedulers keep beside tensors.
+
+JSON has no tuples, no infinities and only strings as keys; these become objects with one telling key. Nothing else is
+taken: reading never makes an object of a class that a file names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.errors import InputError
+
+
+def to_plain(value: Any, place: str) -> Any:
+    """`value` in JSON's types.
+
+    Args:
+        value: numbers, strings, None, tuples, lists, dicts and one-element tensors, nested as one likes.
+        place: what the value is, for the error.
+
+    Raises:
+        InputError: for a value of another type.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"float": str(value)}
+        case tuple():
+            return {"tuple": [to_plain(item, place) for item in value]}
+        case list():
+            return [to_plain(item, place) for item in value]
+        case dict():
+            kind = "counter" if isinstance(value, Counter) else "dict"
+            return {kind: [[to_plain(key, place), to_plain(item, place)] for key, item in value.items()]}
+        case Tensor() if value.numel() == 1:
+            # A float's digits tell it exactly, in any precision that a tensor has.
+            return {
+                "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), to_plain(value.item(), place)]
+            }
+        case _:
+            raise InputError(
+                f"{place} is a {type(value).__name__}, which a checkpoint cannot hold",
+                hint="a state_dict() of numbers, strings, tuples, lists, dicts and tensors can be saved",
+            )
+
+
+def from_plain(value: Any) -> Any:
+    """What `to_plain` was given.
+
+    Raises:
+        ValueError: when it cannot have come from there.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [from_plain(item) for item in value]
+        case {"float": str(text)}:
+            return float(text)
+        case {"tuple": list(items)}:
+            return tuple(from_plain(item) for item in items)
+        case {"dict": list(pairs)}:
+            return {from_plain(key): from_plain(item) for key, item in pairs}
+        case {"counter": list(pairs)}:
+            return Counter({from_plain(key): from_plain(item) for key, item in pairs})
+        case {"tensor": [str(dtype), list(shape), item]} if isinstance(getattr(torch, dtype, None), torch.dtype):
+            return torch.tensor(from_plain(item), dtype=getattr(torch, dtype)).reshape(shape)
+        case _:
+            raise ValueError(f"{value!r} is not a value of a checkpoint")

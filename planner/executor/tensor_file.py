@@ -1,0 +1,178 @@
+"""Tensors in a file that any reader of safetensors reads, written from the device piece by piece, with a checksum.
+
+    8 bytes    length of the header, little-endian
+    header     JSON: name -> dtype, shape, [first byte, last byte + 1]; padded with spaces
+    data       the tensors, contiguous, one after the other
+
+(https://github.com/huggingface/safetensors). The package is not needed for so little, and would hold a second copy of
+a stage in memory to write it. Nothing in the format can be executed when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.errors import InputError
+
+# By the size of an element, so that no tensor is misaligned when the larger ones come first.
+_NAMES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_PIECE_BYTES = 1 << 24
+_SYNC_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is in a file: enough to know later that nothing else is."""
+
+    size_bytes: int
+    sha256: str
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write `tensors`, each moved to the CPU when its turn comes, and wait until the disk has them.
+
+    Raises:
+        InputError: for a dtype that the format does not have.
+        OSError: when the disk is full or the folder cannot be written; the file is then incomplete.
+    """
+    assert sys.byteorder == "little"  # as the format; PyTorch runs on nothing else
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise InputError(
+                f"'{name}' is a tensor of {tensor.dtype}, which safetensors files cannot hold",
+                hint="keep such a tensor out of the state, register_buffer(..., persistent=False)",
+            )
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    sha, size, unsynced = hashlib.sha256(), 0, 0
+    with path.open("wb") as file:
+        for piece in _pieces(ordered):
+            file.write(piece)
+            sha.update(piece)
+            size += len(piece)
+            unsynced += len(piece)
+            if unsynced > _SYNC_BYTES:  # a slow disk then shows as slow, not as a worker that stands still
+                file.flush()
+                os.fsync(file.fileno())
+                unsynced = 0
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(size, sha.hexdigest())
+
+
+def read_tensors(
+    path: Path, names: Collection[str] | None = None, expected: Written | None = None
+) -> dict[str, Tensor]:
+    """The tensors called `names`, or all, copied from the file.
+
+    Raises:
+        InputError: when there is no such file, it is not of the format, or not the one `expected`.
+    """
+    try:
+        with path.open("rb") as file:
+            if expected is not None:
+                _check(path, file.fileno(), expected)
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise _malformed(path, f"it has {size} bytes")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
+                return dict(_read(path, content, names))
+    except OSError as cause:
+        raise InputError(f"'{path}' cannot be read: {cause.strerror}", hint="is it all there?") from None
+
+
+def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in ordered:
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(ordered: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
+    yield _header(ordered)
+    for _, tensor in ordered:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(content), _PIECE_BYTES):
+            yield content[start : start + _PIECE_BYTES]
+
+
+def _check(path: Path, descriptor: int, expected: Written) -> None:
+    """The file must be the one that was written, before anything is taken from it."""
+    sha, size = hashlib.sha256(), 0
+    while piece := os.pread(descriptor, _PIECE_BYTES, size):
+        sha.update(piece)
+        size += len(piece)
+    if size != expected.size_bytes:
+        raise InputError(
+            f"'{path}' has {size} bytes, but {expected.size_bytes} were written: it is truncated or not the same file",
+            hint="go on from another checkpoint: --resume PATH",
+        )
+    if sha.hexdigest() != expected.sha256:
+        raise InputError(
+            f"'{path}' is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, that of what was written "
+            f"{expected.sha256[:12]}…",
+            hint="go on from another checkpoint: --resume PATH",
+        )
+
+
+def _read(path: Path, content: mmap.mmap, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+    start = 8 + int.from_bytes(content[:8], "little")
+    try:
+        header = json.loads(content[8:start]) if start <= len(content) else None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise _malformed(path, "it has no header")
+    header.pop("__metadata__", None)
+    for name in header if names is None else names:
+        if name not in header:
+            raise _malformed(path, f"it has no tensor '{name}'")
+        try:
+            dtype, shape = _DTYPES[header[name]["dtype"]], [int(size) for size in header[name]["shape"]]
+            first, last = (start + int(offset) for offset in header[name]["data_offsets"])
+            count = (last - first) // dtype.itemsize
+            if not start <= first <= last <= len(content):
+                raise ValueError(name)
+            if count == 0:
+                yield name, torch.empty(shape, dtype=dtype)
+                continue
+            yield name, torch.frombuffer(content, dtype=dtype, count=count, offset=first).reshape(shape).clone()
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            raise _malformed(path, f"the entry of '{name}' makes no sense") from None
+
+
+def _malformed(path: Path, why: str) -> InputError:
+    return InputError(f"'{path}' is not a complete safetensors file: {why}", hint="is it all there?")
