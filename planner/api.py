@@ -197,6 +197,13 @@ def make_job(
     for option, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and value < 1:
             raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")
+    options = options or TrainingOptions()
+    if options.accumulate > 1 and (baseline is not None or plan.schedule != "1f1b" or plan.vertical_sync):
+        raise InputError(
+            f"--accumulate {options.accumulate} is for the schedule 1f1b without vertical sync, and the plan's is "
+            f"{baseline or plan.schedule}",
+            hint="other schedules divide a minibatch, which may be as large as you like: plan solve --microbatches",
+        )
     if defer_weights and baseline is not None:
         raise InputError(
             f"--defer-weights cannot train {baseline}, which needs the whole model on every worker",
@@ -212,7 +219,7 @@ def make_job(
         steps=steps,
         epochs=epochs,
         seed=seed,
-        options=options or TrainingOptions(),
+        options=options,
         checkpoints=checkpoints,
         baseline=baseline,
         save_weights=None if save_weights is None else str(save_weights),

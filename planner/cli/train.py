@@ -24,6 +24,22 @@ Data comes from the model file's dataset(); without one, random batches shaped l
 """
 
 
+def positive(text: str) -> float:
+    """An argument above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def count(text: str) -> int:
+    """An argument of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the verb's arguments."""
     parser = subparsers.add_parser(
@@ -68,6 +84,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how to train")
     group.add_argument(
         "--drop-last", action="store_true", help="leave out the last, smaller minibatch of an epoch of dataset()"
+    )
+
+    group.add_argument(
+        "--scale-lr",
+        action="store_true",
+        help="multiply each stage's learning rate by the number of minibatches that one of its updates averages: its "
+        "replicas under 1f1b, times --accumulate",
+    )
+    group.add_argument(
+        "--clip-grad-norm",
+        type=positive,
+        metavar="X",
+        help="scale gradients down to norm X where it is larger: the norm of all gradients of the model, or of a "
+        "stage's own under 1f1b and 2bw",
+    )
+    group.add_argument(
+        "--accumulate",
+        type=count,
+        default=1,
+        metavar="K",
+        help="under 1f1b, update after K minibatches per replica, with their mean gradient (default: %(default)s)",
     )
 
 

@@ -16,6 +16,7 @@ from planner.executor.heartbeat import Heart
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
+from planner.executor.optimizer import make_optimizer
 from planner.executor.setup import Place, check_world, join_group, local_place, message_timeout
 from planner.executor.worker import Completion, WorkerLog
 from planner.model.autocast import autocast_dtype, autocasting
@@ -64,7 +65,12 @@ def _train(
     weights_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     peak = PeakMemory(device, already_bytes=weights_bytes)
     ddp = DistributedDataParallel(model)
-    optimizer = model_file.optimizer(list(ddp.parameters()))
+    optimizer = make_optimizer(
+        model_file,
+        model,
+        learning_rate_factor=world if job.options.scale_lr else 1,
+        clip_grad_norm=job.options.clip_grad_norm,
+    )
     own_loss = model_file.loss if model_file.has_loss else None
     log = WorkerLog()
     report = progress_reporter(on_progress, rounds * world, world, batch_size) if on_progress and rank == 0 else None
@@ -79,8 +85,9 @@ def _train(
         with autocasting(device.type, autocast_dtype(job.plan.autocast)):
             loss = loss_of(ddp(*batch.args, **batch.kwargs), batch.target, own_loss)
         torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.step(None)
+        optimizer.advance(world)
+        model.zero_grad(set_to_none=True)
         log.losses.append((minibatch, float(loss.detach())))
         log.busy_s += time.perf_counter() - began
         log.completions.append(Completion(time.perf_counter(), log.busy_s))

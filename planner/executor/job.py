@@ -16,6 +16,9 @@ class TrainingOptions(Record):
     """How to train, beside what the plan and the model file say."""
 
     drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
+    scale_lr: bool = False  # multiply a stage's learning rate by the minibatches that its updates average
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
+    accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
 
 
 class RunOptions(Record):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
+from planner.executor.optimizer import StageOptimizer
 from planner.executor.recompute import Buffers, ChangingBuffers
 from planner.executor.versions import WeightVersions
 from planner.model.batch import Batch
@@ -36,11 +37,12 @@ class StageReplica:
         index: of the stage in the plan.
         module: the layers, on the device they run on.
         transfers: by (source, target) stage, the values that travel to and from this one.
-        optimizer_step: steps the optimizer of the stage's parameters; None when it has none to train.
+        optimizer: of the stage's parameters.
         averager: sums gradients over the stage's replicas; None without replicas.
         data: where the stage reads model inputs and targets.
         seed: of the random numbers inside layers.
         recompute: keep only what was received for the backward, and run the forward again for the rest.
+        counts_in_norm: whether it is the replica of the stage that adds its gradients to the norm of all.
     """
 
     def __init__(
@@ -48,26 +50,29 @@ class StageReplica:
         index: int,
         module: StageModule,
         transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
-        optimizer_step: Callable[[], object] | None,
+        optimizer: StageOptimizer,
         averager: GradientAverager | None,
         data: BatchSource,
         *,
         device: torch.device,
         seed: int = 0,
         recompute: bool = False,
+        counts_in_norm: bool = True,
     ) -> None:
         self.index = index
         self.module = module
         self.versions = WeightVersions(list(module.parameters()))
         self._transfers = transfers
-        self._optimizer_step = optimizer_step
+        self.optimizer = optimizer
         self._averager = averager
         self._data = data
         self._device = device
         self._seed = seed
         self._recompute = recompute
+        self._counts_in_norm = counts_in_norm
         self._buffers = ChangingBuffers(module)
         self._units: dict[Unit, _InFlight] = {}
+        self._averaged = 1  # minibatches whose gradients the next update averages
 
     def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
         """Take the inputs of `unit` that stage `source` sent."""
@@ -86,7 +91,7 @@ class StageReplica:
             return
         record.batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
         # A stage that trains nothing has one version, whatever its updates.
-        self.versions.stash(unit, None if self._optimizer_step is None else version)
+        self.versions.stash(unit, version if self.optimizer.parameters else None)
         with self.versions.at(unit):
             if self._recompute:
                 with self._buffers.recorded() as record.buffers:
@@ -150,15 +155,30 @@ class StageReplica:
 
     def average(self, divisor: int) -> None:
         """Wait for the sum of the round's gradients over the replicas, and divide it."""
-        assert self._averager is not None
-        self._averager.finish(divisor)
+        self._averaged = divisor
+        if self._averager is not None:
+            self._averager.finish(divisor)
+        elif divisor > 1:
+            gradients = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
+            torch._foreach_div_(gradients, divisor)
 
-    def update(self, kept: Collection[int] = ()) -> None:
-        """Step the optimizer: this makes a new weight version, beside those `kept` for forwards to come."""
-        if self._optimizer_step is not None:
-            self.versions.update(self._optimizer_step, kept)
-            for parameter in self.module.parameters():
+    def norm_share(self) -> float:
+        """What this replica adds to the squared norm of all gradients: those of a replicated stage count once."""
+        return self.optimizer.squared_norm() if self._counts_in_norm else 0.0
+
+    def update(self, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
+        """Step the optimizer: this makes a new weight version, beside those `kept` for forwards to come.
+
+        Args:
+            kept: older versions, by the updates that they have had.
+            squared_norm: of the gradients that are clipped together, where those of other stages are among them.
+        """
+        if self.optimizer.parameters:
+            self.versions.update(lambda: self.optimizer.step(squared_norm), kept)
+            for parameter in self.optimizer.parameters:
                 parameter.grad = None
+        self.optimizer.advance(self._averaged)
+        self._averaged = 1
 
     def _share(self, unit: Unit) -> float:
         """Factor on the unit's loss: its share of the minibatch's samples, so that these all count the same."""

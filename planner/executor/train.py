@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint import Checkpointer, DataPosition, Restorable
@@ -19,10 +18,12 @@ from planner.executor.data import make_batches
 from planner.executor.gradients import GradientAverager
 from planner.executor.heartbeat import Heart
 from planner.executor.job import Job, TrainResult, WorkerReport
+from planner.executor.joint import JointNorm
 from planner.executor.links import LinkGroups, Links
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
+from planner.executor.optimizer import make_optimizer
 from planner.executor.replica import StageReplica
 from planner.executor.setup import Place, check_schedule, check_world, join_group, local_place, message_timeout
 from planner.executor.stages import build_modules, check_sizes, transferred
@@ -99,8 +100,16 @@ class TrainingRun:
         )
         check_sizes(self.modules.values(), self.data.last_sizes)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
-        self.optimizers = {stage: _optimizer(model_file, module) for stage, module in self.modules.items()}
-        self.shape = shape_of(self.plan)
+        self.shape = replace(shape_of(self.plan), accumulate=job.options.accumulate)
+        self.optimizers = {
+            stage: make_optimizer(
+                model_file,
+                module,
+                learning_rate_factor=self.shape.minibatches_per_update(stage) if job.options.scale_lr else 1,
+                clip_grad_norm=job.options.clip_grad_norm,
+            )
+            for stage, module in self.modules.items()
+        }
         self.first = 0  # minibatches done in earlier runs
         self._layouts: dict[tuple[int, int, bool, int], Layout] = {}
 
@@ -127,6 +136,7 @@ class TrainingRun:
             on_update=self._progress(on_progress),
             heart=self.heart,
             stop_on_nan=self.job.run_options.stop_on_nan,
+            joint_norm=self._joint_norm(),
         )
         dist.barrier()
         start = time.perf_counter()
@@ -146,7 +156,13 @@ class TrainingRun:
         if self.job.checkpoints.every is None and self.job.checkpoints.resume is None:
             return None
         own = [
-            Restorable(stage, self.plan.stages[stage].ranks.index(self.rank), module, self.optimizers[stage])
+            Restorable(
+                stage,
+                self.plan.stages[stage].ranks.index(self.rank),
+                module,
+                self.optimizers[stage].optimizer,
+                self.optimizers[stage].extras,
+            )
             for stage, module in self.modules.items()
         ]
         per_epoch = None if self.data.random else self.data.minibatches(None, 1)
@@ -173,18 +189,25 @@ class TrainingRun:
         group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout)
         return group
 
+    def _joint_norm(self) -> JointNorm | None:
+        """Stages that never drain the pipeline update one by one, and clip their own gradients."""
+        if self.job.options.clip_grad_norm is None or self.shape.asynchronous:
+            return None
+        return JointNorm(self._new_group(None), self.place.wire)
+
     def _replica(self, stage: int, replicas: dist.ProcessGroup | None) -> StageReplica:
         module = self.modules[stage]
         return StageReplica(
             stage,
             module,
             self.transfers,
-            optimizer.step if (optimizer := self.optimizers[stage]) is not None else None,
+            self.optimizers[stage],
             GradientAverager(list(module.parameters()), replicas) if replicas is not None else None,
             self.data,
             device=self.place.compute,
             seed=self.job.seed,
             recompute=self.plan.stages[stage].recompute,
+            counts_in_norm=self.rank == self.plan.stages[stage].ranks[0],
         )
 
     def _segments(self) -> Iterator[tuple[int, int]]:
@@ -212,7 +235,7 @@ class TrainingRun:
         number, last = len(self.plan.stages) - 1, self.plan.stages[-1]
         if on_progress is None or self.rank != last.ranks[0]:
             return None
-        per_update = last.replicas if self.plan.schedule == "1f1b" else 1
+        per_update = self.shape.minibatches_per_update(number)
         report = progress_reporter(
             on_progress, self.minibatches, per_update, self.microbatch_size * self.plan.microbatches
         )
@@ -269,7 +292,7 @@ class TrainingRun:
             worker.log.completions,
             start_up=2 * depth * len(self.stages),
             drain=depth * len(self.stages) if self.shape.asynchronous else 0,
-            per_round=1 if self.plan.schedule == "1f1b" else mine,
+            per_round=self.shape.accumulate if self.plan.schedule == "1f1b" else mine,
         )
         return WorkerReport(
             rank=self.rank,
@@ -281,11 +304,6 @@ class TrainingRun:
             predicted_memory_bytes=self.plan.memory_bytes(self.stages[0]),
             weight_versions=max(replica.versions.most_versions for replica in stages.values()),
         )
-
-
-def _optimizer(model_file: ModelFile, module: nn.Module) -> Optimizer | None:
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return model_file.optimizer(parameters) if parameters else None
 
 
 def _text(path: Path | None) -> str | None:

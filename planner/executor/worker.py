@@ -14,6 +14,7 @@ from typing_extensions import assert_never
 
 from planner.errors import PlannerError
 from planner.executor.heartbeat import Heart
+from planner.executor.joint import JointNorm
 from planner.executor.replica import StageReplica
 from planner.schedule.instructions import (
     AllReduce,
@@ -83,6 +84,7 @@ class Worker:
         recorder: for a trace.
         heart: is told of every instruction before it runs.
         stop_on_nan: raise when a loss is no finite number.
+        joint_norm: for gradients that are clipped by the norm of all stages' together.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Worker:
         recorder: Recorder | None = None,
         heart: Heart | None = None,
         stop_on_nan: bool = False,
+        joint_norm: JointNorm | None = None,
     ) -> None:
         self.log = WorkerLog()
         self._stages = stages
@@ -102,6 +105,8 @@ class Worker:
         self._recorder = recorder
         self._heart = heart if heart is not None else Heart()
         self._stop_on_nan = stop_on_nan
+        self._joint_norm = joint_norm
+        self._due: list[Update] = []  # updates of this worker's stages that wait for those of the others
 
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Execute `instructions` in order."""
@@ -116,8 +121,6 @@ class Worker:
                 self.log.completions.append(Completion(end_s, self.log.busy_s))
             if self._recorder is not None:
                 self._recorder.record(instruction, start_s, end_s)
-            if isinstance(instruction, Update) and self._on_update is not None:
-                self._on_update(instruction, self.log)
 
     def _execute(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
@@ -140,10 +143,24 @@ class Worker:
                 self._messenger.send(instruction, stage.gradient(unit, source))
             case AllReduce():
                 stage.average(instruction.divisor)
-            case Update(kept=kept):
-                stage.update(kept)
+            case Update():
+                self._update(instruction)
             case _:
                 assert_never(instruction)
+
+    def _update(self, instruction: Update) -> None:
+        """Update the stage, or all of this worker's stages at once when their gradients are complete."""
+        self._due.append(instruction)
+        if self._joint_norm is not None and len(self._due) < len(self._stages):
+            return
+        norm = None
+        if self._joint_norm is not None:
+            norm = self._joint_norm.sum(sum(stage.norm_share() for stage in self._stages.values()))
+        for each in self._due:
+            self._stages[each.stage].update(each.kept, norm)
+            if self._on_update is not None:
+                self._on_update(each, self.log)
+        self._due.clear()
 
 
 def not_finite(loss: float, unit: Unit) -> LossNotFiniteError:

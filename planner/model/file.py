@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
@@ -105,21 +106,42 @@ class ModelFile:
         loss: Tensor = self.module.loss(output, target)
         return loss
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def optimizer(self, parameters: Iterable[nn.Parameter] | Mapping[str, nn.Parameter]) -> Optimizer:
         """The user's optimizer for `parameters`, or SGD.
+
+        A file's optimizer(named_parameters) gets them with their names, which a mapping tells.
 
         Raises:
             ModelFileError: when the function fails or returns something else.
         """
+        named = parameters if isinstance(parameters, Mapping) else dict(_numbered(parameters))
         if self.default_optimizer:
-            return SGD(parameters, lr=DEFAULT_LEARNING_RATE)
-        optimizer = self._call("optimizer", parameters)
+            return SGD(list(named.values()), lr=DEFAULT_LEARNING_RATE)
+        takes_names = next(iter(inspect.signature(self.module.optimizer).parameters)) == "named_parameters"
+        optimizer = self._call("optimizer", list(named.items()) if takes_names else list(named.values()))
         if not isinstance(optimizer, Optimizer):
             raise ModelFileError(
                 f"{self._place('optimizer')} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer",
                 hint="for example: return torch.optim.AdamW(parameters, lr=1e-3)",
             )
         return optimizer
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """The user's learning-rate scheduler; None where the file has none.
+
+        Raises:
+            ModelFileError: when the function fails or returns something else.
+        """
+        if not hasattr(self.module, "scheduler"):
+            return None
+        scheduler = self._call("scheduler", optimizer)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise ModelFileError(
+                f"{self._place('scheduler')} returned a {type(scheduler).__name__}, not a scheduler of "
+                "torch.optim.lr_scheduler that follows the number of steps alone",
+                hint="for example: return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)",
+            )
+        return scheduler
 
     def dataset(self) -> Dataset[Any] | None:
         """The training data, a map-style dataset of (args, target) per sample; None where the file has none.
@@ -173,6 +195,7 @@ def load_model_file(spec: str | Path) -> ModelFile:
         ("example_batch", True),
         ("loss", False),
         ("optimizer", False),
+        ("scheduler", False),
         ("dataset", False),
         ("blocks", False),
     ):
@@ -180,13 +203,19 @@ def load_model_file(spec: str | Path) -> ModelFile:
     return ModelFile(path, builder, module)
 
 
-_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1, "blocks": 1}
+_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "blocks": 1}
 _SIGNATURES = {
     "example_batch": "example_batch(batch_size)",
     "loss": "loss(output, target)",
     "optimizer": "optimizer(parameters)",
+    "scheduler": "scheduler(optimizer)",
     "blocks": "blocks(model)",
 }
+
+
+def _numbered(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Numbers for names, where nobody knows better."""
+    return ((str(number), parameter) for number, parameter in enumerate(parameters))
 
 
 def _split(spec: str) -> tuple[Path, str]:

@@ -102,11 +102,11 @@ class _Run:
         self._batch = batch
         self._effort = effort
         self._progress = progress
-        self._parameters = [p for p in graph.model.parameters() if p.requires_grad]
+        self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
 
     def measure(self, clock: Clock[MarkT]) -> Measurement:
         saved = saved_bytes(self._stage, self._batch)
-        optimizer = still(self._model_file.optimizer(list(self._parameters)))
+        optimizer = still(self._model_file.optimizer(self._parameters))
         layers = [StepTimes() for _ in self._graph.layers]
         whole = StepTimes()
         for _ in range(self._effort.warmup):
@@ -168,10 +168,10 @@ class _Run:
                 layer.backward_thread_s.append(backward_s)
 
     def _drop_gradients(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _trained_by_layer(self) -> list[list[nn.Parameter]]:
+    def _trained_by_layer(self) -> list[dict[str, nn.Parameter]]:
         """Parameters that got a gradient, each in the first layer that uses it."""
         by_name = dict(self._graph.model.named_parameters())
         seen: set[str] = set()
@@ -179,5 +179,5 @@ class _Run:
         for layer in self._graph.layers:
             names = [name for name in layer.parameters if name not in seen]
             seen.update(names)
-            layers.append([by_name[name] for name in names if by_name[name].grad is not None])
+            layers.append({name: by_name[name] for name in names if by_name[name].grad is not None})
         return layers

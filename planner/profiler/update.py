@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,22 +33,22 @@ def still(optimizer: Optimizer) -> Optimizer:
 
 
 def layer_updates(
-    model_file: ModelFile, layers: Sequence[Sequence[nn.Parameter]], clock: Clock[MarkT]
+    model_file: ModelFile, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT]
 ) -> list[LayerUpdate]:
     """Time a step on the parameters of each layer, whose gradients must be there.
 
     Args:
         model_file: makes the optimizers.
-        layers: parameters to train, per layer.
+        layers: parameters to train by name, per layer.
         clock: of the parameters' device.
     """
     return [_layer_update(model_file, parameters, clock) for parameters in layers]
 
 
-def _layer_update(model_file: ModelFile, parameters: Sequence[nn.Parameter], clock: Clock[MarkT]) -> LayerUpdate:
+def _layer_update(model_file: ModelFile, parameters: Mapping[str, nn.Parameter], clock: Clock[MarkT]) -> LayerUpdate:
     if not parameters:
         return LayerUpdate(0.0, 0)
-    optimizer = still(model_file.optimizer(list(parameters)))
+    optimizer = still(model_file.optimizer(parameters))
     optimizer.step()  # makes the state
     times = []
     for _ in range(_REPEATS):

@@ -85,7 +85,10 @@ class SendGradient:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Wait until the stage's replicas have summed the gradients of round `round`, then divide by `divisor`."""
+    """Wait until the stage's replicas have summed the gradients of round `round`, then divide by `divisor`.
+
+    Where a round is of one minibatch, there is none; one of several on a single replica has only the division.
+    """
 
     stage: int
     round: int

@@ -3,7 +3,7 @@
 The schedules differ in two numbers only, the units between two updates and the units in flight:
 
     schedule     units per round                 in flight on a replica of stage s
-    1f1b         one minibatch per replica       d_s = ceil(sum_{t>=s} r_t / r_s)      (PipeDream, SOSP'19, 3.2)
+    1f1b         `accumulate` minibatches per r. d_s = ceil(sum_{t>=s} r_t / r_s)      (PipeDream, SOSP'19, 3.2)
     2bw          the minibatch's microbatches    d_s, at most m / r_s + 1              (PipeDream-2BW, ICML'21)
     1f1b-flush   the minibatch's microbatches    d_s                                   (PipeDream-Flush, ICML'21)
     gpipe        the minibatch's microbatches    all of them                           (GPipe, NeurIPS'19)
@@ -58,6 +58,7 @@ class PipelineShape:
         microbatches: per minibatch; 1 for "1f1b" and "naive".
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
         vertical_sync: under "1f1b", a minibatch uses the same version of the weights at every stage.
+        accumulate: minibatches per replica between two updates of "1f1b"; the others divide minibatches for that.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -66,12 +67,17 @@ class PipelineShape:
     microbatches: int = 1
     depths: tuple[int, ...] | None = None
     vertical_sync: bool = False
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"):
             raise ValueError(f"unknown schedule '{self.schedule}'")
+        if self.schedule != "1f1b" and self.accumulate != 1:
+            raise ValueError(f"schedule '{self.schedule}' accumulates over microbatches, not over minibatches")
         if self.schedule in ("1f1b", "naive") and self.microbatches != 1:
             raise ValueError(f"schedule '{self.schedule}' has one microbatch per minibatch, not {self.microbatches}")
+        if self.vertical_sync and self.accumulate != 1:
+            raise ValueError("vertical sync counts versions by rounds of one minibatch per replica")
         if self.vertical_sync and self.schedule != "1f1b":
             raise ValueError(f"vertical sync is for the schedule '1f1b', not '{self.schedule}'")
 
@@ -107,6 +113,10 @@ class PipelineShape:
     def leaving(self, stage: int) -> tuple[Channel, ...]:
         """The channels that activations of `stage` leave by."""
         return self._by_end[1].get(stage, ())
+
+    def minibatches_per_update(self, stage: int) -> int:
+        """Minibatches whose gradients one update of `stage` averages: a round."""
+        return len(self.ranks[stage]) * self.accumulate if self.schedule == "1f1b" else 1
 
     def rank_of(self, stage: int, unit: Unit) -> int:
         """The worker that runs `unit` at `stage`: round-robin, the same for forward and backward (1F1B-RR)."""
@@ -196,20 +206,24 @@ def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Ite
 
 def _asynchronous(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
     replicas = shape.ranks[stage]
+    per_round = shape.minibatches_per_update(stage)
     mine = range(replicas.index(rank), minibatches, len(replicas))
-    for is_forward, round_ in one_forward_one_backward(len(mine), shape.in_flight(stage)):
+    for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
         if is_forward:
-            version = None if shape.entry is None else shape.entry.version(mine[round_], len(replicas))
-            yield from _forward(shape, stage, Unit(mine[round_]), version)
+            version = None if shape.entry is None else shape.entry.version(mine[index], len(replicas))
+            yield from _forward(shape, stage, Unit(mine[index]), version)
         else:
-            yield from _backward(shape, stage, Unit(mine[round_]), last_of_round=True)
-            kept: tuple[int, ...] = ()
-            if shape.entry is not None:
-                kept = shape.entry.to_come(mine[round_ + shape.in_flight(stage) :], len(replicas), round_ + 1)
-            yield from _finish_round(shape, stage, round_, minibatches, kept)
+            round_ = mine[index] // per_round
+            last_of_round = index + 1 == len(mine) or mine[index + 1] // per_round > round_
+            yield from _backward(shape, stage, Unit(mine[index]), last_of_round=last_of_round)
+            if last_of_round:
+                kept: tuple[int, ...] = ()
+                if shape.entry is not None:
+                    kept = shape.entry.to_come(mine[index + shape.in_flight(stage) :], len(replicas), round_ + 1)
+                yield from _finish_round(shape, stage, round_, minibatches, kept)
     # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
-    last_round = (minibatches - 1) // len(replicas)
-    if minibatches and len(mine) <= last_round:
+    last_round = (minibatches - 1) // per_round
+    if minibatches and (not mine or mine[-1] // per_round < last_round):
         yield from _finish_round(shape, stage, last_round, minibatches)
 
 
@@ -244,9 +258,9 @@ def _finish_minibatch(
 def _finish_round(
     shape: PipelineShape, stage: int, round_: int, minibatches: int, kept: tuple[int, ...] = ()
 ) -> Iterator[Instruction]:
-    replicas = len(shape.ranks[stage])
-    if replicas > 1:
-        yield AllReduce(stage, round_, divisor=min(replicas, minibatches - round_ * replicas))
+    per_round = shape.minibatches_per_update(stage)
+    if per_round > 1:
+        yield AllReduce(stage, round_, divisor=min(per_round, minibatches - round_ * per_round))
     yield Update(stage, round_, kept)
 
 

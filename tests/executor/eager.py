@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,20 +13,58 @@ from planner.executor.job import Job, TrainingOptions, TrainResult
 from planner.model.batch import Batch, collate
 from planner.model.file import ModelFile
 from planner.plan_file import Plan
+from planner.profile_file import Profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights
 
 SEED = 3
 
 
+@dataclass(frozen=True)
+class Case:
+    """A run of a plan, for so many minibatches or epochs."""
+
+    path: Path
+    plan: Plan
+    options: TrainingOptions = field(default_factory=TrainingOptions)
+    steps: int | None = None
+    epochs: int | None = None
+
+
+def run_cases(cases: Sequence[Case]) -> list[tuple[TrainResult, Weights]]:
+    """Train all cases, which need the same number of workers, in one set of real processes."""
+    folder = cases[0].path.parent
+    jobs = [
+        Job(
+            model=str(case.path),
+            plan=case.plan,
+            steps=case.steps,
+            epochs=case.epochs,
+            seed=SEED,
+            options=case.options,
+            save_weights=str(folder / f"weights-{index}.pt"),
+        )
+        for index, case in enumerate(cases)
+    ]
+    results = run_jobs(jobs, folder)
+    return [
+        (result, torch.load(str(job.save_weights), weights_only=True))
+        for job, result in zip(jobs, results, strict=True)
+    ]
+
+
 def run_one(
     path: Path, plan: Plan, options: TrainingOptions, *, steps: int | None = None, epochs: int | None = None
 ) -> tuple[TrainResult, Weights]:
     """Train in real processes; the result and the weights."""
-    weights = str(path.with_suffix(".pt"))
-    job = Job(model=str(path), plan=plan, steps=steps, epochs=epochs, seed=SEED, options=options, save_weights=weights)
-    (result,) = run_jobs([job], path.parent)
-    return result, torch.load(weights, weights_only=True)
+    (outcome,) = run_cases([Case(path, plan, options, steps, epochs)])
+    return outcome
+
+
+def stage_names(profile: Profile, plan: Plan) -> list[list[str]]:
+    """The parameters of each stage."""
+    parameters = {layer.name: layer.parameters for layer in profile.layers}
+    return [[name for layer in stage.layers for name in parameters[layer]] for stage in plan.stages]
 
 
 def build(model_file: ModelFile) -> nn.Module:

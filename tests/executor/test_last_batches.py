@@ -73,8 +73,7 @@ def test_asynchronous_1f1b_gives_each_minibatch_of_a_round_the_same_weight(tmp_p
     model_file = load_model_file(path)
     model = eager.build(model_file)
     batches = eager.minibatches(model_file, 4, 2)
-    parameters = {layer.name: layer.parameters for layer in profile.layers}
-    names = [[name for layer in stage.layers for name in parameters[layer]] for stage in plan.stages]
+    names = eager.stage_names(profile, plan)
 
     def forward_loss(model: nn.Module, minibatch: int) -> Tensor:
         return eager.loss_of(model_file, model, batches[minibatch])
