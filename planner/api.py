@@ -11,13 +11,13 @@ from planner.executor.launch import launch
 from planner.executor.resume import check_resume
 from planner.model.file import load_model_file
 from planner.plan_file import Plan
-from planner.profile_file import Profile
+from planner.profile_file import MemoryFormat, Profile
 from planner.profiler import profile_model
 from planner.profiler.calibrate import load_calibration
 from planner.profiler.devices import parse_dtype
 from planner.profiler.estimate import estimate_profile
-from planner.profiler.measure import Progress
 from planner.profiler.profile import DEFAULT_REPEATS, DEFAULT_SECONDS
+from planner.profiler.steps import Progress
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -31,6 +31,8 @@ def profile(
     seconds: float | None = None,
     repeats: int | None = None,
     dtype: str = "float32",
+    memory_format: MemoryFormat | None = None,
+    compiled: bool = False,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training on this device.
@@ -42,7 +44,9 @@ def profile(
         threads: intra-op threads on a CPU: the cores that one worker will have.
         seconds: time to measure for, warm-up and capture not counted; 20 when None.
         repeats: at most so many steps; 50 when None.
-        dtype: "float32", or "bfloat16" to run under torch.autocast, as `train` then does.
+        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, as `train` then does.
+        memory_format: "channels-last" to lay out weights and images so, as `train` then does.
+        compiled: run through torch.compile, as `train` then does.
         progress: told the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -57,6 +61,8 @@ def profile(
         seconds=DEFAULT_SECONDS if seconds is None else seconds,
         repeats=DEFAULT_REPEATS if repeats is None else repeats,
         dtype=dtype,
+        memory_format=memory_format,
+        compiled=compiled,
         progress=progress,
     )
 
@@ -67,6 +73,7 @@ def estimate(
     device: str,
     batch_size: int = DEFAULT_BATCH_SIZE,
     dtype: str = "float32",
+    memory_format: MemoryFormat | None = None,
     calibrate: Sequence[str | Path] = (),
 ) -> Profile:
     """What each layer of a model should cost in training on a device that need not be there.
@@ -75,7 +82,8 @@ def estimate(
         model: "model.py", or "model.py:builder" for another function than build_model.
         device: name in the table of `planner.profiler.devices`: "v100", "h100", "cpu" and others.
         batch_size: samples of the (micro)batch.
-        dtype: "float32", "tf32", or "bfloat16" or "float16" for autocast.
+        dtype: "float32", "tf32", or "bfloat16" or "float16" for autocast, which `train` then uses.
+        memory_format: "channels-last" where `train` is to lay out weights and images so; the times are the same.
         calibrate: profiles measured on such a device, each beside its model.py, to fit the table's numbers to.
 
     Raises:
@@ -85,7 +93,9 @@ def estimate(
     model_file = load_model_file(model)
     wanted = parse_dtype(dtype)
     calibration = [load_calibration(path) for path in calibrate]
-    return estimate_profile(model_file, batch_size, device=device, dtype=wanted, calibration=calibration)
+    return estimate_profile(
+        model_file, batch_size, device=device, dtype=wanted, memory_format=memory_format, calibration=calibration
+    )
 
 
 def train(

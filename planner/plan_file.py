@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from planner.cluster import Cluster
 from planner.errors import PlanError
 from planner.files import Record, load_record, save_record
-from planner.profile_file import Bytes, Device, Seconds
+from planner.profile_file import Autocast, Bytes, Device, MemoryFormat, Seconds
 
 REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
 
@@ -115,7 +115,9 @@ class Plan(Record):
     model: str
     profile_digest: str
     graph_hash: str | None  # None: from an imported profile, cannot be trained
-    autocast: Literal["bfloat16"] | None = None  # stages run under torch.autocast
+    autocast: Autocast | None = None  # stages run under torch.autocast
+    memory_format: MemoryFormat | None = None  # of weights and images
+    compiled: bool = False  # stages run through torch.compile
     device: Device
     config: str  # replicas per stage, "7-1"
     schedule: ScheduleName

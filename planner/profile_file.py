@@ -19,6 +19,9 @@ from planner.files import Record, load_record, save_record
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
 
+Autocast = Literal["bfloat16", "float16"]
+MemoryFormat = Literal["channels-last"]
+
 REMEDY = "make a profile with: plan profile model.py"
 
 
@@ -81,6 +84,21 @@ class WholeStep(Record):
     backward_thread_s: Seconds | None = None
 
 
+class Compiled(Record):
+    """How layers were timed where torch.compile fuses them, so that no time is any one layer's alone.
+
+    Runs of layers were compiled and timed one behind the other in whole steps. A layer's time is its share of the
+    uncompiled time of its run, times that of the compiled run; all are then scaled so that they add up to the whole
+    model compiled at once. Where a file names blocks, each is compiled and timed by itself, and nothing is scaled.
+    """
+
+    runs: tuple[str, ...]  # the first layer of each
+    runs_forward_s: Seconds  # of all runs, before the last scaling
+    runs_backward_s: Seconds
+    uncompiled_forward_s: Seconds  # of the whole step
+    uncompiled_backward_s: Seconds
+
+
 class Provenance(Record):
     """Where the numbers come from."""
 
@@ -99,7 +117,9 @@ class Profile(Record):
     graph_hash: str | None = None  # of the captured graph; None for imported profiles, which are plan-only
     device: Device
     dtype: str | None = None
-    autocast: Literal["bfloat16"] | None = None  # measured, and to be trained, under torch.autocast
+    autocast: Autocast | None = None  # measured, and to be trained, under torch.autocast
+    memory_format: MemoryFormat | None = None  # of weights and images; None for as the model makes them
+    compiled: Compiled | None = None  # measured, and to be trained, through torch.compile
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
@@ -133,8 +153,11 @@ class Profile(Record):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content: two profiles with the same digest are the same profile."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """SHA-256 of the content: two profiles with the same digest are the same profile.
+
+        What is not there does not count, so that fields to come leave the digests of older profiles as they are.
+        """
+        return hashlib.sha256(self.model_dump_json(exclude_none=True).encode()).hexdigest()
 
 
 def load_profile(path: Path | str) -> Profile:

@@ -11,7 +11,7 @@ from planner.cli.batch_sizes import parse_sizes, profile_path
 from planner.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.profile_file import Profile
+    from planner.profile_file import MemoryFormat, Profile
 
 DESCRIPTION = """\
 Measure what each layer of the model costs in training on this device: forward, backward and update time, bytes of
@@ -64,8 +64,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
-        help="float32, or bfloat16 under autocast, which the plan then trains with; for estimates also tf32 and "
-        "float16 (default: float32)",
+        help="float32, or bfloat16 or float16 under autocast, which the plan then trains with; for estimates also tf32 "
+        "(default: float32)",
+    )
+    parser.add_argument(
+        "--memory-format",
+        choices=["contiguous", "channels-last"],
+        default="contiguous",
+        help="channels-last: weights and images lie in memory pixel by pixel, as many kernels for convolutions want "
+        "them, and the plan then trains so (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="run through torch.compile, as the plan's stages then will; on a CPU it needs a C++ compiler",
     )
     estimates = parser.add_argument_group("estimates")
     estimates.add_argument(
@@ -162,6 +174,8 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             seconds=args.seconds,
             repeats=args.repeats,
             dtype=args.dtype or "float32",
+            memory_format=_memory_format(args),
+            compiled=args.compile,
             progress=progress,
         )
     finally:
@@ -174,13 +188,23 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
 
     if args.threads != 1:
         raise InputError(f"--threads {args.threads} cannot be estimated", hint="a CPU is estimated as one core")
+    if args.compile:
+        raise InputError(
+            "--compile cannot be estimated: what fusing operations saves shows on the device alone",
+            hint="measure it there, or leave --compile out",
+        )
     return estimate(
         args.model,
         device=args.device,
         batch_size=batch_size,
         dtype=args.dtype or "float32",
+        memory_format=_memory_format(args),
         calibrate=args.calibrate or (),
     )
+
+
+def _memory_format(args: argparse.Namespace) -> MemoryFormat | None:
+    return "channels-last" if args.memory_format == "channels-last" else None
 
 
 class _ProgressLine:

@@ -19,9 +19,12 @@ from planner.executor.memory import PeakMemory
 from planner.executor.optimizer import make_optimizer
 from planner.executor.setup import Place, check_world, join_group, local_place, message_timeout
 from planner.executor.worker import Completion, WorkerLog
-from planner.model.autocast import autocast_dtype, autocasting
+from planner.model.autocast import autocasting
 from planner.model.capture import loss_of
+from planner.model.compiling import compiled
 from planner.model.file import ModelFile, load_model_file
+from planner.model.memory_format import lay_out
+from planner.model.options import options_of
 from planner.schedule.instructions import Unit
 
 
@@ -58,7 +61,10 @@ def _train(
     device = place.compute
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(job.seed)
+    options = options_of(job.plan)
     model = model_file.build_model().train().to(device)
+    if options.channels_last:
+        lay_out(model)
     data = make_batches(model_file, batch_size, 1, job.seed, drop_last=job.options.drop_last)
     # Whole rounds only: DistributedDataParallel hangs when a worker has a minibatch less.
     rounds = -(-data.minibatches(job.steps, job.epochs) // world)
@@ -71,6 +77,7 @@ def _train(
         learning_rate_factor=world if job.options.scale_lr else 1,
         clip_grad_norm=job.options.clip_grad_norm,
     )
+    forward = compiled(ddp) if options.compiled else ddp
     own_loss = model_file.loss if model_file.has_loss else None
     log = WorkerLog()
     report = progress_reporter(on_progress, rounds * world, world, batch_size) if on_progress and rank == 0 else None
@@ -82,8 +89,9 @@ def _train(
         began = time.perf_counter()
         torch.manual_seed(job.seed * 1_000_003 + minibatch)
         batch = data.batch(Unit(minibatch)).to(device)
-        with autocasting(device.type, autocast_dtype(job.plan.autocast)):
-            loss = loss_of(ddp(*batch.args, **batch.kwargs), batch.target, own_loss)
+        batch = batch.channels_last() if options.channels_last else batch
+        with autocasting(device.type, options.autocast):
+            loss = loss_of(forward(*batch.args, **batch.kwargs), batch.target, own_loss)
         torch.autograd.backward(loss)
         optimizer.step(None)
         optimizer.advance(world)

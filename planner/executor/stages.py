@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from planner.errors import ModelFileError, PlanError
-from planner.model.autocast import autocast_dtype
 from planner.model.deferred import build_deferred, materialize
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph, ValueSpec
 from planner.model.load import capture_file
+from planner.model.options import options_of
 from planner.model.stage import StageModule, build_stage
 from planner.plan_file import Plan, Transfer
 from planner.sharing import shared_weight
@@ -34,7 +34,7 @@ def build_modules(
     torch.manual_seed(seed)
     model = build_deferred(model_file.build_model, seed) if defer_weights else model_file.build_model()
     example = model_file.example_batch(plan.microbatch_size)
-    graph = capture_file(model_file, example, model, autocast=autocast_dtype(plan.autocast))
+    graph = capture_file(model_file, example, model, options=options_of(plan))
     if graph.hash != plan.graph_hash:
         raise PlanError(
             f"the plan was made for another model than '{model_file.path}': graph {plan.graph_hash} in the plan, "
@@ -46,7 +46,7 @@ def build_modules(
         own = {name for stage in stages for name in plan.stages[stage].layers}
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
         materialize(graph.model, model_file.build_model, seed, set(graph.names_of(wanted)))
-    return {stage: build_stage(graph, plan.stages[stage].layers) for stage in stages}
+    return {stage: build_stage(graph, plan.stages[stage].layers, compile_=plan.compiled) for stage in stages}
 
 
 def _check_sharing(plan: Plan, graph: LayerGraph) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from planner.errors import InputError
 
-_NAMES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from planner.profile_file import Autocast
+
+_NAMES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
 
 
 def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -17,6 +25,13 @@ def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
     if dtype is None:
         return nullcontext()
     return torch.autocast("cuda" if device_type == "cuda" else "cpu", dtype)
+
+
+def autocast_name(dtype: torch.dtype | None) -> Autocast | None:
+    """The name of such a type in a profile."""
+    if dtype is None:
+        return None
+    return "bfloat16" if dtype == torch.bfloat16 else "float16"
 
 
 def autocast_dtype(name: str | None) -> torch.dtype | None:
@@ -28,7 +43,5 @@ def autocast_dtype(name: str | None) -> torch.dtype | None:
     if name in (None, "float32", "fp32"):
         return None
     if name not in _NAMES:
-        raise InputError(
-            f"training in {name} cannot be measured", hint="give float32 or bfloat16; float16 needs loss scaling"
-        )
+        raise InputError(f"training in {name} cannot be measured", hint="give float32, bfloat16 or float16")
     return _NAMES[name]

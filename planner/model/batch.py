@@ -12,6 +12,7 @@ from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tre
 from torch.utils.data import default_collate
 
 from planner.errors import ModelFileError
+from planner.model.memory_format import channels_last
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
         return _batch_of(tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self._tree()))
+
+    def channels_last(self) -> Batch:
+        """The same batch with the model's images laid out pixel by pixel; the target stays as it is."""
+        args, kwargs = tree_map(
+            lambda leaf: channels_last(leaf) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
+        )
+        return Batch(args, kwargs, self.target)
 
     def doubled(self) -> Batch:
         """Every sample twice."""

@@ -10,18 +10,20 @@ from torch import Tensor, nn
 
 from planner.model.blocks import BlockLayer
 from planner.model.capture import loss_of
+from planner.model.compiling import compiled
 from planner.model.graph import LayerGraph
 from planner.model.parts import StageParts, exchange, stage_parts
 from planner.model.randomness import RandomKey, reseed
 from planner.model.weights import add_missing, holder_of
 
 
-def block_parts(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> StageParts:
-    """The stage of layers first..last of a graph of blocks."""
+def block_parts(graph: LayerGraph, first: int, last: int, keep: Sequence[str], *, compile_: bool = False) -> StageParts:
+    """The stage of layers first..last of a graph of blocks, perhaps with each block compiled by itself."""
     trade = exchange(graph, first, last, keep)
     read = [(index, leaf.node.name) for index, leaf in trade.inputs]
     received = [node.name for node in trade.received]
-    code = _code(graph, first, last, read, received, [node.name for node in trade.sent])
+    sent = [node.name for node in trade.sent]
+    code = _code(graph, first, last, read, received, sent, compiled if compile_ else _as_it_is)
     return stage_parts(graph, graph.layers[first : last + 1], trade, _weights(graph, first, last), code)
 
 
@@ -32,11 +34,13 @@ def _code(
     read: Sequence[tuple[int, str]],
     received: Sequence[str],
     sent: Sequence[str],
+    call: Callable[[nn.Module], Callable[..., Any]],
 ) -> Callable[..., tuple[Tensor, ...]]:
     chain = graph.blocks
     assert chain is not None
     layers = chain.layers[first : last + 1]
     spec = graph.batch_spec
+    calls = {module: call(module) for layer in layers for _, module in layer.blocks}
 
     def run(
         _weights: nn.Module, device: torch.device, key: RandomKey, observer: Any, *values: Any
@@ -52,13 +56,13 @@ def _code(
                 if module.training != chain.training:
                     module.train(chain.training)
             if layer.takes is None:
-                value = layer.blocks[0][1](*args, **kwargs)
+                value = calls[layer.blocks[0][1]](*args, **kwargs)
                 rest = layer.blocks[1:]
             else:
                 names = chain.layers[index - 1].values
                 value, rest = layer.takes.value([known[name] for name in names]), layer.blocks
             for _, module in rest:
-                value = module(value)
+                value = calls[module](value)
             made = _results(layer, value)
             known.update(zip(layer.values, made, strict=True))
             if layer.has_loss:
@@ -66,17 +70,21 @@ def _code(
                 known["loss"] = loss
                 made = [loss]
             if observer is not None:
-                observer.after_layer(index, _made_last(made))
+                observer.after_layer(index, made_last(made))
         return tuple(known[name] for name in (*sent, *(["loss"] if layers[-1].has_loss else [])))
 
     return run
+
+
+def _as_it_is(module: nn.Module) -> Callable[..., Any]:
+    return module
 
 
 def _results(layer: BlockLayer, value: Any) -> list[Tensor]:
     return [] if layer.gives is None else layer.gives.tensors(value, layer.blocks[-1][0])
 
 
-def _made_last(tensors: Sequence[Tensor]) -> Tensor | None:
+def made_last(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensor whose backward runs first: autograd takes the highest sequence number first."""
     with_gradient = [tensor for tensor in tensors if tensor.grad_fn is not None]
     return max(with_gradient, key=lambda tensor: tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]

@@ -24,8 +24,10 @@ from planner.model.capture import Loss, loss_of
 from planner.model.digest import graph_digest
 from planner.model.failure import refuse_untrainable
 from planner.model.graph import GraphLayer, Input, LayerGraph, ValueSpec
+from planner.model.memory_format import lay_out
 from planner.model.names import Names
 from planner.model.observe import memory_order
+from planner.model.options import PLAIN, StageOptions
 from planner.model.size import BATCH, Size, SizeReader
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -103,7 +105,7 @@ def capture_blocks(
     loss: Loss | None,
     *,
     training: bool = True,
-    autocast: torch.dtype | None = None,
+    options: StageOptions = PLAIN,
 ) -> LayerGraph:
     """The graph of `blocks`, each a layer, with the loss behind them.
 
@@ -118,20 +120,23 @@ def capture_blocks(
         batch: example.
         loss: as for `capture`.
         training: mode of the modules.
-        autocast: as for `capture`.
+        options: as for `capture`.
 
     Raises:
         CaptureError: when the blocks fail, compute something else than the model, or exchange what cannot travel.
     """
     refuse_untrainable(model)
     example = batch.doubled() if batch.size == 1 else batch
+    if options.channels_last:
+        lay_out(model)
+        example = example.channels_last()
     model.train(training)
     named = _named(model, blocks)
-    with _kept(model), autocasting(example.device_type, autocast):
+    with _kept(model), autocasting(example.device_type, options.autocast):
         joined = [*_joined_by_writes(named, example), *_joined_by_buffers(named)]
         small, large = (_run(named, sample, loss) for sample in (example, example.doubled()))
         _check_loss(model, example, loss, small[-1])
-    return _Assembler(model, named, example, loss, training, autocast).graph(small, large, joined)
+    return _Assembler(model, named, example, loss, training, options).graph(small, large, joined)
 
 
 def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -273,9 +278,9 @@ class _Assembler:
         batch: Batch,
         loss: Loss | None,
         training: bool,
-        autocast: torch.dtype | None,
+        options: StageOptions,
     ) -> None:
-        self._autocast = autocast
+        self._options = options
         self._model, self._named, self._batch, self._loss, self._training = model, named, batch, loss, training
         self._graph = fx.Graph()
         self._specs: dict[fx.Node, ValueSpec] = {}
@@ -327,7 +332,8 @@ class _Assembler:
             batch_size=None,
             hash="",
             blocks=BlockChain(tuple(layers), self._loss, self._training),
-            autocast=self._autocast,
+            autocast=self._options.autocast,
+            channels_last=self._options.channels_last,
         )
         return result.with_hash(graph_digest(result))
 

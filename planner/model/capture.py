@@ -26,8 +26,10 @@ from planner.model.failure import (
 )
 from planner.model.graph import Input, LayerGraph, ValueSpec
 from planner.model.layers import group_layers
+from planner.model.memory_format import lay_out
 from planner.model.names import MODEL, Names
 from planner.model.observe import Observed, observe
+from planner.model.options import PLAIN, StageOptions
 from planner.model.size import SizeReader, is_symbolic
 
 Loss = Callable[[Any, Any], Tensor]
@@ -42,7 +44,7 @@ def capture(
     loss: Loss | None,
     *,
     training: bool = True,
-    autocast: torch.dtype | None = None,
+    options: StageOptions = PLAIN,
 ) -> LayerGraph:
     """The forward of `model` on batches like `batch`, up to the loss.
 
@@ -52,7 +54,8 @@ def capture(
         batch: example; the graph is good for other numbers of samples too, unless the model pins it.
         loss: (output, target) -> 0-dimensional loss; None where the model's output has a `.loss` or ["loss"].
         training: the mode; what a graph does in it cannot be changed afterwards.
-        autocast: run stages under torch.autocast with this type; the values between layers then have it, too.
+        options: of the stages. Under autocast, values between layers have its type, too; for channels-last, the
+            model's weights are laid out so, in place.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
@@ -60,12 +63,15 @@ def capture(
     refuse_untrainable(model)
     # A size of one would be taken for a constant, and a tensor that occurs twice for one input.
     example = (batch.doubled() if batch.size == 1 else batch).distinct()
+    if options.channels_last:
+        lay_out(model)
+        example = example.channels_last()
     forward = _ForwardToLoss(model.train(training), loss)
     module = _export(forward, example)
     _clean(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     try:
-        with autocasting(example.device_type, autocast):
+        with autocasting(example.device_type, options.autocast):
             observed = observe(module, example.flatten()[0])
     except Exception as cause:  # whatever the tracer's operations raise on tensors without data
         raise capture_failure(cause, model) from cause
@@ -93,7 +99,8 @@ def capture(
         tied_parameters=names.tied,
         batch_size=None if reader.dynamic else example.size,
         hash="",
-        autocast=autocast,
+        autocast=options.autocast,
+        channels_last=options.channels_last,
     )
     return graph.with_hash(graph_digest(graph))
 

@@ -37,6 +37,7 @@ def _lines(graph: LayerGraph) -> list[str]:
     ]
     lines += [f"tied {group}" for group in graph.tied_parameters]
     lines += [f"autocast {graph.autocast}"] if graph.autocast is not None else []
+    lines += ["channels-last"] if graph.channels_last else []
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
         spec = graph.specs.get(node)

@@ -121,6 +121,7 @@ class LayerGraph:
         hash: of operations, arguments, shapes and parameter names; the same in every process and for every batch size.
         blocks: what runs in place of the graph's operations, for a model whose file names its blocks.
         autocast: the type that stages run under torch.autocast with.
+        channels_last: whether weights and images lie in memory pixel by pixel.
     """
 
     model: nn.Module
@@ -139,6 +140,7 @@ class LayerGraph:
     hash: str
     blocks: BlockChain | None = None
     autocast: torch.dtype | None = None
+    channels_last: bool = False
 
     def with_hash(self, digest: str) -> LayerGraph:
         """The same graph with its hash filled in."""

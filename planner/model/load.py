@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from planner.errors import ModelFileError
@@ -12,6 +11,8 @@ from planner.model.capture import capture
 from planner.model.deferred import is_deferred, without_storage
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph
+from planner.model.memory_format import lay_out
+from planner.model.options import PLAIN, StageOptions
 
 
 def capture_file(
@@ -20,7 +21,7 @@ def capture_file(
     model: nn.Module | None = None,
     *,
     training: bool = True,
-    autocast: torch.dtype | None = None,
+    options: StageOptions = PLAIN,
 ) -> LayerGraph:
     """The graph of the file's model.
 
@@ -29,7 +30,7 @@ def capture_file(
         batch: example.
         model: from the file, perhaps deferred; None builds a new one.
         training: whether the model is in training or evaluation mode.
-        autocast: the type that the stages run under torch.autocast with.
+        options: of the stages.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -42,8 +43,10 @@ def capture_file(
                 f"'{model_file.path}' names blocks, which are run to be captured, and so need their weights",
                 hint="train without --defer-weights",
             )
+        if options.channels_last:
+            lay_out(model)  # what is without storage could not be copied
         with without_storage(model):
-            return capture(model, batch, loss, training=training, autocast=autocast)
+            return capture(model, batch, loss, training=training, options=options)
     if model_file.has_blocks:
-        return capture_blocks(model, model_file.blocks(model), batch, loss, training=training, autocast=autocast)
-    return capture(model, batch, loss, training=training, autocast=autocast)
+        return capture_blocks(model, model_file.blocks(model), batch, loss, training=training, options=options)
+    return capture(model, batch, loss, training=training, options=options)

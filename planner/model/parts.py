@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.graph import GraphLayer, Input, LayerGraph, ValueSpec
+from planner.model.memory_format import channels_last
 from planner.model.size import samples_in
 
 LOSS = "loss"  # the key under which a stage returns the loss
@@ -34,6 +35,7 @@ class StageParts:
     has_loss: bool
     fixed_batch_size: int | None
     autocast: torch.dtype | None
+    channels_last: bool
     places: Mapping[str, str] = field(default_factory=dict)  # by name of a value in `code`, where the user makes it
 
     def read_batch(self, batch: Batch | None) -> list[Any]:
@@ -46,7 +48,13 @@ class StageParts:
                 f"{_outline(self.batch_spec)}",
                 hint="dataset() and example_batch() must give the model the same arguments",
             )
-        return [leaves[index] for index, _ in self.inputs]
+        if not self.channels_last:
+            return [leaves[index] for index, _ in self.inputs]
+        of_model = len(leaves) - spec.children()[-1].num_leaves  # the target is no image of the model's
+        return [
+            channels_last(leaf) if index < of_model and isinstance(leaf := leaves[index], Tensor) else leaves[index]
+            for index, _ in self.inputs
+        ]
 
     def batch_size(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> int:
         if self.fixed_batch_size is not None:
@@ -104,6 +112,7 @@ def stage_parts(
         has_loss=has_loss,
         fixed_batch_size=graph.batch_size,
         autocast=graph.autocast,
+        channels_last=graph.channels_last,
         places=places or {},
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,10 @@ from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.batch_limits import least_batch_size
 from planner.model.block_stage import block_parts
+from planner.model.compiling import compiled, uncompiled
 from planner.model.failure import operation_failure, user_place
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
+from planner.model.memory_format import lay_out
 from planner.model.parts import StageParts, exchange, stage_parts
 from planner.model.randomness import RandomKey, is_random, reseed
 from planner.model.size import evaluate_number, is_symbolic
@@ -143,7 +146,12 @@ class StageModule(nn.Module):
 
 
 def build_stage(
-    graph: LayerGraph, layer_names: Sequence[str], keep: Sequence[str] = (), *, observable: bool = False
+    graph: LayerGraph,
+    layer_names: Sequence[str],
+    keep: Sequence[str] = (),
+    *,
+    observable: bool = False,
+    compile_: bool = False,
 ) -> StageModule:
     """The stage of `graph` that computes the layers named.
 
@@ -152,14 +160,22 @@ def build_stage(
         layer_names: consecutive layers.
         keep: further values made here that `forward` returns, for instance the model's outputs.
         observable: whether the stage tells its `observer` of every layer.
+        compile_: whether torch.compile makes one piece of code of the layers, or of each block where the file names
+            blocks; an observer would cut it into pieces.
 
     Raises:
         CaptureError: when a layer is unknown, or the layers are not consecutive.
     """
     first, last = _range(graph, layer_names)
+    assert not (observable and compile_), "what is compiled has no layers"
     if graph.blocks is not None:
-        return StageModule(block_parts(graph, first, last, keep))
-    return StageModule(_Builder(graph, first, last).build(keep, observable))
+        parts = block_parts(graph, first, last, keep, compile_=compile_)
+    else:
+        parts = _Builder(graph, first, last, uncompiled(reseed) if compile_ else reseed).build(keep, observable)
+        parts = replace(parts, code=compiled(parts.code)) if compile_ else parts
+    if graph.channels_last:
+        lay_out(parts.weights)  # those that were made since the capture, too
+    return StageModule(parts)
 
 
 def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
@@ -178,10 +194,13 @@ def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
 class _Builder:
     """Copies the operations of layers first..last into a graph of their own, and generates its code."""
 
-    def __init__(self, graph: LayerGraph, first: int, last: int) -> None:
+    def __init__(
+        self, graph: LayerGraph, first: int, last: int, reseed: Callable[[RandomKey, torch.device, int], None]
+    ) -> None:
         self._graph = graph
         self._first, self._last = first, last
         self._layers = graph.layers[first : last + 1]
+        self._reseed = reseed
         self._weights = weights_of(graph, self._layers)
         self._new = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -193,7 +212,7 @@ class _Builder:
         numbers = self._declare_numbers(trade.used)
         for index, layer in enumerate(self._layers, start=self._first):
             if any(is_random(node, graph.module) for node in layer.nodes):
-                self._new.call_function(reseed, (self._key, self._device, index))
+                self._new.call_function(self._reseed, (self._key, self._device, index))
             for node in layer.nodes:
                 self._copy(node)
             if observable:

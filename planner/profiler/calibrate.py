@@ -79,7 +79,9 @@ def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DTy
 
 def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
     profile = calibration.profile
-    trace = trace_step(calibration.model_file, profile.microbatch_size or 1, dtype)
+    # As it was measured; what single precision means on a GPU, only the user can say.
+    of_profile: DType = profile.autocast or ("tf32" if dtype == "tf32" else "float32")
+    trace = trace_step(calibration.model_file, profile.microbatch_size or 1, of_profile, profile.memory_format)
     if trace.graph.hash != profile.graph_hash:
         raise InputError(
             f"the profile of '{profile.model}' is not of the model in '{calibration.model_file.path}'",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.model.file import ModelFile
-from planner.profile_file import Device, Profile
+from planner.profile_file import Device, MemoryFormat, Profile
 from planner.profiler.calibrate import Calibration, calibrated
 from planner.profiler.devices import DeviceSpec, DType, device_spec
-from planner.profiler.measure import Measurement, StepTimes
+from planner.profiler.measure import Measurement
 from planner.profiler.profile import make_profile
+from planner.profiler.steps import StepTimes
 from planner.profiler.trace import StepTrace, trace_step
 
 
@@ -19,6 +20,7 @@ def estimate_profile(
     *,
     device: str,
     dtype: DType = "float32",
+    memory_format: MemoryFormat | None = None,
     calibration: Sequence[Calibration] = (),
 ) -> Profile:
     """What each layer of a model should cost in training on a device of the table in `devices`.
@@ -32,6 +34,7 @@ def estimate_profile(
         batch_size: samples of the (micro)batch.
         device: name in the table, such as "v100".
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
+        memory_format: that the plan's stages are to have; it does not change the estimate.
         calibration: measured profiles to fit the achieved shares to first.
 
     Raises:
@@ -39,7 +42,8 @@ def estimate_profile(
         InputError: for a device or data type that the table does not have.
     """
     spec = calibrated(device_spec(device, dtype), calibration, dtype)
-    return profile_of_trace(model_file, trace_step(model_file, batch_size, dtype), spec, dtype)
+    trace = trace_step(model_file, batch_size, dtype, memory_format)
+    return profile_of_trace(model_file, trace, spec, dtype)
 
 
 def profile_of_trace(model_file: ModelFile, trace: StepTrace, spec: DeviceSpec, dtype: DType) -> Profile:
@@ -60,6 +64,5 @@ def profile_of_trace(model_file: ModelFile, trace: StepTrace, spec: DeviceSpec, 
         measured,
         described,
         None,
-        dtype=None if dtype == "float32" else dtype,
-        value_dtypes=trace.value_dtypes,
+        dtype=dtype if dtype == "tf32" else None,
     )

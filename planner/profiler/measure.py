@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planner.errors import ModelFileError
 from planner.model.autocast import autocasting
@@ -15,41 +14,13 @@ from planner.model.batch import Batch
 from planner.model.capture import loss_of
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph
-from planner.model.stage import StageModule, build_stage
-from planner.profiler.clock import Clock, CpuClock, LayerTimes, MarkT, clock_for
+from planner.model.parts import LOSS
+from planner.model.stage import LayerObserver, StageModule, build_stage
+from planner.profiler.clock import Clock, clock_for
+from planner.profiler.compiled import CompiledTimes, as_compiled, measure_compiled, saved_as_compiled
 from planner.profiler.saved import saved_bytes
+from planner.profiler.steps import Effort, Progress, Steps, StepTimes, repeat
 from planner.profiler.update import LayerUpdate, layer_updates, still
-
-Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure.
-
-    Attributes:
-        seconds: stop after the repeat that exceeds them.
-        repeats: at most.
-        least_repeats: at least, whatever the time.
-        warmup: steps that do not count.
-    """
-
-    seconds: float
-    repeats: int
-    least_repeats: int
-    warmup: int
-
-
-@dataclass
-class StepTimes:
-    """Seconds of one part of the step, one entry per repeat."""
-
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    update_s: list[float] = field(default_factory=list)
-    # On a CPU, time that the thread had the processor; empty elsewhere.
-    forward_thread_s: list[float] = field(default_factory=list)
-    backward_thread_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,26 +29,39 @@ class Measurement:
 
     Attributes:
         layers: per layer, over the repeats of the marked steps.
-        whole: the user's model without capture or marks, in between.
+        whole: the user's model without capture or marks, in between; or all layers compiled at once.
         updates: per layer, of the optimizer.
         saved_bytes: per layer.
+        compiled: where stages are to be compiled, how the above was made.
     """
 
     layers: list[StepTimes]
     whole: StepTimes
     updates: list[LayerUpdate]
     saved_bytes: list[int]
+    compiled: CompiledTimes | None = None
 
 
 def measure(
-    graph: LayerGraph, model_file: ModelFile, batch: Batch, device: torch.device, effort: Effort, progress: Progress
+    graph: LayerGraph,
+    model_file: ModelFile,
+    batch: Batch,
+    device: torch.device,
+    effort: Effort,
+    progress: Progress,
+    *,
+    compiled: bool = False,
 ) -> Measurement:
-    """Run and time training steps of `graph` on `batch`."""
+    """Run and time training steps of `graph` on `batch`; with `compiled`, once more through torch.compile."""
     graph.model.to(device)
     batch = batch.to(device)
     stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True).to(device)
+    run = _Run(graph, stage, model_file, batch, clock_for(device))
     try:
-        return _Run(graph, stage, model_file, batch, effort, progress).measure(clock_for(device))
+        if not compiled:
+            return run.measure(effort, progress)
+        half = replace(effort, seconds=effort.seconds / 2)
+        return run.compiled(run.measure(half, progress), half, progress)
     except RuntimeError as cause:  # whatever PyTorch raises in the user's model, too little memory included
         reason = (str(cause).strip().splitlines() or [""])[0]
         raise ModelFileError(
@@ -88,88 +72,56 @@ def measure(
 
 class _Run:
     def __init__(
-        self,
-        graph: LayerGraph,
-        stage: StageModule,
-        model_file: ModelFile,
-        batch: Batch,
-        effort: Effort,
-        progress: Progress,
+        self, graph: LayerGraph, stage: StageModule, model_file: ModelFile, batch: Batch, clock: Clock[Any]
     ) -> None:
         self._graph = graph
         self._stage = stage
         self._model_file = model_file
         self._batch = batch
-        self._effort = effort
-        self._progress = progress
         self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
+        self._steps = Steps(clock, list(self._parameters.values()))
 
-    def measure(self, clock: Clock[MarkT]) -> Measurement:
+    def measure(self, effort: Effort, progress: Progress) -> Measurement:
         saved = saved_bytes(self._stage, self._batch)
-        optimizer = still(self._model_file.optimizer(self._parameters))
-        layers = [StepTimes() for _ in self._graph.layers]
-        whole = StepTimes()
-        for _ in range(self._effort.warmup):
-            self._marked_step(clock, [StepTimes() for _ in layers])
-            optimizer.step()
-        started = time.perf_counter()
-        done = 0
-        while done < self._effort.repeats:
-            spent = time.perf_counter() - started
-            if done >= self._effort.least_repeats and spent >= self._effort.seconds:
-                break
-            self._progress("measuring", min(1.0, max(spent / self._effort.seconds, done / self._effort.repeats)))
-            # In turn, so that whatever else the machine does slows both alike.
-            self._plain_step(clock, whole, optimizer)
-            self._marked_step(clock, layers)
-            done += 1
-        del optimizer
-        self._progress("measuring updates", 1.0)
-        return Measurement(layers, whole, layer_updates(self._model_file, self._trained_by_layer(), clock), saved)
+        layers, whole = self._measure_steps(effort, progress)
+        progress("measuring updates", 1.0)
+        updates = layer_updates(self._model_file, self._trained_by_layer(), self._steps.clock)
+        return Measurement(layers, whole, updates, saved)
 
-    def _plain_step(self, clock: Clock[MarkT], times: StepTimes, optimizer: torch.optim.Optimizer) -> None:
-        self._drop_gradients()
-        clock.wait()
-        start = clock.mark()
+    def _measure_steps(self, effort: Effort, progress: Progress) -> tuple[list[StepTimes], StepTimes]:
+        update = self._optimizer().step
+        layers, whole = [StepTimes() for _ in self._graph.layers], StepTimes()
+        for _ in range(effort.warmup):
+            self._steps.marked(self._marked_forward, [StepTimes() for _ in layers])
+            update()
+        steps = [
+            lambda: self._steps.whole(self._plain_forward, update, whole),
+            lambda: self._steps.marked(self._marked_forward, layers),
+        ]
+        repeat(effort, progress, "measuring", steps)
+        return layers, whole
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return still(self._model_file.optimizer(self._parameters))
+
+    def compiled(self, plain: Measurement, effort: Effort, progress: Progress) -> Measurement:
+        update = self._optimizer().step
+        times = measure_compiled(
+            self._graph, self._batch, plain.layers, plain.whole, self._steps, update, effort, progress
+        )
+        layers, saved = as_compiled(plain.layers, times), saved_as_compiled(plain.saved_bytes, times)
+        return Measurement(layers, times.whole, plain.updates, saved, times)
+
+    def _plain_forward(self) -> Tensor:
+        batch = self._batch.channels_last() if self._graph.channels_last else self._batch
         loss_function = self._model_file.loss if self._model_file.has_loss else None
-        with autocasting(self._batch.device_type, self._graph.autocast):
-            output = self._graph.model(*self._batch.args, **self._batch.kwargs)
-            loss = loss_of(output, self._batch.target, loss_function)
-        after_forward = clock.mark()
-        loss.backward()  # type: ignore[no-untyped-call]
-        after_backward = clock.mark()
-        optimizer.step()
-        end = clock.mark()
-        clock.wait()
-        times.forward_s.append(clock.seconds(start, after_forward))
-        times.backward_s.append(clock.seconds(after_forward, after_backward))
-        times.update_s.append(clock.seconds(after_backward, end))
-        if isinstance(clock, CpuClock):
-            times.forward_thread_s.append(clock.thread_seconds(start, after_forward))
-            times.backward_thread_s.append(clock.thread_seconds(after_forward, after_backward))
+        with autocasting(batch.device_type, self._graph.autocast):
+            output = self._graph.model(*batch.args, **batch.kwargs)
+            return loss_of(output, batch.target, loss_function)
 
-    def _marked_step(self, clock: Clock[MarkT], times: list[StepTimes]) -> None:
-        self._drop_gradients()
-        clock.wait()
-        marks = LayerTimes(clock, len(times))
-        self._stage.set_observer(marks)
-        marks.start()
-        loss = self._stage(self._batch, {})["loss"]
-        marks.start_backward()
-        loss.backward()
-        marks.end()
-        clock.wait()
-        for layer, forward_s, backward_s in zip(times, *marks.seconds(), strict=True):
-            layer.forward_s.append(forward_s)
-            layer.backward_s.append(backward_s)
-        if isinstance(clock, CpuClock):
-            for layer, forward_s, backward_s in zip(times, *marks.seconds(clock.thread_seconds), strict=True):
-                layer.forward_thread_s.append(forward_s)
-                layer.backward_thread_s.append(backward_s)
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    def _marked_forward(self, observer: LayerObserver) -> Tensor:
+        self._stage.set_observer(observer)
+        return self._stage(self._batch, {})[LOSS]  # type: ignore[no-any-return]
 
     def _trained_by_layer(self) -> list[dict[str, nn.Parameter]]:
         """Parameters that got a gradient, each in the first layer that uses it."""

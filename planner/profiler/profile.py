@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median, quantiles
@@ -15,12 +14,16 @@ import torch
 
 import planner
 from planner.errors import InputError
-from planner.model.autocast import autocast_dtype
+from planner.model.autocast import autocast_dtype, autocast_name
+from planner.model.compiling import check_compiler
 from planner.model.file import ModelFile
 from planner.model.graph import GraphLayer, LayerGraph
 from planner.model.load import capture_file
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value, WholeStep
-from planner.profiler.measure import Effort, Measurement, Progress, StepTimes, measure
+from planner.model.options import StageOptions
+from planner.profile_file import Compiled, Device, Edge, Layer, MemoryFormat, Profile, Provenance, Value, WholeStep
+from planner.profiler.compiled import CompiledTimes
+from planner.profiler.measure import Measurement, measure
+from planner.profiler.steps import Effort, Progress, StepTimes
 
 DEFAULT_SECONDS = 20.0
 DEFAULT_REPEATS = 50
@@ -39,6 +42,8 @@ def profile_model(
     warmup: int | None = None,
     seed: int = 0,
     dtype: str = "float32",
+    memory_format: MemoryFormat | None = None,
+    compiled: bool = False,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training.
@@ -55,7 +60,9 @@ def profile_model(
         repeats: at most so many steps.
         warmup: steps that do not count; 2 on a CPU, 10 on a GPU.
         seed: of the weights and the example batch.
-        dtype: "float32", or "bfloat16" to run under torch.autocast, as the plan's stages then will.
+        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, as the plan's stages then will.
+        memory_format: "channels-last" to lay out images and weights so, as the plan's stages then will.
+        compiled: run through torch.compile, as the plan's stages then will.
         progress: told the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -70,7 +77,9 @@ def profile_model(
     if threads > (cores := os.cpu_count() or threads):
         raise InputError(f"this machine has {cores} cores, not {threads}", hint="a worker's threads need a core each")
     target = parse_device(device)
-    autocast = autocast_dtype(dtype)
+    options = StageOptions(autocast_dtype(dtype), memory_format == "channels-last", compiled)
+    if compiled:
+        check_compiler(target.type)
     report = progress or (lambda _phase, _fraction: None)
     if warmup is None:
         warmup = WARMUP_CUDA if target.type == "cuda" else WARMUP_CPU
@@ -78,9 +87,9 @@ def profile_model(
         torch.manual_seed(seed)
         report("capturing", 0.0)
         batch = model_file.example_batch(batch_size)
-        graph = capture_file(model_file, batch, autocast=autocast)
+        graph = capture_file(model_file, batch, options=options)
         effort = Effort(seconds, repeats, min(LEAST_REPEATS, repeats), warmup)
-        measured = measure(graph, model_file, batch, target, effort, report)
+        measured = measure(graph, model_file, batch, target, effort, report, compiled=compiled)
     whole = WholeStep(
         forward_s=median(measured.whole.forward_s),
         backward_s=median(measured.whole.backward_s),
@@ -100,7 +109,6 @@ def make_profile(
     whole: WholeStep | None,
     *,
     dtype: str | None = None,
-    value_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Profile:
     """The profile of times measured, or estimated where there is no whole step.
 
@@ -112,12 +120,11 @@ def make_profile(
         device: that the times belong to.
         whole: the step measured unsplit; None for estimates.
         dtype: None for that of the weights.
-        value_dtypes: of the values between layers, where they are not as captured.
     """
     alone_s = sum(update.seconds for update in measured.updates)
     # Stepping layer by layer pays the optimizer's overhead per layer; a stage pays it once.
     share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
-    held = _Held(graph, batch_size, value_dtypes or {})
+    held = _Held(graph, batch_size)
     layers = tuple(
         held.layer(layer, times, update.seconds * share, update.state_bytes, saved)
         for layer, times, update, saved in zip(
@@ -127,7 +134,9 @@ def make_profile(
     return Profile(
         model=model_file.name,
         graph_hash=graph.hash,
-        autocast=None if graph.autocast is None else "bfloat16",
+        autocast=autocast_name(graph.autocast),
+        memory_format="channels-last" if graph.channels_last else None,
+        compiled=None if measured.compiled is None else _compiled(graph, measured.compiled),
         device=device,
         dtype=dtype or _dtype(graph),
         microbatch_size=batch_size,
@@ -148,10 +157,9 @@ def make_profile(
 class _Held:
     """Bytes of layers; what is tied counts in the first layer that uses it."""
 
-    def __init__(self, graph: LayerGraph, batch_size: int, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, graph: LayerGraph, batch_size: int) -> None:
         self._graph = graph
         self._batch_size = batch_size
-        self._dtypes = dtypes
         self.parameters = dict(graph.model.named_parameters())
         self._buffers = dict(graph.model.named_buffers())
         self._counted: set[str] = set()
@@ -186,11 +194,7 @@ class _Held:
         return new
 
     def _outputs(self, layer: GraphLayer) -> tuple[Value, ...]:
-        specs = [
-            replace(spec, dtype=self._dtypes.get(spec.name, spec.dtype))
-            for node in layer.nodes
-            if (spec := self._graph.values.get(node.name)) is not None
-        ]
+        specs = [spec for node in layer.nodes if (spec := self._graph.values.get(node.name)) is not None]
         size = self._batch_size
         return tuple(
             Value(
@@ -200,6 +204,16 @@ class _Held:
             )
             for spec in specs
         )
+
+
+def _compiled(graph: LayerGraph, times: CompiledTimes) -> Compiled:
+    return Compiled(
+        runs=tuple(graph.layers[start].name for start in times.starts),
+        runs_forward_s=sum(median(run.forward_s) for run in times.runs),
+        runs_backward_s=sum(median(run.backward_s) for run in times.runs),
+        uncompiled_forward_s=median(times.uncompiled.forward_s),
+        uncompiled_backward_s=median(times.uncompiled.backward_s),
+    )
 
 
 def _median(values: list[float]) -> float | None:

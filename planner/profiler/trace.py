@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,17 +11,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 from planner.errors import InputError, ModelFileError
 from planner.model.batch import Batch
-from planner.model.capture import capture
 from planner.model.failure import capture_failure
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph
+from planner.model.load import capture_file
+from planner.model.memory_format import lay_out
+from planner.model.options import StageOptions
 from planner.model.stage import StageModule, build_stage
+from planner.profile_file import MemoryFormat
 from planner.profiler.clock import LayerTimes
 from planner.profiler.devices import DeviceSpec, DType
 from planner.profiler.operations import Costs, Recorder, recurrent_workspace
@@ -42,13 +48,11 @@ class StepTrace:
         graph: the captured model, its weights pretended.
         batch_size: samples.
         saved_bytes: kept from forward to backward, by layer.
-        value_dtypes: of the values between layers, by name: autocast changes some.
     """
 
     graph: LayerGraph
     batch_size: int
     saved_bytes: list[int]
-    value_dtypes: dict[str, torch.dtype]
     _clock: _OperationClock
     _marks: LayerTimes[int]
     _updates: list[_UpdateTrace]
@@ -69,71 +73,110 @@ class StepTrace:
         return self._clock.costs
 
 
-def trace_step(model_file: ModelFile, batch_size: int, dtype: DType = "float32") -> StepTrace:
+def trace_step(
+    model_file: ModelFile, batch_size: int, dtype: DType = "float32", memory_format: MemoryFormat | None = None
+) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and no memory is needed for weights or activations.
+
+    A model whose file names blocks is built in memory, because blocks are run to see what they exchange; where they
+    decide by values, the step is run with them, on the CPU.
 
     Args:
         model_file: whose model can be built on the meta device; others are built in memory once.
         batch_size: samples of the (micro)batch.
         dtype: "bfloat16" and "float16" run the forward under autocast.
+        memory_format: of weights and images.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: when the batch makes no sense, the file names blocks, or the optimizer looks at numbers.
+        InputError: when the batch makes no sense, or the optimizer looks at numbers.
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size} is less than 1", hint="give a positive whole number")
-    if model_file.has_blocks:
-        raise InputError(
-            f"'{model_file.path}' names blocks, which are run to see what they do, and an estimate runs nothing",
-            hint="measure it: plan profile without --estimate",
-        )
-    if model_file.has_blocks:
-        raise InputError(
-            f"'{model_file.path}' names blocks, which depend on numbers and cannot be estimated",
-            hint="leave --estimate out to measure the model",
-        )
+    options = StageOptions(_HALF.get(dtype), memory_format == "channels-last")
+    tracer = _Tracer(model_file, batch_size, Recorder("tf32" if dtype == "tf32" else "float32"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        if model_file.has_blocks:
+            return _trace_blocks(tracer, options)
+        model = _on_meta(model_file.build_model)
+        if options.channels_last:
+            lay_out(model)
         batch = _on_meta(lambda: model_file.example_batch(batch_size))
-        model = _without_data(_on_meta(model_file.build_model))
-        graph = _capture(model_file, model, batch_size)
-        stage = build_stage(graph, [layer.name for layer in graph.layers], keep=tuple(graph.values), observable=True)
+        (model,) = _without_data([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+        graph = _capture(model_file, model, batch_size, options)
         try:
-            return _trace(graph, stage, model_file, batch, dtype)
+            # On a pretended CPU: PyTorch chooses kernels by device, and has none of its own for the meta device.
+            stage = _whole(graph)
+            with FakeTensorMode():
+                _pretend(stage)
+                return tracer.trace(graph, stage, _pretended(batch))
         except (NotImplementedError, RuntimeError) as cause:  # operations that cannot tell the shape of their result
             raise capture_failure(cause, model) from cause
 
 
-def _capture(model_file: ModelFile, model: nn.Module, batch_size: int) -> LayerGraph:
+def _capture(model_file: ModelFile, model: nn.Module, batch_size: int, options: StageOptions) -> LayerGraph:
     """With few samples, because example batches have data; with all of them where the model knows no other number."""
-    loss = model_file.loss if model_file.has_loss else None
-    graph = capture(model, model_file.example_batch(min(batch_size, _FEW)), loss)
-    return graph if graph.batch_size is None else capture(model, model_file.example_batch(batch_size), loss)
+    graph = capture_file(model_file, model_file.example_batch(min(batch_size, _FEW)), model, options=options)
+    if graph.batch_size is None:
+        return graph
+    return capture_file(model_file, model_file.example_batch(batch_size), model, options=options)
 
 
-def _trace(graph: LayerGraph, stage: StageModule, model_file: ModelFile, batch: Batch, dtype: DType) -> StepTrace:
-    recorder = Recorder("tf32" if dtype == "tf32" else "float32")
-    clock = _OperationClock(recorder)
-    # On a pretended CPU, because PyTorch chooses kernels by device, and has none of its own for the meta device.
-    with FakeTensorMode():
-        parameters = _pretend(stage)
-        pretended = Batch(*tree_map(_pretended_input, (batch.args, batch.kwargs, batch.target)))
-        with recurrent_workspace(), _autocast(dtype):
-            saved = saved_bytes(stage, pretended)
+def _trace_blocks(tracer: _Tracer, options: StageOptions) -> StepTrace:
+    model_file, batch_size = tracer.model_file, tracer.batch_size
+    graph = _capture(model_file, model_file.build_model(), batch_size, options)
+    batch = _on_meta(lambda: model_file.example_batch(batch_size))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            pretended = _blocks_without_data(graph, mode)
+            return tracer.trace(pretended, _whole(pretended), _pretended(batch))
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return tracer.trace(graph, _whole(graph), model_file.example_batch(batch_size))
+
+
+def _blocks_without_data(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
+    chain = graph.blocks
+    assert chain is not None
+    # The blocks with the model: they may be modules of their own around the model's.
+    model, *blocks = _without_data((graph.model, *(block for layer in chain.layers for _, block in layer.blocks)), mode)
+    rest = iter(blocks)
+    layers = tuple(
+        replace(layer, blocks=tuple((name, next(rest)) for name, _ in layer.blocks)) for layer in chain.layers
+    )
+    return replace(graph, model=model, blocks=replace(chain, layers=layers))
+
+
+def _whole(graph: LayerGraph) -> StageModule:
+    return build_stage(graph, [layer.name for layer in graph.layers], observable=True)
+
+
+@dataclass
+class _Tracer:
+    """Records a step, on tensors with data or without."""
+
+    model_file: ModelFile
+    batch_size: int
+    recorder: Recorder
+
+    def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
+        """Forward, backward and updates of the `stage` of all layers of `graph`."""
+        self.recorder.operations.clear()
+        clock = _OperationClock(self.recorder)
+        with recurrent_workspace():
+            saved = saved_bytes(stage, batch)
         marks = LayerTimes(clock, len(graph.layers))
         stage.set_observer(marks)
-        with recorder:
+        with self.recorder:
             marks.start()
-            with _autocast(dtype):
-                results = stage(pretended, {})
+            loss = stage(batch, {})["loss"]
             marks.start_backward()
-            results["loss"].backward()
+            loss.backward()
             marks.end()
-        value_dtypes = {name: results[name].dtype for name in graph.values}
-    updates = _trace_updates(graph, model_file, {name for name, p in parameters.items() if p.grad is not None})
-    clock.costs = Costs(recorder.operations)
-    return StepTrace(graph, batch.size, saved, value_dtypes, clock, marks, updates)
+        trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
+        updates = _trace_updates(graph, self.model_file, trained)
+        clock.costs = Costs(self.recorder.operations)
+        return StepTrace(graph, self.batch_size, saved, clock, marks, updates)
 
 
 class _OperationClock:
@@ -218,29 +261,24 @@ def _on_meta(build: Callable[[], T]) -> T:
         return build()  # a mistake in the file raises again
 
 
-def _without_data(model: nn.Module) -> nn.Module:
-    """The same model on a pretended CPU, its ties kept."""
+def _without_data(modules: Sequence[nn.Module], mode: FakeTensorMode) -> tuple[nn.Module, ...]:
+    """The same modules on a pretended CPU, what they share still shared."""
     # Tensors of their own on the meta device would do as well, but for operations that are other ones there.
-    tensors = (*model.parameters(), *model.buffers())
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    with mode:
         memo: dict[int, Any] = {id(tensor): _pretended_weight(tensor) for tensor in tensors}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(tuple(modules), memo)
 
 
-def _pretend(stage: StageModule) -> dict[str, nn.Parameter]:
-    """Put pretended weights into the stage; by the name of each, the first of those that are tied."""
+def _pretend(stage: StageModule) -> None:
+    """Put pretended weights into the stage, of the mode that is on."""
     pretended: dict[int, Tensor] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    for path, module in stage.named_modules():
-        for registry in (module._parameters, module._buffers):
+    for module in stage.modules():
+        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for registry in registries:
             for name, tensor in registry.items():
-                if tensor is None:
-                    continue
-                new = pretended.setdefault(id(tensor), _pretended_weight(tensor))
-                registry[name] = new
-                if isinstance(new, nn.Parameter):
-                    parameters[f"{path}.{name}" if path else name] = new
-    return parameters
+                if tensor is not None:
+                    registry[name] = pretended.setdefault(id(tensor), _pretended_weight(tensor))
 
 
 def _pretended_weight(tensor: Tensor) -> Tensor:
@@ -248,11 +286,11 @@ def _pretended_weight(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
+def _pretended(batch: Batch) -> Batch:
+    return Batch(*tree_map(_pretended_input, (batch.args, batch.kwargs, batch.target)))
+
+
 def _pretended_input(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-
-
-def _autocast(dtype: DType) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=_HALF[dtype]) if dtype in _HALF else contextlib.nullcontext()

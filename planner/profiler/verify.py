@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from planner.errors import InputError, PlanError
-from planner.model.autocast import autocast_dtype
 from planner.model.batch import Batch
+from planner.model.compiling import check_compiler
 from planner.model.file import ModelFile
 from planner.model.load import capture_file
+from planner.model.options import options_of
 from planner.model.parts import LOSS
 from planner.model.stage import StageModule, build_stage
 from planner.profile_file import Profile
@@ -75,14 +76,17 @@ def verify(
     with thread_count(profile.device.threads or 1), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = model_file.example_batch(profile.microbatch_size)
-        graph = capture_file(model_file, batch, autocast=autocast_dtype(profile.autocast))
+        options = options_of(profile)
+        if options.compiled:
+            check_compiler(target.type)
+        graph = capture_file(model_file, batch, options=options)
         if graph.hash != profile.graph_hash:
             raise PlanError(
                 f"'{model_file.path}' is another model than the one that was profiled: graph {profile.graph_hash} in "
                 f"the profile, {graph.hash} captured",
                 hint="profile it again with: plan profile",
             )
-        modules = [build_stage(graph, names).to(target) for names in stages]
+        modules = [build_stage(graph, names, compile_=options.compiled).to(target) for names in stages]
         runs = _runs(modules, model_file, batch.to(target))
         measured = _measure(runs, clock_for(target), seconds)
     layers = {layer.name: layer for layer in profile.layers}

@@ -30,6 +30,8 @@ def assemble(
         profile_digest=profile.digest,
         graph_hash=profile.graph_hash,
         autocast=profile.autocast,
+        memory_format=profile.memory_format,
+        compiled=profile.compiled is not None,
         device=profile.device,
         config=config_of(tuple(stage.replicas for stage in stages)),
         schedule=schedule,

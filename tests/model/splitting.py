@@ -62,6 +62,7 @@ def run_model(graph: LayerGraph, batch: Batch, loss: Loss | None) -> Step:
     for parameter in model.parameters():
         parameter.grad = None
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    batch = batch.channels_last() if graph.channels_last else batch
     with autocasting("cpu", graph.autocast):
         output = model(*batch.args, **batch.kwargs)
         value = loss_of(output, batch.target, loss)

@@ -13,6 +13,7 @@ from planner.errors import InputError
 from planner.model.autocast import autocast_dtype
 from planner.model.capture import capture
 from planner.model.file import load_model_file
+from planner.model.options import StageOptions
 from planner.profiler import profile_model
 from planner.profiler.verify import verify
 from planner.solver import solve
@@ -26,7 +27,7 @@ from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 def test_stages_under_autocast(name: str, stages: int) -> None:
     case = ARCHITECTURES[name]
     torch.manual_seed(1)
-    graph = capture(case.build(), case.batch(4), case.loss, autocast=torch.bfloat16)
+    graph = capture(case.build(), case.batch(4), case.loss, options=StageOptions(torch.bfloat16))
     assert torch.bfloat16 in {spec.dtype for spec in graph.values.values()}
     assert graph.hash != capture(case.build(), case.batch(4), case.loss).hash
     torch.manual_seed(2)

@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import InputError, ModelFileError
 from planner.model.file import ModelFile, load_model_file
-from planner.profile_file import Profile
+from planner.profile_file import MemoryFormat, Profile
 from planner.profiler import profile_model
 from planner.profiler.devices import (
     COMPUTE_CLASSES,
@@ -24,6 +24,7 @@ from planner.profiler.devices import (
 )
 from planner.profiler.estimate import estimate_profile
 from planner.profiler.trace import StepTrace, trace_step
+from tests.executor.models import MODELS, write_model
 from tests.profiler.test_profile import MODEL as TIED
 
 CHAIN = """
@@ -51,6 +52,18 @@ def example_batch(batch_size):
 
 def loss(output, target):
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+BLOCKS = """
+class Flat(nn.Module):
+    def __init__(self, lstm):
+        super().__init__()
+        self.lstm = lstm
+
+    def forward(self, x):
+        return self.lstm(x.flatten(2))[0]
+
+def blocks(model):
+    return [model.conv, model.act, model.next, Flat(model.lstm), model.head]
 """
 BATCH = 6
 PIXELS = BATCH * 4 * 4  # after the first convolution
@@ -129,10 +142,12 @@ def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> 
     assert estimated.graph_hash == measured.graph_hash
 
 
-def without_times(profile: Profile) -> Profile:
+def without_times(profile: Profile, but: str = "") -> Profile:
+    """`but` names a layer whose saved bytes do not count either."""
     parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
     times = dict.fromkeys(("update_s", *parts), 0.0)
-    layers = tuple(layer.model_copy(update=times) for layer in profile.layers)
+    saved = {layer.name: 0 if layer.name == but else layer.saved_bytes for layer in profile.layers}
+    layers = tuple(layer.model_copy(update={**times, "saved_bytes": saved[layer.name]}) for layer in profile.layers)
     same = {"provenance": None, "device": None, "whole_step": None}
     return profile.model_copy(update={"layers": layers, **same})
 
@@ -202,16 +217,47 @@ def test_it_says_that_it_is_estimated(folder: Path) -> None:
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
 
 
-def test_half_precision_is_autocast(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) -> None:
+    """The graph has the same hash, so that a plan from the estimate trains under autocast."""
     model_file = written(tmp_path, TIED)
-    single, half = (estimate_profile(model_file, BATCH, device="h100", dtype=t) for t in ("float32", "bfloat16"))
-    assert half.dtype == "bfloat16"
+    half = estimate_profile(model_file, BATCH, device="h100", dtype=dtype)
+    assert half.autocast == dtype
+    assert half.dtype == "float32"  # of the weights
+    measured = profile_model(model_file, BATCH, seconds=0.01, repeats=1, dtype=dtype)
+    # Without data, BatchNorm's statistics are taken to be kept in half precision.
+    assert without_times(half, but="norm") == without_times(measured, but="norm")
+    single = estimate_profile(model_file, BATCH, device="h100")
     by_name = {layer.name: layer for layer in half.layers}
     for layer in single.layers:
         other = by_name[layer.name]
-        assert other.weight_bytes == layer.weight_bytes  # autocast keeps the weights as they are
+        assert other.weight_bytes == layer.weight_bytes
         if layer.name in ("up", "down", "head"):  # not frozen, whose sum is single
             assert [value.output_bytes * 2 for value in other.outputs] == [v.output_bytes for v in layer.outputs]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("memory_format", [None, "channels-last"])
+def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat | None, tmp_path: Path) -> None:
+    """Blocks among them: those of this model decide by values, so that they are run."""
+    model_file = load_model_file(write_model(tmp_path, model, "momentum"))
+    measured = profile_model(model_file, 4, seconds=0.01, repeats=1, memory_format=memory_format)
+    estimated = estimate_profile(model_file, 4, device="h100", memory_format=memory_format)
+    assert without_times(estimated) == without_times(measured)
+    assert estimated.memory_format == memory_format
+    assert all(layer.forward_s > 0 for layer in estimated.layers)
+
+
+def test_blocks_that_do_not_look_at_values_compute_nothing(tmp_path: Path) -> None:
+    """The example batch has two samples at first; all the samples asked for would be 400 GB."""
+    source = CHAIN + BLOCKS
+    profile = estimate_profile(written(tmp_path, source), 500_000_000, device="h100")
+    assert [layer.name for layer in profile.layers] == ["conv", "act", "next", "blocks.3", "head", "loss"]
+    small = estimate_profile(written(tmp_path, CHAIN, "captured.py"), BATCH, device="cpu")
+    blocks = estimate_profile(load_model_file(tmp_path / "net.py"), BATCH, device="cpu")
+    times = [{layer.name: (layer.forward_s, layer.backward_s) for layer in p.layers} for p in (blocks, small)]
+    assert times[0]["conv"] == pytest.approx(times[1]["conv"])
+    assert times[0]["blocks.3"] == pytest.approx(times[1]["lstm"], rel=0.05)
 
 
 def test_tensor_cores_are_used_when_asked_for(tmp_path: Path) -> None:
@@ -287,12 +333,6 @@ def test_optimizers_that_look_at_numbers_are_refused(tmp_path: Path) -> None:
         "    return Careful(parameters, lr=0.1)\n"
     )
     with pytest.raises(InputError, match=r"optimizer in .*net\.py.* looks at numbers"):
-        estimate_profile(written(tmp_path, source), BATCH, device="cpu")
-
-
-def test_blocks_are_refused(tmp_path: Path) -> None:
-    source = CHAIN + "\ndef blocks(model):\n    return [model.conv, model.act]\n"
-    with pytest.raises(InputError, match="names blocks"):
         estimate_profile(written(tmp_path, source), BATCH, device="cpu")
 
 
