@@ -181,6 +181,14 @@ def check_trainable(plan: Plan) -> None:
         )
 
 
+def _check_precision(plan: Plan) -> None:
+    if plan.autocast == "float16":
+        raise PlanError(
+            "the plan is for float16, whose gradients vanish without loss scaling, and `plan train` does none yet",
+            hint="make it from a profile of --dtype bfloat16",
+        )
+
+
 def make_job(
     model: str | Path,
     plan: Plan,
@@ -204,6 +212,7 @@ def make_job(
     """
     if baseline is None:
         check_trainable(plan)
+    _check_precision(plan)
     for option, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and value < 1:
             raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")

@@ -12,17 +12,20 @@ from planner.cluster import flat_cluster
 from planner.model.file import load_model_file
 from planner.model.graph import ValueSpec
 from planner.model.load import capture_file
+from planner.model.options import PLAIN, StageOptions
 from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, candidates, price
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.profile_file import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver.assemble import assemble
 from planner.solver.vertical_sync import synced_price
 
+_OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 
-def structural_profile(path: Path, batch_size: int) -> Profile:
+
+def structural_profile(path: Path, batch_size: int, options: StageOptions = PLAIN) -> Profile:
     """The layers, values and edges of a model file, every layer as slow as every other."""
     model_file = load_model_file(str(path))
-    graph = capture_file(model_file, model_file.example_batch(batch_size))
+    graph = capture_file(model_file, model_file.example_batch(batch_size), options=options)
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
     outputs: dict[int, list[Value]] = {}
     for node in graph.crossing:
@@ -46,6 +49,8 @@ def structural_profile(path: Path, batch_size: int) -> Profile:
     return Profile(
         model=model_file.name,
         graph_hash=graph.hash,
+        memory_format="channels-last" if options.channels_last else None,
+        compiled=Compiled(**dict.fromkeys(_OF_COMPILED, 0.0), runs=()) if options.compiled else None,
         device=Device(kind="cpu", name="any", threads=1),
         dtype="float32",
         microbatch_size=batch_size,

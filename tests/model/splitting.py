@@ -34,14 +34,21 @@ def cut_evenly(graph: LayerGraph, stages: int) -> list[list[str]]:
     return [names[a:b] for a, b in pairwise(bounds) if b > a]
 
 
-def run_split(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]], key: tuple[int, int, int] | None) -> Step:
+def run_split(
+    graph: LayerGraph,
+    batch: Batch,
+    cut: Sequence[Sequence[str]],
+    key: tuple[int, int, int] | None,
+    *,
+    compile_: bool = False,
+) -> Step:
     """Forward through the stages of `cut`, backward through them in reverse; the model's buffers are put back."""
     model = graph.model
     for parameter in model.parameters():
         parameter.grad = None
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     keep = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
-    stages = [build_stage(graph, names, keep=keep) for names in cut]
+    stages = [build_stage(graph, names, keep=keep, compile_=compile_) for names in cut]
     received, results = _forward(stages, batch, key)
     _backward(stages, received, results, batch.size)
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -9,8 +9,8 @@ import torch
 
 from planner.api import train
 from planner.cluster import flat_cluster
-from planner.errors import InputError
-from planner.model.autocast import autocast_dtype
+from planner.errors import InputError, PlanError
+from planner.model.autocast import autocast_dtype, autocast_name
 from planner.model.capture import capture
 from planner.model.file import load_model_file
 from planner.model.options import StageOptions
@@ -61,7 +61,19 @@ def test_training_in_half_precision(tmp_path: Path) -> None:
     assert len(result.losses) == 3
 
 
-def test_types_that_need_more() -> None:
+def test_float16_is_profiled_and_planned_but_not_trained(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "language", "sgd")
+    profile = profile_model(load_model_file(path), 4, repeats=1, seconds=0.1, dtype="fp16")
+    assert profile.autocast == "float16"
+    plan = solve(profile, flat_cluster(2, 1e12))
+    with pytest.raises(PlanError, match="loss scaling"):
+        train(path, plan, steps=3)
+    with pytest.raises(PlanError, match="loss scaling"):
+        train(path, plan, steps=3, baseline="data-parallel")
+
+
+def test_names_of_types() -> None:
     assert autocast_dtype("float32") is None
-    with pytest.raises(InputError, match="float16 cannot be measured"):
-        autocast_dtype("float16")
+    assert autocast_name(autocast_dtype("fp16")) == "float16"
+    with pytest.raises(InputError, match="int8 cannot be measured"):
+        autocast_dtype("int8")
