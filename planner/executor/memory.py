@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import resource
 from pathlib import Path
 
@@ -50,8 +51,11 @@ def keep_freed_pages() -> None:
     """Let this process keep memory it has freed, for the same sizes that training asks for again in the next step.
 
     glibc gives large blocks back to the system at once, and getting them again costs a page fault per 4 KiB: 15% of
-    the time of VGG-16 on a CPU. Call it at the start of a process; elsewhere than on glibc it does nothing.
+    the time of VGG-16 on a CPU. Call it at the start of a process; elsewhere than on glibc it does nothing, nor where
+    the environment already tells glibc how to allocate (`MALLOC_MMAP_THRESHOLD_` and the like).
     """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):

@@ -21,6 +21,7 @@ from planner.profiler.compiled import CompiledTimes, as_compiled, measure_compil
 from planner.profiler.saved import saved_bytes
 from planner.profiler.steps import Effort, Progress, Steps, StepTimes, repeat
 from planner.profiler.update import LayerUpdate, layer_updates, still
+from planner.profiler.workspace import workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Measurement:
         whole: the user's model without capture or marks, in between; or all layers compiled at once.
         updates: per layer, of the optimizer.
         saved_bytes: per layer.
+        workspace_bytes: per layer, uncompiled; None where nothing was run.
         compiled: where stages are to be compiled, how the above was made.
     """
 
@@ -39,6 +41,7 @@ class Measurement:
     whole: StepTimes
     updates: list[LayerUpdate]
     saved_bytes: list[int]
+    workspace_bytes: list[int] | None = None
     compiled: CompiledTimes | None = None
 
 
@@ -86,7 +89,13 @@ class _Run:
         layers, whole = self._measure_steps(effort, progress)
         progress("measuring updates", 1.0)
         updates = layer_updates(self._model_file, self._trained_by_layer(), self._steps.clock)
-        return Measurement(layers, whole, updates, saved)
+        return Measurement(layers, whole, updates, saved, self._workspaces(saved))
+
+    def _workspaces(self, saved_bytes: list[int]) -> list[int]:
+        self._steps.drop_gradients()
+        weights = self._by_layer(self._parameters)
+        gradients = [sum(parameter.nbytes for parameter in layer.values()) for layer in weights]
+        return workspace_bytes(self._stage, self._batch, saved_bytes, gradients)
 
     def _measure_steps(self, effort: Effort, progress: Progress) -> tuple[list[StepTimes], StepTimes]:
         update = self._optimizer().step
@@ -110,7 +119,7 @@ class _Run:
             self._graph, self._batch, plain.layers, plain.whole, self._steps, update, effort, progress
         )
         layers, saved = as_compiled(plain.layers, times), saved_as_compiled(plain.saved_bytes, times)
-        return Measurement(layers, times.whole, plain.updates, saved, times)
+        return Measurement(layers, times.whole, plain.updates, saved, plain.workspace_bytes, times)
 
     def _plain_forward(self) -> Tensor:
         batch = self._batch.channels_last() if self._graph.channels_last else self._batch
@@ -124,12 +133,10 @@ class _Run:
         return self._stage(self._batch, {})[LOSS]  # type: ignore[no-any-return]
 
     def _trained_by_layer(self) -> list[dict[str, nn.Parameter]]:
-        """Parameters that got a gradient, each in the first layer that uses it."""
-        by_name = dict(self._graph.model.named_parameters())
-        seen: set[str] = set()
-        layers = []
-        for layer in self._graph.layers:
-            names = [name for name in layer.parameters if name not in seen]
-            seen.update(names)
-            layers.append({name: by_name[name] for name in names if by_name[name].grad is not None})
-        return layers
+        """Parameters that got a gradient, by layer."""
+        return self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
+
+    def _by_layer(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+        """Each parameter in the first layer that uses it."""
+        left = dict(parameters)
+        return [{name: left.pop(name) for name in layer.parameters if name in left} for layer in self._graph.layers]

@@ -126,9 +126,14 @@ def make_profile(
     share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
     held = _Held(graph, batch_size)
     layers = tuple(
-        held.layer(layer, times, update.seconds * share, update.state_bytes, saved)
-        for layer, times, update, saved in zip(
-            graph.layers, measured.layers, measured.updates, measured.saved_bytes, strict=True
+        held.layer(layer, times, update.seconds * share, update.state_bytes, saved, workspace)
+        for layer, times, update, saved, workspace in zip(
+            graph.layers,
+            measured.layers,
+            measured.updates,
+            measured.saved_bytes,
+            measured.workspace_bytes or [0] * len(graph.layers),
+            strict=True,
         )
     )
     return Profile(
@@ -165,7 +170,13 @@ class _Held:
         self._counted: set[str] = set()
 
     def layer(
-        self, layer: GraphLayer, times: StepTimes, update_s: float, optimizer_bytes: int, saved_bytes: int
+        self,
+        layer: GraphLayer,
+        times: StepTimes,
+        update_s: float,
+        optimizer_bytes: int,
+        saved_bytes: int,
+        workspace_bytes: int,
     ) -> Layer:
         weights = [self.parameters[name] for name in self._new(layer.parameters)]
         buffers = [self._buffers[name] for name in self._new(layer.buffers)]
@@ -185,6 +196,7 @@ class _Held:
             optimizer_bytes=optimizer_bytes,
             buffer_bytes=sum(buffer.nbytes for buffer in buffers),
             saved_bytes=saved_bytes,
+            workspace_bytes=workspace_bytes,
             parameters=layer.parameters,
         )
 

@@ -58,7 +58,7 @@ class Steps:
 
     def whole(self, forward: Callable[[], Tensor], update: Callable[[], object], times: StepTimes) -> None:
         """One step without marks inside; `forward` returns the loss."""
-        self._drop_gradients()
+        self.drop_gradients()
         clock = self.clock
         clock.wait()
         start = clock.mark()
@@ -78,7 +78,7 @@ class Steps:
 
     def marked(self, forward: Callable[[LayerObserver], Tensor], times: Sequence[StepTimes]) -> None:
         """One forward and backward with marks between the pieces, of whose ends `forward` tells the observer."""
-        self._drop_gradients()
+        self.drop_gradients()
         clock = self.clock
         clock.wait()
         marks = LayerTimes(clock, len(times))
@@ -96,7 +96,8 @@ class Steps:
                 piece.forward_thread_s.append(forward_s)
                 piece.backward_thread_s.append(backward_s)
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """As before each step."""
         for parameter in self._parameters:
             parameter.grad = None
 
