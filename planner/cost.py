@@ -28,10 +28,19 @@ RecomputeRule = Literal["auto", "never", "always"]
 Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
 
 ASYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b", "2bw")  # the pipeline never drains
-DIVIDED: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "2bw", "interleaved")  # several microbatches per minibatch
+DIVIDED: tuple[ScheduleName, ...] = (
+    "gpipe",
+    "1f1b-flush",
+    "zb-h1",
+    "2bw",
+    "interleaved",
+)  # several microbatches per minibatch
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
 # Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.
 BUCKETS = 6
+# Part of a backward that is for the weights' gradients. Profiles do not know it; where layers are products of matrices
+# both parts are one product each.
+WEIGHT_SHARE = 0.5
 POSTED = 2  # messages per link held at once: one in use and one on its way
 # Closed forms are rounded with this slack, then checked with the formula itself.
 _SLACK = 1e-9
@@ -464,7 +473,7 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
 
 
 class SynchronousModel:
-    """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush), or after each (naive).
+    """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush, zb-h1), or after each (naive).
 
         gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
         naive   Σ_s (latency_s + U_s + AR_s)
@@ -473,11 +482,12 @@ class SynchronousModel:
     busy_s: the busiest of a replica's processor and of its link each way, for one microbatch. With one replica each
     this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce that the last
     backward does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than 1f1b has in
-    flight.
+    flight. Under zb-h1 the weights' part W of the backward fills the bubble, but for one stage's at the end: 2W less in
+    every latency, once more in the end, for the published bubble (K-1)·(F + Bw - 2W) (Qi et al. 2024, section 2).
     """
 
     def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
-        assert schedule in ("gpipe", "1f1b-flush", "naive")
+        assert schedule in ("gpipe", "1f1b-flush", "zb-h1", "naive")
         self.link, self.schedule, self.microbatches = link, schedule, microbatches
 
     def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
@@ -485,7 +495,7 @@ class SynchronousModel:
         # A transfer counts half at each of its ends, once in the sum over the stages.
         moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
         transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
-        latency_s = work.forward_s + work.recompute_s + work.backward_s + transfer_s
+        latency_s = work.forward_s + work.recompute_s + (work.backward_s - self._filling_s(work)) + transfer_s
         if self.schedule == "naive":
             return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         return latency_s
@@ -508,7 +518,13 @@ class SynchronousModel:
     def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
         """What the last backward leaves of the all-reduce, and the update."""
         reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
-        return backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s + work.update_s
+        exposed_s = backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s
+        return exposed_s + self._filling_s(work) + work.update_s
+
+    def _filling_s(self, work: Work) -> Floats:
+        """What the bubble is shorter by for each stage."""
+        share = 2 * WEIGHT_SHARE if self.schedule == "zb-h1" else 0.0
+        return np.asarray(share * work.backward_s)
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
         """The stage's part of the maximum."""
@@ -520,7 +536,7 @@ class SynchronousModel:
         match self.schedule:
             case "naive":
                 return np.ones_like(share)
-            case "1f1b-flush":
+            case "1f1b-flush" | "zb-h1":  # which goes beyond where memory allows it
                 return np.minimum(share, in_flight_1f1b(replicas, gpus_after))
             case _:
                 return share

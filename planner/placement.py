@@ -18,7 +18,13 @@ from planner.cost import CostModel, Floats, Resource, SynchronousModel, Work, co
 from planner.plan_file import CostModelName, ScheduleName
 from planner.topology import Loads, Topology, rank_ranges
 
-PLACED: tuple[ScheduleName, ...] = ("1f1b", "1f1b-flush", "gpipe", "naive")  # others see the slowest link everywhere
+PLACED: tuple[ScheduleName, ...] = (
+    "1f1b",
+    "1f1b-flush",
+    "zb-h1",
+    "gpipe",
+    "naive",
+)  # others see the slowest link everywhere
 Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `Loads.add_transfer` takes them
 
 

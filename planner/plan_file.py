@@ -18,7 +18,7 @@ from planner.profile_file import Autocast, Bytes, Device, MemoryFormat, Seconds
 
 REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
 
-ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"]
+ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"]
 CostModelName = Literal["resource", "pipedream", "paper", "max-load"]
 
 

@@ -258,12 +258,38 @@ def price(
         if bottleneck.busy_s <= 0:
             bottleneck = Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
         in_flight = [int(synchronous.in_flight(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
+    saved = in_flight
+    if schedule == "zb-h1":
+        waiting = _waiting(ledger, stages, cluster, in_flight, microbatches)
+        saved = [flying + 2 * more for flying, more in zip(in_flight, waiting, strict=True)]
+        in_flight = [flying + more for flying, more in zip(in_flight, waiting, strict=True)]
     memory = tuple(
-        stage_memory(ledger.footprint(stage).divided(microbatches), flying, versions_of(schedule, flying))
-        for stage, flying in zip(stages, in_flight, strict=True)
+        stage_memory(ledger.footprint(stage).divided(microbatches), units, versions_of(schedule, units))
+        for stage, units in zip(stages, saved, strict=True)
     )
     sent_bytes = _sent_bytes(works, replicas, schedule, microbatches)
     return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, chunks)
+
+
+def _waiting(
+    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, in_flight: Sequence[int], microbatches: int
+) -> list[int]:
+    """Under zb-h1, of how many microbatches a stage does the weights' part of the backward later.
+
+    As many as bring it to what the first stage has in flight, if memory allows it: each keeps its saved activations and
+    the gradients that have come for the weights, which are about as large.
+    """
+    waiting = []
+    for stage, flying in zip(stages, in_flight, strict=True):
+        users = (t for t in ledger.traffic if t.producer in stage.before and stage.layers.intersection(t.users))
+        more = 0
+        if any(value.gradient_bytes for value in users):
+            more = max(0, min(in_flight[0], -(-microbatches // stage.replicas)) - flying)
+            if (limit := cluster.memory_of(stage.kind)) is not None:
+                fit = ledger.footprint(stage).divided(microbatches).most_in_flight(limit, stashing=False)
+                more = max(0, min(more, (int(fit) - flying) // 2))
+        waiting.append(more)
+    return waiting
 
 
 def _interleaved_model(

@@ -38,7 +38,7 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
         )
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "naive"],
+        choices=["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "naive"],
         help="as for `plan solve` (default: 1f1b)",
     )
     parser.add_argument("--microbatches", type=int, metavar="M", help="as for `plan solve` (default: 4 per GPU)")

@@ -56,13 +56,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive", "auto", "all"],
+        choices=["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive", "auto", "all"],
         default="1f1b",
         help="1f1b: asynchronous, with weight stashing; 2bw: asynchronous, with two weight versions and one update per "
-        "minibatch of several microbatches; gpipe, 1f1b-flush and interleaved: the pipeline drains after every "
-        "minibatch, 1f1b-flush in less memory, interleaved with several chunks of the model per GPU; naive: one "
-        "minibatch at a time; auto or all: compare 1f1b, 2bw, 1f1b-flush, gpipe and interleaved, and take the fastest "
-        "per sample (default: %(default)s)",
+        "minibatch of several microbatches; gpipe, 1f1b-flush, zb-h1 and interleaved: the pipeline drains after every "
+        "minibatch, 1f1b-flush in less memory, zb-h1 with gradients of weights filling the bubble, interleaved with "
+        "several chunks of the model per GPU; naive: one minibatch at a time; auto or all: compare all but naive, and "
+        "take the fastest per sample (default: %(default)s)",
     )
     parser.add_argument(
         "--microbatches",

@@ -12,6 +12,7 @@ from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
 from planner.executor.optimizer import StageOptimizer
 from planner.executor.recompute import Buffers, ChangingBuffers
+from planner.executor.split_backward import WeightGradients, input_gradients
 from planner.executor.versions import WeightVersions
 from planner.model.batch import Batch
 from planner.model.graph import ValueSpec
@@ -73,6 +74,7 @@ class StageReplica:
         self._buffers = ChangingBuffers(module)
         self._units: dict[Unit, _InFlight] = {}
         self._averaged = 1  # minibatches whose gradients the next update averages
+        self._rests: dict[Unit, WeightGradients] = {}  # of backwards in two parts
 
     def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
         """Take the inputs of `unit` that stage `source` sent."""
@@ -115,8 +117,10 @@ class StageReplica:
         """Take the gradients of outputs of `unit` that a later stage returned."""
         self._units[unit].gradients.update(values)
 
-    def backward(self, unit: Unit, *, last_of_round: bool) -> float | None:
+    def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> float | None:
         """Run the backward of `unit` with the weights its forward saw.
+
+        `split`: leave what no other stage waits for to `backward_weight`.
 
         Returns:
             The (part of the) minibatch's loss, on the stage that has it.
@@ -133,7 +137,10 @@ class StageReplica:
             roots, gradients = _roots(loss, record)
             if self._averager is not None and last_of_round:
                 self._averager.begin()
-            if roots:
+            wanted = [value for value in record.received.values() if value.requires_grad]
+            if roots and split and wanted and not self._recompute:  # whose activations should not stay longer
+                self._rests[unit] = input_gradients(roots, gradients, wanted, self.module.parameters())
+            elif roots:
                 torch.autograd.backward(roots, gradients)
         record.outputs.clear()
         record.gradients.clear()
@@ -141,6 +148,14 @@ class StageReplica:
         record.batch = None
         self._forget_if_done(unit, record)
         return None if loss is None else float(loss.detach())
+
+    def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
+        """Run what `backward` with `split` left."""
+        rest = self._rests.pop(unit, None)
+        if self._averager is not None and last_of_round:
+            self._averager.begin()
+        if rest is not None:
+            rest.run()
 
     def gradient(self, unit: Unit, source: int) -> dict[str, Tensor]:
         """What the backward of `unit` left for the values that stage `source` sent."""

@@ -19,6 +19,8 @@ from planner.executor.replica import StageReplica
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     Instruction,
@@ -117,7 +119,7 @@ class Worker:
             end_s = time.perf_counter()
             if isinstance(instruction, Compute):
                 self.log.busy_s += end_s - start_s
-            if isinstance(instruction, Backward):
+            if isinstance(instruction, (Backward, BackwardWeight)):
                 self.log.completions.append(Completion(end_s, self.log.busy_s))
             if self._recorder is not None:
                 self._recorder.record(instruction, start_s, end_s)
@@ -134,11 +136,11 @@ class Worker:
             case ReceiveGradient(unit=unit):
                 stage.accept_gradient(unit, self._messenger.receive(instruction))
             case Backward(unit=unit):
-                loss = stage.backward(unit, last_of_round=instruction.last_of_round)
-                if loss is not None:
-                    if self._stop_on_nan and not math.isfinite(loss):
-                        raise not_finite(loss, unit)
-                    self.log.losses.append((unit.minibatch, loss))
+                self._log_loss(unit, stage.backward(unit, last_of_round=instruction.last_of_round))
+            case BackwardInput(unit=unit):
+                self._log_loss(unit, stage.backward(unit, last_of_round=False, split=True))
+            case BackwardWeight(unit=unit):
+                stage.backward_weight(unit, last_of_round=instruction.last_of_round)
             case SendGradient(unit=unit, peer_stage=source):
                 self._messenger.send(instruction, stage.gradient(unit, source))
             case AllReduce():
@@ -147,6 +149,12 @@ class Worker:
                 self._update(instruction)
             case _:
                 assert_never(instruction)
+
+    def _log_loss(self, unit: Unit, loss: float | None) -> None:
+        if loss is not None:
+            if self._stop_on_nan and not math.isfinite(loss):
+                raise not_finite(loss, unit)
+            self.log.losses.append((unit.minibatch, loss))
 
     def _update(self, instruction: Update) -> None:
         """Update the stage, or all of this worker's stages at once when their gradients are complete."""

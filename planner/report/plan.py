@@ -18,6 +18,7 @@ _SCHEDULES = {
     "1f1b": "1f1b with weight stashing",
     "2bw": "2bw, two weight versions, {microbatches} microbatches per minibatch",
     "1f1b-flush": "1f1b-flush, {microbatches} microbatches per minibatch",
+    "zb-h1": "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch",
     "gpipe": "gpipe, {microbatches} microbatches per minibatch",
     "interleaved": "interleaved, {chunks} chunks per GPU, {microbatches} microbatches per minibatch",
     "naive": "naive, one minibatch at a time",

@@ -10,14 +10,19 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from typing_extensions import assert_never
+
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     Receive,
     ReceiveActivation,
     ReceiveGradient,
+    Send,
     SendActivation,
     SendGradient,
     Unit,
@@ -25,6 +30,8 @@ from planner.schedule.instructions import (
     matching_receive,
 )
 from planner.schedule.streams import PipelineShape, stream
+
+_Datum = tuple[bool, Unit, int]  # an activation, or a gradient; of a unit; and the stage at its other end
 
 
 class ScheduleError(AssertionError):
@@ -35,9 +42,9 @@ def check_streams(shape: PipelineShape, minibatches: int) -> None:
     """Run the streams of `shape` abstractly.
 
     Raises:
-        ScheduleError: on a deadlock (naming what each worker waits for), a message that nobody takes, a backward
-            without its forward, a forward with a version of the weights that is not there, or more units in flight or
-            versions than stated.
+        ScheduleError: on a deadlock (naming what each worker waits for), a message that nobody takes, a computation
+            without its inputs, a message of something that is not there yet, a forward with a version of the weights
+            that is not there, or more units in flight or versions than stated.
     """
     _Run(shape, minibatches).complete()
 
@@ -64,6 +71,9 @@ class _Run:
         left = [message for box in self.mail.values() for message in box]
         if left:
             raise ScheduleError(f"nobody takes {left[0]}")
+        for (rank, stage), replica in self.replicas.items():
+            if replica.here or replica.owed or replica.used:
+                raise ScheduleError(f"rank {rank} leaves work of stage {stage} undone: {replica}")
 
     def _advance(self, rank: int) -> bool:
         """Run `rank` until it waits; whether it got anywhere."""
@@ -76,6 +86,7 @@ class _Run:
     def _execute(self, rank: int, instruction: Instruction) -> bool:
         match instruction:
             case SendActivation() | SendGradient():
+                self._hand_over(rank, instruction)
                 receive = matching_receive(instruction, rank)
                 self.mail.setdefault(_link(rank, instruction.peer_rank, receive), deque()).append(receive)
             case ReceiveActivation() | ReceiveGradient():
@@ -85,6 +96,7 @@ class _Run:
                 # Messages between two stages' workers arrive in order: the first one must be the one awaited.
                 if (first := box.popleft()) != instruction:
                     raise ScheduleError(f"rank {rank} awaits {instruction} but {first} comes first")
+                self.replicas[rank, instruction.stage].here.add(_datum(instruction))
             case AllReduce():
                 here = self.arrived.setdefault(instruction, set())
                 here.add(rank)
@@ -92,21 +104,54 @@ class _Run:
             case Forward():
                 self._forward(rank, instruction)
             case Backward():
-                used = self.replicas[rank, instruction.stage].used
-                if used.pop(instruction.unit, None) is None:
-                    raise ScheduleError(f"rank {rank} runs {instruction} without its forward")
+                self._backward(rank, instruction)
+                del self.replicas[rank, instruction.stage].used[instruction.unit]
+            case BackwardInput():
+                self._backward(rank, instruction)
+                self.replicas[rank, instruction.stage].half_done.add(instruction.unit)
+            case BackwardWeight(unit=unit):
+                replica = self.replicas[rank, instruction.stage]
+                if unit not in replica.half_done:
+                    raise ScheduleError(f"rank {rank} runs {instruction} without the first part")
+                replica.half_done.remove(unit)
+                del replica.used[unit]
             case Update():
                 self._update(rank, instruction)
+            case _:
+                assert_never(instruction)
         return True
 
     def _forward(self, rank: int, forward: Forward) -> None:
         replica = self.replicas[rank, forward.stage]
+        self._take(rank, forward, {(True, forward.unit, c.source) for c in self.shape.arriving(forward.stage)})
+        replica.owed |= {(True, forward.unit, c.target) for c in self.shape.leaving(forward.stage)}
         version = replica.updates if forward.version is None else forward.version
         if version != replica.updates and version not in replica.kept:
             raise ScheduleError(f"rank {rank} runs {forward} after {replica.updates} updates, with {replica.kept} kept")
         replica.used[forward.unit] = version
         if len(replica.used) > self.shape.in_flight(forward.stage):
             raise ScheduleError(f"rank {rank} holds {list(replica.used)}")
+
+    def _backward(self, rank: int, backward: Backward | BackwardInput) -> None:
+        stage, unit = backward.stage, backward.unit
+        replica = self.replicas[rank, stage]
+        if unit not in replica.used or unit in replica.half_done:
+            raise ScheduleError(f"rank {rank} runs {backward} without its forward")
+        self._take(rank, backward, {(False, unit, c.target) for c in self.shape.leaving(stage) if c.gradient})
+        replica.owed |= {(False, unit, c.source) for c in self.shape.arriving(stage) if c.gradient}
+
+    def _take(self, rank: int, instruction: Forward | Backward | BackwardInput, needed: set[_Datum]) -> None:
+        """Use up what has come for a computation."""
+        replica = self.replicas[rank, instruction.stage]
+        if missing := needed - replica.here:
+            raise ScheduleError(f"rank {rank} runs {instruction} without {sorted(missing, key=str)}")
+        replica.here -= needed
+
+    def _hand_over(self, rank: int, send: Send) -> None:
+        replica = self.replicas[rank, send.stage]
+        if _datum(send) not in replica.owed:
+            raise ScheduleError(f"rank {rank} runs {send} before there is anything to send")
+        replica.owed.remove(_datum(send))
 
     def _update(self, rank: int, update: Update) -> None:
         replica = self.replicas[rank, update.stage]
@@ -127,6 +172,13 @@ class _Replica:
     updates: int = 0
     kept: tuple[int, ...] = ()
     used: dict[Unit, int] = field(default_factory=dict)
+    half_done: set[Unit] = field(default_factory=set)  # the first part of whose backward is done
+    here: set[_Datum] = field(default_factory=set)  # received and not used yet
+    owed: set[_Datum] = field(default_factory=set)  # made and not sent yet
+
+
+def _datum(message: Send | Receive) -> _Datum:
+    return isinstance(message, (ReceiveActivation, SendActivation)), message.unit, message.peer_stage
 
 
 def _link(sender: int, receiver: int, receive: Receive) -> tuple[int, int, type, int, int]:

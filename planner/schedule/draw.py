@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from planner.schedule.instructions import Backward, Forward, Unit, Update
+from planner.schedule.instructions import Backward, BackwardInput, BackwardWeight, Forward, Unit, Update
 from planner.schedule.streams import PipelineShape, stream
 
 
 def draw_order(shape: PipelineShape, minibatches: int) -> list[str]:
     """Per worker the order of its computations: F forward, B backward, U update; "F1.0" is microbatch 0 of 1.
+
+    Of a backward in two parts, B is what other stages wait for, W the rest.
 
     A worker's second chunk of the model is marked by ', its third by ''.
     """
@@ -22,8 +24,10 @@ def _symbol(shape: PipelineShape, instruction: object) -> str | None:
     match instruction:
         case Forward(stage=stage, unit=unit):
             return f"F{_label(shape, unit)}{_chunk(shape, stage)}"
-        case Backward(stage=stage, unit=unit):
+        case Backward(stage=stage, unit=unit) | BackwardInput(stage=stage, unit=unit):
             return f"B{_label(shape, unit)}{_chunk(shape, stage)}"
+        case BackwardWeight(stage=stage, unit=unit):
+            return f"W{_label(shape, unit)}{_chunk(shape, stage)}"
         case Update(stage=stage, round=round_):
             return f"U{round_}{_chunk(shape, stage)}"
         case _:

@@ -44,6 +44,26 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Of the backward of `unit` run what earlier stages wait for: the gradients of what was received."""
+
+    stage: int
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Run the rest of the backward of `unit`: the gradients of the weights.
+
+    `last_of_round`: as of `Backward`.
+    """
+
+    stage: int
+    unit: Unit
+    last_of_round: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiveActivation:
     """Take the values of `unit` that stage `peer_stage` on `peer_rank` sends to `stage`."""
 
@@ -110,7 +130,7 @@ class Update:
 Receive = ReceiveActivation | ReceiveGradient
 Send = SendActivation | SendGradient
 Message = Receive | Send
-Compute = Forward | Backward | Update
+Compute = Forward | Backward | BackwardInput | BackwardWeight | Update
 Instruction = Message | Compute | AllReduce
 
 

@@ -7,9 +7,12 @@ The schedules differ in two numbers only, the units between two updates and the 
     2bw          the minibatch's microbatches    d_s, at most m / r_s + 1              (PipeDream-2BW, ICML'21)
     1f1b-flush   the minibatch's microbatches    d_s                                   (PipeDream-Flush, ICML'21)
     gpipe        the minibatch's microbatches    all of them                           (GPipe, NeurIPS'19)
+    zb-h1        the minibatch's microbatches    d_0 at most                           (Zero bubble, ICLR'24)
     interleaved  the minibatch's microbatches    see `planner.schedule.interleaved`     (Megatron-LM, SC'21)
     naive        one                             1
 
+Under zb-h1 backwards are in two parts, and a unit is in flight until its second part is done: the later a stage, the
+longer that waits, so that all stages hold what the first one does and the gradients of weights fill the bubble.
 Under interleaved a worker has several stages, and one stream for all of them; elsewhere it has one.
 1f1b and 2bw never drain the pipeline. Under 1f1b a forward uses the newest weights, or with vertical
 sync those that the first stage's had (see `planner.schedule.vertical_sync`); under 2bw the forward of minibatch t uses
@@ -25,6 +28,8 @@ from functools import cached_property
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     ReceiveActivation,
@@ -54,7 +59,7 @@ class PipelineShape:
     Args:
         ranks: per stage, the ranks of its replicas.
         channels: the pairs of stages that exchange values.
-        schedule: "1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved" or "naive".
+        schedule: "1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved" or "naive".
         microbatches: per minibatch; 1 for "1f1b" and "naive".
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
         vertical_sync: under "1f1b", a minibatch uses the same version of the weights at every stage.
@@ -70,7 +75,7 @@ class PipelineShape:
     accumulate: int = 1
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved", "naive"):
+        if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"):
             raise ValueError(f"unknown schedule '{self.schedule}'")
         if self.schedule != "1f1b" and self.accumulate != 1:
             raise ValueError(f"schedule '{self.schedule}' accumulates over microbatches, not over minibatches")
@@ -126,6 +131,10 @@ class PipelineShape:
             turn = unit.minibatch * self.microbatches + unit.microbatch  # in one row, as the depths count them
         return replicas[turn % len(replicas)]
 
+    def splits(self, stage: int) -> bool:
+        """Whether the stage's backwards are in two parts: under zb-h1, where an earlier stage waits for the first."""
+        return self.schedule == "zb-h1" and any(channel.gradient for channel in self.arriving(stage))
+
     def in_flight(self, stage: int) -> int:
         """Most units between forward and backward on one replica of `stage`."""
         if self.depths is not None:
@@ -141,6 +150,10 @@ class PipelineShape:
                 replicas = len(self.ranks[stage])
                 shares = {-(-self.microbatches // replicas), self.microbatches // replicas} - {0}
                 return max(chunks_in_flight(self.pipeline_length, chunks, position, n)[chunk] for n in shares)
+            case "zb-h1":
+                depth = warm_up_depth([len(ranks) for ranks in self.ranks], stage)
+                held = warm_up_depth([len(ranks) for ranks in self.ranks], 0) if self.splits(stage) else depth
+                return min(-(-self.microbatches // len(self.ranks[stage])), max(held, depth))
             case "2bw":
                 share = self.microbatches // len(self.ranks[stage])
                 return min(share + 1, warm_up_depth([len(ranks) for ranks in self.ranks], stage))
@@ -199,6 +212,9 @@ def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Ite
         case "interleaved":
             for minibatch in range(minibatches):
                 yield from _interleaved(shape, stage, rank, minibatch)
+        case "zb-h1" if shape.splits(stage):
+            for minibatch in range(minibatches):
+                yield from _zero_bubble(shape, stage, rank, minibatch)
         case _:
             for minibatch in range(minibatches):
                 yield from _synchronous(shape, stage, rank, minibatch)
@@ -276,6 +292,24 @@ def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
     yield from _finish_minibatch(shape, stage, minibatch)
 
 
+def _zero_bubble(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+    """As 1f1b-flush, but the gradients of weights come some backwards after those that other stages wait for."""
+    units = [Unit(minibatch, microbatch) for microbatch in range(shape.microbatches)]
+    mine = [unit for unit in units if shape.rank_of(stage, unit) == rank]
+    ahead = min(shape.in_flight(stage), warm_up_depth([len(ranks) for ranks in shape.ranks], stage))
+    behind = shape.in_flight(stage) - ahead
+    for is_forward, index in one_forward_one_backward(len(mine), ahead):
+        if is_forward:
+            yield from _forward(shape, stage, mine[index])
+        else:
+            yield from _backward(shape, stage, mine[index], last_of_round=False, split=True)
+            if index >= behind:
+                yield BackwardWeight(stage, mine[index - behind], last_of_round=index - behind == len(mine) - 1)
+    for index in range(max(0, len(mine) - behind), len(mine)):
+        yield BackwardWeight(stage, mine[index], last_of_round=index == len(mine) - 1)
+    yield from _finish_minibatch(shape, stage, minibatch)
+
+
 def _interleaved(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
     """One minibatch on all stages of the worker, with a flush at its end."""
     workers = shape.pipeline_length
@@ -299,11 +333,13 @@ def _forward(shape: PipelineShape, stage: int, unit: Unit, version: int | None =
         yield SendActivation(stage, unit, channel.target, shape.rank_of(channel.target, unit))
 
 
-def _backward(shape: PipelineShape, stage: int, unit: Unit, *, last_of_round: bool) -> Iterator[Instruction]:
+def _backward(
+    shape: PipelineShape, stage: int, unit: Unit, *, last_of_round: bool, split: bool = False
+) -> Iterator[Instruction]:
     for channel in shape.leaving(stage):
         if channel.gradient:
             yield ReceiveGradient(stage, unit, channel.target, shape.rank_of(channel.target, unit))
-    yield Backward(stage, unit, last_of_round)
+    yield BackwardInput(stage, unit) if split else Backward(stage, unit, last_of_round)
     for channel in shape.arriving(stage):
         if channel.gradient:
             yield SendGradient(stage, unit, channel.source, shape.rank_of(channel.source, unit))

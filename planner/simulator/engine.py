@@ -17,9 +17,13 @@ from typing import Protocol
 
 from typing_extensions import assert_never
 
+from planner.cost import WEIGHT_SHARE
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
     Forward,
     Instruction,
     Receive,
@@ -48,6 +52,11 @@ class StageTimes:
     update_s: float
     all_reduce_s: float = 0.0
     recompute_s: float = 0.0
+
+    @property
+    def weight_s(self) -> float:
+        """The part of the backward that is for the weights, where it is in two parts."""
+        return WEIGHT_SHARE * self.backward_s
 
     @property
     def compute_s(self) -> float:
@@ -129,8 +138,13 @@ class Engine:
         match instruction:
             case Forward(stage=stage):
                 self._compute(rank, instruction, self.stages[stage].forward_s)
-            case Backward(stage=stage):
+            case Backward():
                 self._backward(rank, instruction)
+            case BackwardInput(stage=stage):
+                self._recompute(rank, instruction)
+                self._compute(rank, instruction, self.stages[stage].backward_s - self.stages[stage].weight_s)
+            case BackwardWeight():
+                self._backward_weight(rank, instruction)
             case Update(stage=stage):
                 self._compute(rank, instruction, self.stages[stage].update_s)
             case SendActivation() | SendGradient():
@@ -143,7 +157,7 @@ class Engine:
                 assert_never(instruction)
         return True
 
-    def _compute(self, rank: int, instruction: Forward | Backward | Update, seconds: float) -> None:
+    def _compute(self, rank: int, instruction: Compute, seconds: float) -> None:
         start = self.clock[rank]
         self.clock[rank] = end = start + seconds
         if self.events is not None:
@@ -152,11 +166,15 @@ class Engine:
                     event = Event(rank, "forward", stage, unit.minibatch, unit.microbatch, start, end)
                 case Backward(stage=stage, unit=unit):
                     event = Event(rank, "backward", stage, unit.minibatch, unit.microbatch, start, end)
+                case BackwardInput(stage=stage, unit=unit):
+                    event = Event(rank, "backward_input", stage, unit.minibatch, unit.microbatch, start, end)
+                case BackwardWeight(stage=stage, unit=unit):
+                    event = Event(rank, "backward_weight", stage, unit.minibatch, unit.microbatch, start, end)
                 case Update(stage=stage, round=round_):
                     event = Event(rank, "update", stage, round_, 0, start, end)
             self.events.append(event)
 
-    def _backward(self, rank: int, backward: Backward) -> None:
+    def _recompute(self, rank: int, backward: Backward | BackwardInput) -> None:
         stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
         if times.recompute_s:
             start = self.clock[rank]
@@ -164,9 +182,22 @@ class Engine:
             if self.events is not None:
                 again = Event(rank, "recompute", stage, unit.minibatch, unit.microbatch, start, self.clock[rank])
                 self.events.append(again)
+
+    def _backward(self, rank: int, backward: Backward) -> None:
+        stage, times = backward.stage, self.stages[backward.stage]
+        self._recompute(rank, backward)
         if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
             self._join(rank, stage, began_s=self.clock[rank])
         self._compute(rank, backward, times.backward_s)
+        if stage == len(self.stages) - 1:
+            self.completions.append(self.clock[rank])
+
+    def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
+        stage, times = backward.stage, self.stages[backward.stage]
+        if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
+            # Its gradients are complete when it ends, as if the whole backward had just run.
+            self._join(rank, stage, began_s=self.clock[rank] + times.weight_s - times.backward_s)
+        self._compute(rank, backward, times.weight_s)
         if stage == len(self.stages) - 1:
             self.completions.append(self.clock[rank])
 

@@ -41,17 +41,22 @@ def _version_bytes(plan: Plan, stage: Stage) -> int:
     return stage.memory.weights_bytes // versions_of(plan.schedule, stage.in_flight)
 
 
+def _stashing(plan: Plan) -> bool:
+    """Vertical sync holds as many versions all the time."""
+    return plan.schedule in STASHING and not plan.vertical_sync
+
+
 def _at_rest(plan: Plan, stage: Stage) -> int:
     """With nothing in flight."""
     memory = stage.memory
-    stashed = memory.weights_bytes - _version_bytes(plan, stage) if plan.schedule in STASHING else 0
+    stashed = memory.weights_bytes - _version_bytes(plan, stage) if _stashing(plan) else 0
     return memory.total_bytes - memory.activations_bytes - stashed
 
 
 def _changes(plan: Plan, stage: Stage, events: Iterable[Event]) -> Iterable[Change]:
     """What one stage of a worker adds and frees, by its computations in order."""
     saved, version_bytes = stage.memory.activations_bytes // stage.in_flight, _version_bytes(plan, stage)
-    stashing = plan.schedule in STASHING
+    stashing = _stashing(plan)
     newest, used = 0, Counter[int]()
     version_of: dict[tuple[int, int], int] = {}
     for event in events:

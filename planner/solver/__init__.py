@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.cluster import Cluster
 from planner.constraints import Constraints
@@ -22,6 +23,7 @@ from planner.solver.request import Request
 from planner.solver.states import Chain
 from planner.solver.task import Task
 from planner.solver.vertical_sync import solve_synced
+from planner.solver.zero_bubble import solve_zero_bubble
 
 __all__ = ["solve"]
 
@@ -115,6 +117,9 @@ def _found(
 ) -> tuple[Found, Price]:
     """The best plan's stages, by the method that the request asks for, and their price with waits."""
     cluster, schedule, microbatches = request.cluster, request.schedule, request.microbatches
+    if schedule == "zb-h1":
+        drained = replace(request, schedule="1f1b-flush")
+        return solve_zero_bubble(request, _found(drained, solver, deadline, depth, chunks)[0])
     if (method := method_for(request, solver)) != "search":
         found = answer(request, method, deadline)
         cost = request.priced(found.stages)

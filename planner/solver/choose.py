@@ -18,7 +18,7 @@ from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.depth import DepthRule
 
-COMPARED: tuple[ScheduleName, ...] = ("1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved")
+COMPARED: tuple[ScheduleName, ...] = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 MICROBATCHES_PER_GPU = 4  # from which on GPipe calls its bubble negligible
 
 
