@@ -110,7 +110,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     """What becomes a `RunOptions`: the names are the same."""
-    group = parser.add_argument_group("when something goes wrong")
+    group = parser.add_argument_group("looking after the run")
     group.add_argument(
         "--hang-timeout",
         dest="hang_timeout_s",
@@ -125,6 +125,18 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="network interface whose address all ports listen on, eth0 for instance (default: on one host the "
         "loopback, under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say)",
+    )
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what every worker did as a Chrome trace, which Perfetto opens, in the form of plan simulate's",
+    )
+    group.add_argument(
+        "--trace-minibatches",
+        type=_window,
+        default=100,
+        metavar="N|A:B",
+        help="which minibatches to trace: the last N, or those from A on and before B (default: %(default)s)",
     )
     group.add_argument(
         "--stop-on-nan",
@@ -179,6 +191,15 @@ def _at_least_one(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
+
+
+def _window(text: str) -> int | tuple[int, int]:
+    first, colon, end = text.partition(":")
+    if not colon and int(first) > 0:
+        return int(first)
+    if colon and 0 <= int(first) < int(end):
+        return int(first), int(end)
+    raise argparse.ArgumentTypeError(f"{text} names no minibatches; give 100 for the last 100, or 20:40")
 
 
 def run(args: argparse.Namespace) -> int:

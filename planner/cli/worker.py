@@ -8,14 +8,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.executor.job import Job, TrainResult
 
 if TYPE_CHECKING:
+    from planner.errors import PlannerError
     from planner.executor.heartbeat import Heart
     from planner.executor.measure import Progress
+    from planner.timeline import Timeline
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,22 +47,29 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     _use_interface(job)
     on_progress = _ProgressLine() if job.show_progress else None
     heart = _start_heart(job)
+    watch = None
     try:
+        if job.failure_folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
+            from planner.executor.remote_watch import RemoteWatch
+
+            watch = RemoteWatch(job, heart, _tell_and_end)
         if job.baseline == "data-parallel":
             from planner.executor.data_parallel import train_data_parallel
 
             return 0, train_data_parallel(job, on_progress, heart)
         from planner.executor.train import train_worker
 
-        return 0, train_worker(job, on_progress, heart)
+        return 0, train_worker(job, on_progress, heart, _timeline_writer(job))
     except Exception as error:
         failure = failure_of(job, error, heart)
         leave_failure(job, failure)
-        if job.failure_folder is None:
-            told = error_of(failure)
+        told = error_of(failure) if watch is None else watch.explained(failure)
+        if told is not None and job.failure_folder is None:
             raise told from told.__cause__
         return failure.exit_code, None
     finally:
+        if watch is not None:
+            watch.stop()
         if on_progress is not None:
             on_progress.end()
 
@@ -72,6 +82,16 @@ def _use_interface(job: Job) -> None:
 
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
+
+
+def _timeline_writer(job: Job) -> Callable[[Timeline], None]:
+    from planner.report.trace import save_trace
+
+    def write(timeline: Timeline) -> None:
+        assert job.run_options.trace is not None
+        save_trace(timeline, job.run_options.trace)
+
+    return write
 
 
 def _start_heart(job: Job) -> Heart:
@@ -90,6 +110,12 @@ def _start_heart(job: Job) -> Heart:
     heart = Heart(beat_path(folder, rank), stages)
     heart.enter("starting")
     return heart
+
+
+def _tell_and_end(error: PlannerError | None) -> NoReturn:
+    if error is not None:
+        print(f"\nerror: {error.message}\nhint: {error.hint}", file=sys.stderr)
+    end_process(1)
 
 
 def end_process(code: int) -> NoReturn:

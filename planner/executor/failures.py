@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -57,8 +57,8 @@ def leave_failure(job: Job, failure: Failure) -> None:
     """Leave the reason where the launcher finds it; what is only a consequence waits for the first cause."""
     if job.failure_folder is not None:
         save_record(failure, Path(job.failure_folder) / f"failure-{failure.rank}.json")
-    if failure.consequence:
-        time.sleep(GRACE_S)
+        if failure.consequence:
+            time.sleep(GRACE_S)
 
 
 def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> PlannerError:
@@ -110,13 +110,10 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
     return Beat.read(page) if page else None
 
 
-def place_in_dump(dump: str, folder: Path) -> str | None:
-    """Where a worker is, from faulthandler's dump: the innermost line of a file in `folder`, or of nobody's library."""
-    frames = [match.groupdict() for match in _FRAME.finditer(dump)]
-    own = [frame for frame in frames if Path(frame["file"]).resolve().parent == folder.resolve()]
-    others = [frame for frame in frames if not _in_libraries(frame["file"])]
-    chosen = next(iter((*own, *others, *frames)), None)
-    return None if chosen is None else _shorter(f"{chosen['file']}:{chosen['line']} in {chosen['function']}()")
+def place_in_dump(dump: str, job: Job) -> str | None:
+    """Where a worker is, from faulthandler's dump, which begins with the innermost line; None of an empty one."""
+    frames = [(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(dump)]
+    return innermost(frames[::-1], job)
 
 
 def model_folder(job: Job) -> Path:
@@ -154,13 +151,19 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def innermost(stack: Sequence[tuple[str, int, str]], job: Job) -> str | None:
+    """Of (file, line, function), outermost first: the last of the user's folder, or of nobody's library, or at all."""
+    own = [frame for frame in stack if Path(frame[0]).resolve().parent == model_folder(job)]
+    others = [frame for frame in stack if not _in_libraries(frame[0])]
+    chosen = next(iter((*own[::-1], *others[::-1], *stack[::-1])), None)
+    return None if chosen is None else _shorter(f"{chosen[0]}:{chosen[1]} in {chosen[2]}()")
+
+
 def _place(error: BaseException, job: Job) -> str | None:
-    """The innermost line of the user's folder on the way to the error, or of nobody's library, or at all."""
+    """Where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).resolve().parent == model_folder(job)]
-    others = [frame for frame in frames if not _in_libraries(frame.filename)]
-    chosen = next(iter((*own[::-1], *others[::-1], *frames[::-1])), None)
-    return None if chosen is None else f"{chosen.filename}:{chosen.lineno}"
+    place = innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in frames], job)
+    return None if place is None else place.partition(" in ")[0]
 
 
 def _at(place: str | None) -> str:

@@ -25,6 +25,8 @@ class RunOptions(Record):
     """How a run is looked after; nothing here changes what is trained."""
 
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # beyond the slowest instruction
+    trace: str | None = None  # file for a Chrome trace of what the workers did
+    trace_minibatches: tuple[int, int] | int = 100  # [first, end), or the last ones of the run
     interface: str | None = None  # network interface to use; loopback on one host, else what torch finds
     stop_on_nan: bool = False  # end when a loss is no finite number
 

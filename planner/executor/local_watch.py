@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from planner.errors import WorkerError
-from planner.executor.failures import model_folder, place_in_dump, read_beat
+from planner.executor.failures import place_in_dump, read_beat
 from planner.executor.hangs import Hang, Sign, Watch
 from planner.executor.job import Failure, Job
 from planner.files import save_record
@@ -77,7 +77,7 @@ class LocalWatch(threading.Thread):
         deadline = time.monotonic() + _DUMP_S
         while time.monotonic() < deadline:
             time.sleep(0.1)
-            place = place_in_dump(path.read_text(encoding="utf-8", errors="replace"), model_folder(self._job))
+            place = place_in_dump(path.read_text(encoding="utf-8", errors="replace"), self._job)
             if place is not None:
                 return place
         return None

@@ -24,6 +24,7 @@ from planner.executor.measure import ProgressCallback, progress_reporter, steady
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.optimizer import make_optimizer
+from planner.executor.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.replica import StageReplica
 from planner.executor.setup import Place, check_schedule, check_world, join_group, local_place, message_timeout
 from planner.executor.stages import build_modules, check_sizes, transferred
@@ -40,10 +41,14 @@ from planner.schedule.instructions import (
 )
 from planner.schedule.segments import segment_stream, segments
 from planner.schedule.shape import shape_of
+from planner.timeline import Timeline
 
 
 def train_worker(
-    job: Job, on_progress: ProgressCallback | None = None, heart: Heart | None = None
+    job: Job,
+    on_progress: ProgressCallback | None = None,
+    heart: Heart | None = None,
+    on_timeline: Callable[[Timeline], None] | None = None,
 ) -> TrainResult | None:
     """Run this process's part of `job`; the environment is torchrun's.
 
@@ -51,6 +56,7 @@ def train_worker(
         job: the same for all workers.
         on_progress: told of every update, on the last stage.
         heart: of this process.
+        on_timeline: given what all workers did, on rank 0, where the job asks for a trace.
 
     Returns:
         The result on rank 0, None elsewhere.
@@ -68,7 +74,7 @@ def train_worker(
     heart.enter("joining the other workers", meeting=True)
     join_group(place, message_timeout(job.run_options.hang_timeout_s))
     try:
-        return run.run(on_progress)
+        return run.run(on_progress, on_timeline)
     finally:
         dist.destroy_process_group()
 
@@ -113,7 +119,9 @@ class TrainingRun:
         self.first = 0  # minibatches done in earlier runs
         self._layouts: dict[tuple[int, int, bool, int], Layout] = {}
 
-    def run(self, on_progress: ProgressCallback | None) -> TrainResult | None:
+    def run(
+        self, on_progress: ProgressCallback | None, on_timeline: Callable[[Timeline], None] | None = None
+    ) -> TrainResult | None:
         """Train, and gather what all workers measured on rank 0."""
         groups = LinkGroups.create(self.shape, self._new_group, tags=self.place.backend == "gloo")
         replicas = self._replica_groups()
@@ -130,12 +138,16 @@ class TrainingRun:
             place=self.place,
         )
         stages = {stage: self._replica(stage, replicas.get(stage)) for stage in self.stages}
+        options = self.job.run_options
+        window = Window.of(options.trace_minibatches)
+        recorder = TraceRecorder(self.rank, window, self.place.compute) if options.trace is not None else None
         worker = Worker(
             stages,
             links,
             on_update=self._progress(on_progress),
             heart=self.heart,
-            stop_on_nan=self.job.run_options.stop_on_nan,
+            recorder=recorder,
+            stop_on_nan=options.stop_on_nan,
             joint_norm=self._joint_norm(),
         )
         dist.barrier()
@@ -149,7 +161,13 @@ class TrainingRun:
         self.heart.enter("waiting for the last messages", meeting=True)
         links.drain()
         dist.barrier()
-        return self._result(worker, stages, peak.bytes(), time.perf_counter() - start, checkpointer)
+        result = self._result(worker, stages, peak.bytes(), time.perf_counter() - start, checkpointer)
+        if recorder is not None:
+            self.heart.enter("gathering the trace", meeting=True)
+            timeline = gather_timeline(recorder, self.plan, self.minibatches, window, self.place.wire)
+            if timeline is not None and on_timeline is not None:
+                on_timeline(timeline)
+        return result
 
     def _restore(self) -> Checkpointer | None:
         """Go on from the job's checkpoint, if it has one; None for a job without checkpoints."""

@@ -54,6 +54,10 @@ class Messenger(Protocol):
 class Recorder(Protocol):
     """Is told of everything a worker did, for a trace of the run."""
 
+    def settle(self, instruction: Instruction) -> None:
+        """`instruction` has been started; on a GPU it may still run."""
+        ...
+
     def record(self, instruction: Instruction, start_s: float, end_s: float) -> None:
         """`instruction` ran from `start_s` to `end_s` on `time.perf_counter`'s clock; a receive waits that long."""
         ...
@@ -116,6 +120,8 @@ class Worker:
             self._heart.begin(instruction)
             start_s = time.perf_counter()
             self._execute(instruction)
+            if self._recorder is not None:
+                self._recorder.settle(instruction)
             end_s = time.perf_counter()
             if isinstance(instruction, Compute):
                 self.log.busy_s += end_s - start_s
@@ -163,7 +169,10 @@ class Worker:
             return
         norm = None
         if self._joint_norm is not None:
-            norm = self._joint_norm.sum(sum(stage.norm_share() for stage in self._stages.values()))
+            share = sum(stage.norm_share() for stage in self._stages.values())
+            self._heart.enter("waiting for all gradients' norm", meeting=True)
+            norm = self._joint_norm.sum(share)
+            self._heart.begin(instruction)
         for each in self._due:
             self._stages[each.stage].update(each.kept, norm)
             if self._on_update is not None:

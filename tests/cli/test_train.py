@@ -18,6 +18,7 @@ import torch
 from planner.executor.failures import read_beat
 from planner.model.file import load_model_file
 from planner.plan_file import load_plan, save_plan
+from planner.report.trace import load_run
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
@@ -234,3 +235,26 @@ def test_ports_listen_on_the_loopback_alone_and_a_stopped_worker_ends_the_run_in
 
 def test_an_unknown_interface_is_refused(folder: Path) -> None:
     assert_one_sentence(plan_train(folder, "model.py", "--interface", "none7"), 2, "'none7' is no network interface")
+
+
+def test_the_trace_has_what_every_worker_did_in_the_minibatches_asked_for(folder: Path) -> None:
+    arguments = ("--steps", "12", "--trace", "run.json", "--trace-minibatches", "4:8")
+    process = plan_train(folder, "model.py", *arguments)
+    assert process.returncode == 0, process.stderr
+    timeline = load_run(folder / "run.json")
+    assert timeline.source == "measured"
+    assert timeline.config == "1-1"
+    events = list(timeline.events.rows())
+    for rank in (0, 1):
+        for kind in ("forward", "backward", "update"):
+            assert sum((event.rank, event.kind) == (rank, kind) for event in events) == 4
+    forwards = {(event.rank, event.minibatch): event for event in events if event.kind == "forward"}
+    assert min(event.start_s for event in forwards.values()) == 0.0
+    for minibatch in range(4, 8):
+        assert forwards[0, minibatch].end_s <= forwards[1, minibatch].start_s
+
+
+def test_a_window_of_no_minibatches_is_refused(folder: Path) -> None:
+    process = plan_train(folder, "model.py", "--trace-minibatches", "8:4")
+    assert process.returncode == 2
+    assert "8:4 names no minibatches" in process.stderr

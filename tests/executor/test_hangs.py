@@ -11,6 +11,7 @@ import pytest
 from planner.executor.failures import beat_path, place_in_dump, read_beat
 from planner.executor.hangs import Hang, Sign, Watch
 from planner.executor.heartbeat import Beat, Heart, State
+from planner.executor.job import Job
 from planner.schedule.instructions import (
     AllReduce,
     Backward,
@@ -23,6 +24,8 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
+from tests.executor.models import write_model
+from tests.executor.plans import make_plan, structural_profile
 
 TIMEOUT_S = 10.0
 RECEIVE = ReceiveActivation(1, Unit(17), 0, 0)  # what stage 1 on rank 1 waits for, from rank 0
@@ -184,7 +187,9 @@ def test_the_place_in_a_dump_is_the_users_innermost_line(tmp_path: Path) -> None
   File "{tmp_path}/model.py", line 40 in loss
   File "/somewhere/planner/executor/worker.py", line 3 in run
 """
-    place = place_in_dump(dump, tmp_path)
+    path = write_model(tmp_path, "blocks", "sgd")
+    job = Job(model=str(path), plan=make_plan(structural_profile(path, 4), (1, 1)))
+    place = place_in_dump(dump, job)
     assert place is not None
     assert place.endswith("model.py:12 in forward()")
-    assert place_in_dump("", tmp_path) is None
+    assert place_in_dump("", job) is None

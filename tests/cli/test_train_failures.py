@@ -1,0 +1,133 @@
+"""What `plan train` says when the user's own code fails, hangs, or diverges while it trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.plan_file import save_plan
+from tests.executor.plans import make_plan, structural_profile
+
+TIMEOUT_S = 240
+
+MODEL = """
+import os
+import time
+
+import torch
+from torch import nn
+
+FAULT = os.environ.get("FAULT")
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+def example_batch(batch_size):
+    return (torch.randn(batch_size, 8),), torch.randint(0, 4, (batch_size,))
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        if index == 77 and FAULT == "data":
+            raise KeyError("no file 77")
+        if index == 77 and FAULT == "sleep":
+            time.sleep(10_000)
+        x = torch.full((8,), float("nan") if index == 77 and FAULT == "nan" else 0.1)
+        return (x,), torch.tensor(9 if index == 77 and FAULT == "target" else index % 4)
+
+def dataset():
+    return Data()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+class Optimizer(torch.optim.SGD):
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        if FAULT == "step" and self.steps == 5:
+            raise ValueError("no step")
+        super().step()
+
+def optimizer(parameters):
+    return Optimizer(parameters, lr=0.01)
+"""
+
+
+def line_of(text: str) -> int:
+    """Of the model file."""
+    return next(number for number, line in enumerate(MODEL.splitlines(), 1) if text in line)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model file and a plan "1-1" for it."""
+    folder = tmp_path_factory.mktemp("failures")
+    path = folder / "model.py"
+    path.write_text(MODEL, encoding="utf-8")
+    save_plan(make_plan(structural_profile(path, 4), (1, 1)), folder / "plan.json")
+    return folder
+
+
+def failing(folder: Path, fault: str, *arguments: str, launcher: tuple[str, ...] = ()) -> tuple[int, list[str]]:
+    """Exit code and stderr's lines of a run with `fault` in the user's code."""
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "planner", "train", "model.py", "--epochs", "1", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout == ""
+    return done.returncode, done.stderr.strip().splitlines()
+
+
+def test_user_code_that_blocks_is_named_with_its_line(folder: Path) -> None:
+    code, lines = failing(folder, "sleep", "--hang-timeout", "5")
+    assert code == 1
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("error: worker 0 (stage 0): has not moved for ")
+    assert "in the forward of minibatch " in lines[0]
+    assert lines[0].endswith(f", at model.py:{line_of('time.sleep')} in __getitem__()")
+
+
+def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    code, lines = failing(folder, "data", launcher=torchrun)
+    assert code == 1
+    (told,) = (line for line in lines if line.startswith("error: "))
+    assert told.startswith("error: worker 0 (stage 0), in the forward of minibatch ")
+    assert told.endswith(f": KeyError: 'no file 77' (model.py:{line_of('no file')})")
+    assert not any("gloo" in line or "Connection" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "start", "end"),
+    [
+        ("target", "worker 1 (stage 1), in the forward of minibatch ", f"IndexError: Target 9 is out of bounds. (loss() at model.py:{line_of('def loss')})"),  # noqa: E501
+        ("step", "worker ", f"in the update after round 4: ValueError: no step (model.py:{line_of('no step')})"),
+        ("nan", "worker 1 (stage 1), in the backward of minibatch ", " is nan"),
+    ],
+)  # fmt: skip
+def test_the_first_failure_is_named_in_one_sentence(folder: Path, fault: str, start: str, end: str) -> None:
+    code, lines = failing(folder, fault, "--stop-on-nan")
+    assert code == 1
+    assert len(lines) == 2, lines
+    assert lines[0].startswith(f"error: {start}")
+    assert lines[0].endswith(end)
+
+
+@pytest.mark.slow
+def test_under_torchrun_code_that_blocks_is_named_with_its_line(folder: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    code, lines = failing(folder, "sleep", "--hang-timeout", "5", launcher=torchrun)
+    assert code == 1
+    (told,) = (line for line in lines if line.startswith("error: "))
+    assert told.startswith("error: worker 0 (stage 0): has not moved for ")
+    assert told.endswith(f", at model.py:{line_of('time.sleep')} in __getitem__()")
