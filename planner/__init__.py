@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
     from planner.executor.job import TrainingOptions
+    from planner.exports import export
     from planner.model.file import load_model_file
     from planner.pipedream import read_profile as load_profile
     from planner.plan_file import Plan, load_plan, save_plan
@@ -47,6 +48,7 @@ _HOMES = {
     "WorkerError": ("planner.errors", "WorkerError"),
     "compare": ("planner.answers.compare", "compare"),
     "estimate": ("planner.api", "estimate"),
+    "export": ("planner.exports", "export"),
     "explain": ("planner.answers.explain", "explain"),
     "flat_cluster": ("planner.cluster", "flat_cluster"),
     "load_model_file": ("planner.model.file", "load_model_file"),
@@ -78,6 +80,7 @@ __all__ = [
     "compare",
     "estimate",
     "explain",
+    "export",
     "flat_cluster",
     "load_model_file",
     "load_plan",

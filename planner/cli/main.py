@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from planner import __version__
-from planner.cli import compare, explain, profile, quickstart, show, simulate, solve, sweep, train
+from planner.cli import compare, explain, export, profile, quickstart, show, simulate, solve, sweep, train
 from planner.errors import InputError, PlannerError
 
-VERBS = (profile, solve, show, compare, sweep, explain, simulate, train, quickstart)
+VERBS = (profile, solve, show, compare, sweep, explain, simulate, train, export, quickstart)
 
 DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
@@ -30,6 +30,7 @@ your GPUs, and train it that way.
     plan compare, plan sweep, plan explain      what else there is, and why it is this plan
     plan simulate                               plan                  -> timeline, throughput, memory
     plan train model.py                         plan                  -> trained model
+    plan export --to megatron                   plan                  -> another system's files
 
 New here? `plan quickstart` does all of it with a small model.
 """

@@ -13,7 +13,7 @@ from planner.plan_file import Plan
 from planner.profile_file import Profile
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-VERBS = ("profile", "solve", "show", "train", "quickstart")
+VERBS = ("profile", "solve", "show", "train", "export", "quickstart")
 
 
 @pytest.fixture(scope="module")

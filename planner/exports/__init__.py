@@ -1,0 +1,40 @@
+"""Plan -> files of other pipeline systems: their stage boundaries, and what of the plan they cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+from planner.exports.deepspeed import deepspeed_file
+from planner.exports.megatron import megatron_arguments
+from planner.exports.torch_pipelining import torch_pipelining_file
+from planner.plan_file import Plan
+
+System = Literal["torch-pipelining", "deepspeed", "megatron"]
+SYSTEMS: tuple[System, ...] = get_args(System)
+
+_WRITERS: dict[System, Callable[[Plan, str | None], str]] = {
+    "torch-pipelining": torch_pipelining_file,
+    "deepspeed": lambda plan, _: deepspeed_file(plan),
+    "megatron": lambda plan, _: megatron_arguments(plan),
+}
+
+
+def export(plan: Plan, system: System, *, model: str | Path | None = None) -> str:
+    """The plan in the form that another system takes.
+
+    Args:
+        plan: from `solve` or `load_plan`.
+        system: "torch-pipelining", a script for torchrun; "deepspeed", a PipelineModule with the plan's partition;
+            "megatron", arguments for its command line.
+        model: the model file, which torch-pipelining's script reads.
+
+    Returns:
+        The file's text. What the system does in another way than the plan stands in its comments.
+
+    Raises:
+        PlanError: for what the system has no form for at all, such as stages with different numbers of replicas.
+        InputError: when the model file is missing where it is needed.
+    """
+    return _WRITERS[system](plan, None if model is None else str(model))

@@ -1,0 +1,104 @@
+"""Plan -> a PipelineModule for DeepSpeed whose stages begin where the plan's do."""
+
+from __future__ import annotations
+
+import json
+from string import Template
+
+from planner.errors import PlanError
+from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
+from planner.plan_file import Plan
+
+SYSTEM = "DeepSpeed"
+
+_FILE = Template('''\
+"""Stage boundaries of $model for DeepSpeed's PipelineModule, $stages stages; written by `plan export`.
+
+    from $name import CONFIG, PlannedPipelineModule
+    names, layers = zip(*model.named_children())  # your layers in their order, named by their path in the model
+    module = PlannedPipelineModule(layers=list(layers), names=names, loss_fn=loss)
+    engine, *_ = deepspeed.initialize(model=module, config=CONFIG | {"optimizer": ...})
+
+Start it with $workers workers: $stages stages, $replicas of each.
+"""
+$remarks
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+
+# The first layer of each stage, and all layers as the planner saw them.
+STAGE_STARTS = $starts
+STAGES = $layers
+CONFIG = {
+    "train_micro_batch_size_per_gpu": $microbatch_size,
+    "gradient_accumulation_steps": $microbatches,
+}
+
+
+def partition(names: Sequence[str]) -> list[int]:
+    """Where each stage begins among layers called `names`, and their number: what DeepSpeed calls parts.
+
+    A name may be that of a planned layer ("features.3"), or of a module around some ("h.3" around "h.3.mlp").
+    """
+    parts = [0]
+    for start in STAGE_STARTS[1:]:
+        around = [index for index, name in enumerate(names) if start == name or start.startswith(f"{name}.")]
+        if not around:
+            raise ValueError(f"a stage begins at '{start}', which is none of the layers {list(names)}")
+        name = names[around[0]]
+        if start != name and any(layer.startswith(f"{name}.") for layer in _before(start)):
+            raise ValueError(f"a stage begins at '{start}', inside the layer '{name}': give its parts one by one")
+        parts.append(around[0])
+    return [*parts, len(names)]
+
+
+def _before(start: str) -> list[str]:
+    layers = [layer for stage in STAGES for layer in stage]
+    return layers[: layers.index(start)]
+
+
+class PlannedPipelineModule(PipelineModule):
+    """A PipelineModule of `names`d layers, divided as planned."""
+
+    def __init__(self, layers: Sequence[Any], names: Sequence[str], **options: Any) -> None:
+        self._planned = partition(names)
+        super().__init__(layers=list(layers), num_stages=len(STAGE_STARTS), **options)
+
+    def _partition_layers(self, method: str = "planned") -> None:
+        # PipelineModule has methods of its own for this and takes no list, so it is overridden.
+        self.parts = self._planned
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+''')
+
+
+def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
+    """A Python file with a PipelineModule of the plan's stages.
+
+    Raises:
+        PlanError: for what DeepSpeed has no form for.
+    """
+    replicas = equal_replicas(plan, SYSTEM)
+    if plan.schedule == "interleaved":
+        raise PlanError(
+            "DeepSpeed has no interleaved schedule: each of its workers has one stage",
+            hint="solve with --schedule 1f1b-flush",
+        )
+    said = remarks(plan, SYSTEM)
+    if plan.schedule in ("gpipe", "naive"):
+        said.append(f"DeepSpeed runs 1F1B with a flush, where the plan is for {plan.schedule}.")
+    if any(stage.recompute for stage in plan.stages):
+        said.append("Stages that recompute: set PipelineModule's activation_checkpoint_interval.")
+    return _FILE.substitute(
+        model=plan.model,
+        name=name,
+        stages=len(plan.stages),
+        workers=plan.workers,
+        replicas=replicas,
+        remarks=f"\n{comment(said)}\n" if said else "",
+        starts=json.dumps([stage.layers[0] for stage in plan.stages]),
+        layers="[\n" + "".join(f"    {json.dumps(list(stage.layers))},\n" for stage in plan.stages) + "]",
+        microbatch_size=plan.microbatch_size or "None  # the plan does not know it",
+        microbatches=microbatches_per_pipeline(plan, replicas, SYSTEM),
+    )

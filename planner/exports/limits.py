@@ -1,0 +1,88 @@
+"""What of a plan the other systems have in common not to express."""
+
+from __future__ import annotations
+
+from planner.errors import PlanError
+from planner.plan_file import Plan
+
+LEAST_PER_STAGE = 4  # microbatches per stage where the plan has one: the bubble is then a fifth
+
+
+def equal_replicas(plan: Plan, system: str) -> int:
+    """The replicas of every stage: these systems copy whole pipelines.
+
+    Raises:
+        PlanError: when stages differ in them, when they are no pipeline, or when ranks do not go stage by stage.
+    """
+    if not plan.contiguous:
+        raise PlanError(
+            f"{system} has no form for stages that are not contiguous",
+            hint="make a plan without --not-contiguous",
+        )
+    replicas = set(plan.replicas)
+    if len(replicas) > 1:
+        raise PlanError(
+            f"{system} copies whole pipelines, so it has no form for '{plan.config}', whose stages have different "
+            "numbers of replicas",
+            hint="`plan train` runs it; `plan compare` prices straight pipelines",
+        )
+    ranks = [rank for stage in plan.stages[: plan.workers // plan.stages[0].replicas] for rank in stage.ranks]
+    if ranks != list(range(len(ranks))):
+        raise PlanError(
+            f"{system} numbers workers stage by stage, and the plan's ranks are {ranks}",
+            hint="list the kinds of GPUs in the cluster in the order of the stages",
+        )
+    return replicas.pop()
+
+
+def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
+    """Microbatches that each copy of the pipeline runs between two updates.
+
+    Raises:
+        PlanError: when the plan's do not divide.
+    """
+    if never_drains(plan):
+        return LEAST_PER_STAGE * len(plan.stages) if len(plan.stages) > 1 else 1
+    if plan.microbatches % replicas:
+        raise PlanError(
+            f"{system} gives each of the {replicas} pipelines as many microbatches, and {plan.microbatches} do not "
+            f"divide by {replicas}",
+            hint=f"solve with --microbatches {plan.microbatches // replicas * replicas + replicas}",
+        )
+    return plan.microbatches // replicas
+
+
+def never_drains(plan: Plan) -> bool:
+    """Whether the plan's schedule has what none of these systems has: weights of several versions."""
+    return plan.schedule in ("1f1b", "2bw")
+
+
+def remarks(plan: Plan, system: str) -> list[str]:
+    """Sentences on what the system does in another way than the plan."""
+    said = []
+    if never_drains(plan):
+        said.append(
+            f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. {system} has no such "
+            "schedule: it empties the pipeline before every update, so expect fewer samples/s than the plan says."
+        )
+        if plan.schedule == "1f1b" and len(plan.stages) > 1:
+            said.append(
+                f"Gradients are summed over {LEAST_PER_STAGE} microbatches per stage, where the plan updates after "
+                "each: choose the learning rate anew."
+            )
+    skips = [(t.source, t.target) for t in plan.transfers if t.target > t.source + 1]
+    if skips and system != "torch.distributed.pipelining":
+        pairs = ", ".join(f"{source} to {target}" for source, target in skips)
+        said.append(
+            f"Values skip stages here (from stage {pairs}): the layers between must take them and hand them on."
+        )
+    if plan.autocast is not None and system != "torch.distributed.pipelining":
+        said.append(f"The plan is for {plan.autocast} under autocast: set the same here.")
+    return said
+
+
+def comment(sentences: list[str], width: int = 100) -> str:
+    """`sentences` as comment lines."""
+    import textwrap
+
+    return "\n".join(line for text in sentences for line in textwrap.wrap(f"# {text}", width, subsequent_indent="# "))

@@ -1,0 +1,112 @@
+"""Plan -> arguments for Megatron-LM, whose stages are counts of transformer layers."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from planner.errors import PlanError
+from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
+from planner.plan_file import Plan
+
+SYSTEM = "Megatron"
+_BLOCK = re.compile(r"(?:(?P<stem>.+?)\.)?(?P<number>\d+)\.")
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Transformer layers of each stage; `stem` is what the model calls their list."""
+
+    stem: str
+    counts: tuple[int, ...]
+
+
+def megatron_arguments(plan: Plan) -> str:
+    """Arguments for Megatron-LM's command line, one per line, comments before them.
+
+    Raises:
+        PlanError: when the stages are no counts of transformer layers, or need what Megatron has no form for.
+    """
+    replicas = equal_replicas(plan, SYSTEM)
+    layers = layer_counts(plan)
+    microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
+    said = [
+        f"{plan.model} for Megatron-LM: '{layers.stem}' in {len(plan.stages)} stages of "
+        f"{', '.join(map(str, layers.counts))} layers, {replicas} of each, {plan.workers} workers.",
+        *remarks(plan, SYSTEM),
+    ]
+    if plan.schedule in ("gpipe", "naive"):
+        said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
+    if any(stage.recompute for stage in plan.stages):
+        said.append("The plan recomputes in some stages; --recompute-granularity is for all.")
+    chosen = [
+        f"--num-layers {sum(layers.counts)}",
+        f"--pipeline-model-parallel-size {plan.workers // replicas}",
+        *_layout(plan, layers.counts),
+    ]
+    if any(stage.recompute for stage in plan.stages):
+        chosen.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    if plan.microbatch_size is not None:
+        chosen.append(f"--micro-batch-size {plan.microbatch_size}")
+        chosen.append(f"--global-batch-size {plan.microbatch_size * microbatches * replicas}")
+    return "\n".join([comment(said), *chosen]) + "\n"
+
+
+def layer_counts(plan: Plan) -> LayerCounts:
+    """Transformer layers per stage: modules numbered in a list of their own, "h.0.attn", "h.0.mlp", "h.1.attn", ...
+
+    Raises:
+        PlanError: when there are none, when a cut is inside one, or when something that is none of them is in a stage
+            between the first and the last.
+    """
+    numbers = [[_block(layer) for layer in stage.layers] for stage in plan.stages]
+    blocks: defaultdict[str, set[int]] = defaultdict(set)
+    for found in (block for stage in numbers for block in stage if block is not None):
+        blocks[found[0]].add(found[1])
+    if not blocks or max(map(len, blocks.values())) < 2:
+        raise PlanError(
+            f"Megatron divides transformers by layers, and '{plan.model}' has no numbered list of layers",
+            hint="use --to torch-pipelining",
+        )
+    stem = max(blocks, key=lambda name: len(blocks[name]))
+    place: dict[int, int] = {}
+    for index, stage in enumerate(numbers):
+        for layer, block in zip(plan.stages[index].layers, stage, strict=True):
+            if block is not None and block[0] == stem:
+                if place.setdefault(block[1], index) != index:
+                    raise PlanError(
+                        f"the cut before stage {index} is inside '{stem}.{block[1]}', and Megatron cuts between layers",
+                        hint="forbid cuts inside: plan solve --forbid-cut-after "
+                        f"{plan.stages[index - 1].layers[-1]}; or profile with blocks(model) in the model file",
+                    )
+            elif index != (0 if not place else len(plan.stages) - 1):
+                raise PlanError(
+                    f"layer '{layer}' is in stage {index}, but Megatron has all before '{stem}.0' in the first stage "
+                    "and all after the last layer in the last",
+                    hint=f"keep it with its neighbours: plan solve --colocate {_end_layer(plan, not place)},{layer}",
+                )
+    counts = [0] * len(plan.stages)
+    for index in place.values():
+        counts[index] += 1
+    return LayerCounts(stem, tuple(counts))
+
+
+def _block(layer: str) -> tuple[str, int] | None:
+    found = _BLOCK.match(layer)
+    return None if found is None else (found["stem"] or "", int(found["number"]))
+
+
+def _end_layer(plan: Plan, first: bool) -> str:
+    return plan.stages[0].layers[0] if first else plan.stages[-1].layers[-1]
+
+
+def _layout(plan: Plan, counts: tuple[int, ...]) -> list[str]:
+    """Nothing for equal stages; else the layout: E embedding, t a transformer layer, L loss, | between stages."""
+    chunks = plan.chunks
+    if len(set(counts)) == 1:
+        return [f"--num-layers-per-virtual-pipeline-stage {counts[0]}"] if chunks > 1 else []
+    stages = ["t" * count for count in counts]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] += "L"
+    return [f'--pipeline-model-parallel-layout "{"|".join(stages)}"']

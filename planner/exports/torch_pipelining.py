@@ -1,0 +1,183 @@
+"""Plan -> a script for torch.distributed.pipelining, to be started with torchrun."""
+
+from __future__ import annotations
+
+import json
+from string import Template
+
+from planner.errors import InputError, PlanError
+from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
+from planner.plan_file import Plan
+
+SYSTEM = "torch.distributed.pipelining"
+
+_SCRIPT = Template('''\
+"""Trains $model as a pipeline of $stages stages with torch.distributed.pipelining; written by `plan export`.
+
+    torchrun --nproc-per-node $workers $name
+
+On several hosts, start it on each with torchrun's --nnodes and --rdzv-endpoint.
+"""
+$remarks
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import $schedule
+
+from planner.executor.data import make_batches
+from planner.model.autocast import autocast_dtype
+from planner.model.file import load_model_file
+from planner.model.load import capture_file
+from planner.model.neighbours import NeighbourStage
+from planner.schedule.instructions import Unit
+
+MODEL = $model_path
+GRAPH_HASH = $graph_hash  # of the model that was planned for
+AUTOCAST = $autocast
+MICROBATCH_SIZE = $microbatch_size
+PIPELINES = $replicas  # copies of every stage
+MICROBATCHES = $microbatches  # between two updates, of each pipeline
+STAGES = $layers  # the layers of each
+RECOMPUTE = $recompute
+WORKERS = $pipeline_workers  # of one pipeline; stage s runs on worker s modulo these
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads($threads)
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if gpus else "gloo")
+    worker, pipeline = divmod(dist.get_rank(), PIPELINES)
+    # Every process makes every group, in the same order.
+    pipelines = [dist.new_group([w * PIPELINES + p for w in range(WORKERS)]) for p in range(PIPELINES)]
+    copies = [dist.new_group([w * PIPELINES + p for p in range(PIPELINES)]) for w in range(WORKERS)]
+
+    model_file = load_model_file(MODEL)
+    torch.manual_seed(arguments.seed)
+    model = model_file.build_model()
+    example = model_file.example_batch(MICROBATCH_SIZE)
+    graph = capture_file(model_file, example, model, autocast=autocast_dtype(AUTOCAST))
+    if graph.hash != GRAPH_HASH:
+        raise SystemExit(f"the plan was made for another model than {MODEL}")
+    modules = {
+        index: NeighbourStage(
+            graph, STAGES[index], MICROBATCH_SIZE, seed=arguments.seed, recompute=RECOMPUTE[index]
+        ).to(device)
+        for index in range(worker, len(STAGES), WORKERS)
+    }
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            len(STAGES),
+            device,
+            input_args=module.input_args,
+            output_args=module.output_args,
+            group=pipelines[pipeline],
+        )
+        for index, module in modules.items()
+    ]
+    # The loss is the last layer of the last stage; $schedule averages its gradients over microbatches.
+    schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=lambda loss, _: loss.sum())
+    parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    optimizer = model_file.optimizer(parameters) if parameters else None
+    data = make_batches(model_file, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed)
+
+    for minibatch in range(arguments.steps):
+        numbers = range(pipeline, MICROBATCHES * PIPELINES, PIPELINES)
+        batches = {number: data.batch(Unit(minibatch, number)).to(device) for number in numbers}
+        for module in modules.values():
+            module.begin(minibatch, batches)
+        losses = []
+        target = torch.zeros(MICROBATCHES, device=device)  # the real one is in the batches
+        schedule.step(target=target, losses=losses)
+        for parameter in parameters if PIPELINES > 1 else []:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=copies[worker])
+            parameter.grad /= PIPELINES
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        if losses:
+            mean = torch.stack(losses).detach().mean()
+            dist.all_reduce(mean, group=copies[worker])
+            if pipeline == 0:
+                print(f"minibatch {minibatch} loss {float(mean) / PIPELINES:.9g}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+''')
+
+
+def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipelining.py") -> str:
+    """The script. It builds the stages from the model file as `plan train` does, and runs them with PyTorch's schedule.
+
+    Raises:
+        PlanError: for what PyTorch's schedules have no form for.
+        InputError: without a model file.
+    """
+    replicas = equal_replicas(plan, SYSTEM)
+    if plan.graph_hash is None or plan.microbatch_size is None:
+        raise PlanError(
+            f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
+            hint="profile your model file with: plan profile model.py",
+        )
+    if model is None:
+        raise InputError(
+            f"a script for {SYSTEM} needs the model file", hint="plan export model.py --to torch-pipelining"
+        )
+    microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
+    schedule, said = _schedule(plan, microbatches)
+    said += remarks(plan, SYSTEM)
+    if any(stage.recompute for stage in plan.stages):
+        said.append("Recomputation is torch.utils.checkpoint, which runs BatchNorm's statistics twice.")
+    return _SCRIPT.substitute(
+        model=plan.model,
+        name=name,
+        stages=len(plan.stages),
+        workers=plan.workers,
+        remarks=f"\n{comment(said)}\n" if said else "",
+        schedule=schedule,
+        schedule_stages="stages" if schedule == "ScheduleInterleaved1F1B" else "stages[0]",
+        model_path=json.dumps(model),
+        graph_hash=json.dumps(plan.graph_hash),
+        autocast=repr(plan.autocast),
+        microbatch_size=plan.microbatch_size,
+        microbatches=microbatches,
+        replicas=replicas,
+        layers=_nested([list(stage.layers) for stage in plan.stages]),
+        recompute=[stage.recompute for stage in plan.stages],
+        pipeline_workers=plan.workers // replicas,
+        threads=plan.device.threads or 1,
+    )
+
+
+def _schedule(plan: Plan, microbatches: int) -> tuple[str, list[str]]:
+    """PyTorch's name of the schedule, and what is to be said of it."""
+    if plan.schedule == "interleaved":
+        return "ScheduleInterleaved1F1B", []
+    if plan.schedule in ("gpipe", "naive"):
+        return "ScheduleGPipe", []
+    if microbatches < len(plan.stages):
+        return "ScheduleGPipe", [
+            f"Schedule1F1B wants as many microbatches as stages, and here are {microbatches} for {len(plan.stages)}: "
+            "ScheduleGPipe takes as long with so few."
+        ]
+    return "Schedule1F1B", []
+
+
+def _nested(stages: list[list[str]]) -> str:
+    """Python source of a list of lists, one stage per line."""
+    return "[\n" + "".join(f"    {json.dumps(layers)},\n" for layers in stages) + "]"

@@ -1,0 +1,31 @@
+"""`plan export` from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.cli.main import main
+from planner.plan_file import save_plan
+from tests.exports.plans import plan_of
+
+
+def test_files_and_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(plan_of([["wte", "h.0.mlp"], ["h.1.mlp", "loss"]]), tmp_path / "plan.json")
+    assert main(["export", "model.py", "--to", "torch-pipelining"]) == 0
+    assert main(["export", "--to", "deepspeed"]) == 0
+    for name in ("train_pipelining.py", "pipeline_partition.py"):
+        compile((tmp_path / name).read_text(encoding="utf-8"), name, "exec")
+    assert capsys.readouterr().out == ""
+    assert main(["export", "--to", "megatron"]) == 0
+    assert "--pipeline-model-parallel-size 2" in capsys.readouterr().out
+    assert main(["export", "--to", "megatron", "-o", "megatron.txt"]) == 0
+    assert (tmp_path / "megatron.txt").exists()
+
+
+def test_what_cannot_be_expressed_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_plan(plan_of([["a"], ["b"]], (2, 1)), tmp_path / "plan.json")
+    assert main(["export", "--to", "deepspeed", "--plan", str(tmp_path / "plan.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: DeepSpeed copies whole pipelines, so it has no form for '2-1'")

@@ -1,0 +1,44 @@
+"""Arguments for Megatron-LM."""
+
+from __future__ import annotations
+
+import pytest
+
+import planner
+from planner.errors import PlanError
+from tests.exports.plans import plan_of
+
+
+def blocks(*numbers: int) -> list[str]:
+    return [f"h.{number}.{part}" for number in numbers for part in ("attn.c_proj", "mlp")]
+
+
+def test_equal_stages_need_no_layout() -> None:
+    plan = plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2))
+    lines = planner.export(plan, "megatron").splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        "--num-layers 4",
+        "--pipeline-model-parallel-size 2",
+        "--micro-batch-size 4",
+        "--global-batch-size 32",
+    ]
+
+
+def test_unequal_stages_are_a_layout() -> None:
+    plan = plan_of([["wte", *blocks(0)], blocks(1, 2, 3), ["ln_f", "head", "loss"]], schedule="1f1b", microbatches=1)
+    text = planner.export(plan, "megatron")
+    assert '--pipeline-model-parallel-layout "Et|ttt|L"' in text
+    assert "# The plan's schedule, 1f1b" in text
+
+
+def test_what_it_cannot_express() -> None:
+    with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'h\.1'"):
+        planner.export(plan_of([["wte", *blocks(0), "h.1.attn"], ["h.1.mlp", "loss"]]), "megatron")
+    with pytest.raises(PlanError, match="layer 'wpe' is in stage 1"):
+        planner.export(plan_of([["wte"], ["wpe", *blocks(0, 1)], ["loss"]]), "megatron")
+    with pytest.raises(PlanError, match="layer 'ln_f' is in stage 1"):
+        planner.export(plan_of([["wte", *blocks(0)], [*blocks(1), "ln_f"], ["loss"]]), "megatron")
+    with pytest.raises(PlanError, match="has no numbered list of layers"):
+        planner.export(plan_of([["conv"], ["loss"]]), "megatron")
+    with pytest.raises(PlanError, match="Megatron copies whole pipelines, so it has no form for '2-1'"):
+        planner.export(plan_of([["wte", *blocks(0)], blocks(1)], (2, 1)), "megatron")
