@@ -4,6 +4,11 @@
     host 1: eth0 ── port1 ┼── br0 (in a namespace of its own, so that nothing appears in the machine's own network)
     host 2: eth0 ── port2 ┘
 
+With servers, the hosts of each are on a switch of their own, behind an uplink to br0 that they share:
+
+    host 0: eth0 ── port0 ┐
+    host 1: eth0 ── port1 ┴── server0: up0 ── down0 ── br0
+
 Both ends of every link pass through a token bucket (`tc ... tbf`), so each host sends and receives at most `rate` at
 the same time: full duplex, like a switched Ethernet. The bytes are real, and cross the kernel's own TCP.
 Needs Linux, iproute2 and the right to make network namespaces (root).
@@ -59,6 +64,59 @@ class Host:
         return subprocess.Popen(self.command(arguments), env=environment, text=True, **options)
 
 
+class Network:
+    """Hosts, and the switches between them; made by `shaped_network`.
+
+    Attributes:
+        hosts: in order; they fill servers one after the other.
+    """
+
+    def __init__(self, hosts: tuple[Host, ...], switch: str, burst: str) -> None:
+        self.hosts, self._switch, self._burst = hosts, switch, burst
+        self._servers = 0  # that have a switch
+
+    def shape(self, rate: str | None, per_server: int = 1, uplink_rate: str | None = None) -> None:
+        """Join the hosts, or join them anew.
+
+        Args:
+            rate: of each host's link, each way, as `tc` writes it; None leaves it as fast as the machine.
+            per_server: hosts that share an uplink; 1 for hosts that are alone.
+            uplink_rate: of a server's link to the others, each way.
+        """
+        for index, host in enumerate(self.hosts):
+            server = index // per_server
+            self._join(f"port{index}", "br0" if per_server == 1 else self._server(server, uplink_rate))
+            self._limit(host.name, INTERFACE, rate)
+            self._limit(self._switch, f"port{index}", rate)
+        for bridge in ("br0", *(f"server{number}" for number in range(self._servers))):
+            _ip("-n", self._switch, "link", "set", bridge, "type", "bridge", "fdb_flush")
+
+    def add_switch(self, name: str) -> None:
+        """A switch with nothing on it."""
+        _ip("-n", self._switch, "link", "add", name, "type", "bridge", "forward_delay", "0")
+        _ip("-n", self._switch, "link", "set", name, "up")
+
+    def _server(self, number: int, uplink_rate: str | None) -> str:
+        name, up, down = f"server{number}", f"up{number}", f"down{number}"
+        if number == self._servers:
+            self._servers += 1
+            self.add_switch(name)
+            _ip("-n", self._switch, "link", "add", up, "type", "veth", "peer", "name", down)
+            self._join(up, name)
+            self._join(down, "br0")
+        self._limit(self._switch, up, uplink_rate)
+        self._limit(self._switch, down, uplink_rate)
+        return name
+
+    def _join(self, port: str, bridge: str) -> None:
+        _ip("-n", self._switch, "link", "set", port, "master", bridge, "up")
+
+    def _limit(self, namespace: str, device: str, rate: str | None) -> None:
+        """Shape what leaves through `device`."""
+        kind = ("pfifo",) if rate is None else ("tbf", "rate", rate, "burst", self._burst, "latency", "50ms")
+        _call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *kind)
+
+
 @contextmanager
 def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
     """`hosts` hosts on a switch; everything is removed, and what still runs inside is killed, on the way out.
@@ -73,18 +131,34 @@ def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
     """
+    with shaped_network(hosts) as net:
+        net.shape(rate)
+        yield net.hosts
+
+
+@contextmanager
+def shaped_network(hosts: int, burst: str = "1mb") -> Iterator[Network]:
+    """The same, for hosts whose links change: call `shape` before anything else.
+
+    Args:
+        hosts: how many.
+        burst: what passes a link unshaped after a pause.
+
+    Raises:
+        NetworkUnavailableError: when this machine or this user cannot make namespaces.
+    """
     remove_stale()
     run_name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
     switch = f"{run_name}-switch"
     made = tuple(Host(f"{run_name}-host{k}", f"10.77.{k // 250}.{k % 250 + 1}") for k in range(hosts))
+    net = Network(made, switch, burst)
     with _sigterm_as_exit():
         try:
             _ip("netns", "add", switch)
-            _ip("-n", switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
-            _ip("-n", switch, "link", "set", "br0", "up")
+            net.add_switch("br0")
             for index, host in enumerate(made):
-                _connect(host, switch, f"port{index}", rate)
-            yield made
+                _connect(host, switch, f"port{index}")
+            yield net
         finally:
             with _uninterrupted():
                 for name in (*(host.name for host in made), switch):
@@ -102,18 +176,13 @@ def remove_stale() -> list[str]:
     return stale
 
 
-def _connect(host: Host, switch: str, port: str, rate: str | None) -> None:
+def _connect(host: Host, switch: str, port: str) -> None:
     _ip("netns", "add", host.name)
     # Made inside the switch with the peer inside the host: the machine's own namespace never sees either end.
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.name)
-    _ip("-n", switch, "link", "set", port, "master", "br0", "up")
     _ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
     _ip("-n", host.name, "link", "set", "lo", "up")
     _ip("-n", host.name, "link", "set", INTERFACE, "up")
-    if rate is not None:
-        shape = ("root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
-        _call("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, *shape)
-        _call("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
 
 
 def _ip(*arguments: str) -> None:

@@ -1,0 +1,1 @@
+"""What the planner predicts, beside what runs on hosts that are namespaces and devices that sleep."""

@@ -1,0 +1,125 @@
+"""The hosts with their workers: started once, then given one task after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.netns import Network, shaped_network
+from planner.cluster import Cluster
+from planner.errors import PlannerError
+from planner.executor.job import Job, TrainResult
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 120.0
+FIRST_PORT = 20_000
+BURST = "64kb"  # of the shapers: what passes unshaped after a pause must be little beside a message
+
+
+class TestbedError(PlannerError):
+    """A run on the testbed failed or hung."""
+
+
+@dataclass
+class Testbed:
+    """Hosts and a worker in each; made by `testbed`."""
+
+    network: Network
+    nursery: subprocess.Popen[str]
+    _links: dict[tuple[Any, ...], Cluster] = field(default_factory=dict)
+    _tasks: int = 0
+
+    __test__ = False  # not a test class, whatever its name begins with
+
+    def links(self, nominal: Cluster, message_bytes: int = 1_000_000) -> Cluster:
+        """Shape the links like those of `nominal`, and measure what they give to its workers."""
+        rates = tuple(level.bandwidth_bytes_per_s for level in nominal.levels)
+        sizes = tuple(level.size for level in nominal.levels)
+        key = (rates, sizes)
+        inner, *outer = (f"{8 * rate:.0f}bit" for rate in rates)
+        self.network.shape(inner, sizes[0] if outer else 1, *outer)
+        if key not in self._links:
+            seconds = 120 + 60 * message_bytes / min(rates)
+            answer = self._ask({"kind": "links", "message_bytes": message_bytes}, nominal, 1.0, seconds)
+            self._links[key] = Cluster.model_validate(answer)
+        return self._links[key]
+
+    def train(self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float) -> TrainResult:
+        """Run a job on the links that were shaped last."""
+        task = {"kind": "train", "job": job.model_dump(mode="json")}
+        return TrainResult.model_validate(self._ask(task, cluster, byte_factor, timeout_s, job.plan.workers))
+
+    def _ask(
+        self, task: dict[str, Any], cluster: Cluster, byte_factor: float, timeout_s: float, world: int | None = None
+    ) -> dict[str, Any]:
+        self._tasks += 1
+        task |= {
+            "world": world or cluster.gpus,
+            "per_server": cluster.levels[0].size if len(cluster.levels) > 1 else 1,
+            "byte_factor": byte_factor,
+            "address": self.network.hosts[0].address,
+            "port": FIRST_PORT + self._tasks,
+        }
+        assert self.nursery.stdin is not None
+        self.nursery.stdin.write(json.dumps(task) + "\n")
+        self.nursery.stdin.flush()
+        answer = _read(self.nursery, timeout_s)
+        if "error" in answer:
+            raise TestbedError(f"a run on the testbed failed: {answer['error']}")
+        return answer
+
+
+@contextmanager
+def testbed(hosts: int) -> Iterator[Testbed]:
+    """`hosts` hosts with a worker each; all of it is gone on the way out.
+
+    Raises:
+        NetworkUnavailableError: when this machine or this user cannot make namespaces.
+        TestbedError: when the workers do not start.
+    """
+    with shaped_network(hosts, BURST) as net:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        nursery = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.testbed.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
+            text=True,
+        )
+        try:
+            assert nursery.stdin is not None
+            nursery.stdin.write(json.dumps([{"name": host.name} for host in net.hosts]) + "\n")
+            nursery.stdin.flush()
+            _read(nursery, START_S)
+            yield Testbed(net, nursery)
+        finally:
+            nursery.kill()
+            nursery.wait()
+            for stream in (nursery.stdin, nursery.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+testbed.__test__ = False  # type: ignore[attr-defined]  # nor a test
+
+
+def _read(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
+    """The next line that the nursery says."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    if not ready:
+        raise TestbedError(f"the workers did not answer within {timeout_s:.0f} s")
+    line = process.stdout.readline()
+    if not line:
+        raise TestbedError("the workers ended without an answer")
+    answer: dict[str, Any] = json.loads(line)
+    return answer

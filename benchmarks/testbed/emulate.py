@@ -1,0 +1,159 @@
+"""A profile -> an emulated model of it: slower, and with fewer bytes, in whatever proportion the machine can carry.
+
+With times dilated `time_factor`-fold and bytes scaled `byte_factor`-fold, links of bandwidth B become links of
+B · byte_factor / time_factor, and every ratio of computation to communication stays what it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.testbed.layers import Block, write_model
+from planner.cluster import Cluster
+from planner.model.file import load_model_file
+from planner.model.load import capture_file
+from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+
+MOST_BLOCKS = 24  # smaller neighbours are joined: a sleep per layer costs the machine some 0.1 ms
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Seconds here per second there, bytes here per byte there."""
+
+    time_factor: float
+    byte_factor: float
+
+    def bandwidth(self, bytes_per_s: float) -> float:
+        """Of the link here that is like one of `bytes_per_s` there."""
+        return bytes_per_s * self.byte_factor / self.time_factor
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A model file of sleeping layers, its profile, and how it compares with what it stands for."""
+
+    path: Path
+    profile: Profile
+    scale: Scale
+    original: Profile
+
+
+def fitting_scale(profile: Profile, cluster: Cluster, seconds: float, bytes_per_s: float) -> Scale:
+    """The scale at which the whole model takes `seconds` per minibatch, and the slowest link has `bytes_per_s`."""
+    whole_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)
+    time_factor = seconds / whole_s
+    return Scale(time_factor, bytes_per_s * time_factor / cluster.slowest_bandwidth_bytes_per_s)
+
+
+def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
+    """Write a model that takes `scale`d times and bytes.
+
+    Args:
+        profile: of a model with any branches: here the layers are a chain, and what crosses a cut is one tensor of as
+            many bytes.
+        scale: of times and bytes.
+        folder: for the model file.
+    """
+    chain = joined(as_chain(profile), MOST_BLOCKS)
+    size = profile.microbatch_size or 1
+    blocks = [
+        Block(
+            forward_s=block.forward_s * scale.time_factor,
+            backward_s=block.backward_s * scale.time_factor,
+            update_s=block.update_s * scale.time_factor,
+            weight_bytes=round(block.weight_bytes * scale.byte_factor),
+            output_bytes=round(block.output_bytes * scale.byte_factor),
+        )
+        for block in chain
+    ]
+    path = write_model(blocks, size, folder)
+    return Emulated(path, _profile(path, blocks, size, profile.model), scale, profile)
+
+
+def as_chain(profile: Profile) -> list[Block]:
+    """The layers in their order; `output_bytes` is what crosses the cut behind each, none where no cut is legal."""
+    position = {layer.name: index for index, layer in enumerate(profile.layers)}
+    crossing = [0] * len(profile.layers)
+    values = {(layer.name, v.name): v.output_bytes for layer in profile.layers for v in layer.outputs}
+    last_use = {key: max(position[e.target] for e in profile.edges if (e.source, e.value) == key) for key in values}
+    for (source, value), last in last_use.items():
+        for index in range(position[source], last):
+            crossing[index] += values[source, value]
+    chain: list[Block] = []
+    open_block: Block | None = None
+    for layer, output_bytes in zip(profile.layers, crossing, strict=True):
+        block = Block(layer.forward_s, layer.backward_s, layer.update_s, layer.gradient_bytes, output_bytes)
+        open_block = block if open_block is None else _together(open_block, block)
+        if layer.name not in profile.no_cut_after:
+            chain.append(open_block)
+            open_block = None
+    return chain if open_block is None else [*chain, open_block]
+
+
+def joined(chain: list[Block], most: int) -> list[Block]:
+    """Neighbours with least time together, one pair after the other, until there are no more than `most`."""
+    blocks = list(chain)
+    while len(blocks) > most:
+        costs = [_seconds(a) + _seconds(b) for a, b in pairwise(blocks)]
+        index = costs.index(min(costs))
+        blocks[index : index + 2] = [_together(blocks[index], blocks[index + 1])]
+    return blocks
+
+
+def _together(one: Block, other: Block) -> Block:
+    return Block(
+        one.forward_s + other.forward_s,
+        one.backward_s + other.backward_s,
+        one.update_s + other.update_s,
+        one.weight_bytes + other.weight_bytes,
+        other.output_bytes,
+    )
+
+
+def _seconds(block: Block) -> float:
+    return block.forward_s + block.backward_s + block.update_s
+
+
+def _profile(path: Path, blocks: list[Block], size: int, name: str) -> Profile:
+    """What `plan profile` would measure of the model file, from what its layers are told to take."""
+    model_file = load_model_file(str(path))
+    graph = capture_file(model_file, model_file.example_batch(size))
+    parameters = dict(graph.model.named_parameters())
+    layers: list[Layer] = []
+    for index, layer in enumerate(graph.layers):
+        block = blocks[index] if index < len(blocks) else Block(0.0, 0.0, 0.0, 0, 0)  # the loss
+        weight_bytes = sum(4 * parameters[own].numel() for own in layer.parameters)
+        made = [graph.specs[node] for node in graph.crossing if graph.owner[node] == index]
+        layers.append(
+            Layer(
+                name=layer.name,
+                op=layer.op,
+                forward_s=block.forward_s,
+                backward_s=block.backward_s,
+                update_s=block.update_s,
+                outputs=tuple(
+                    Value(
+                        name=spec.name,
+                        output_bytes=spec.size_bytes(size),
+                        gradient_bytes=spec.size_bytes(size) if spec.requires_grad else 0,
+                    )
+                    for spec in made
+                ),
+                weight_bytes=weight_bytes,
+                gradient_bytes=weight_bytes,
+                parameters=layer.parameters,
+            )
+        )
+    return Profile(
+        model=name,
+        graph_hash=graph.hash,
+        device=Device(kind="cpu", name="emulated", threads=1),
+        dtype="float32",
+        microbatch_size=size,
+        layers=tuple(layers),
+        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        provenance=Provenance(tool="benchmarks.testbed", source="estimated"),
+    )

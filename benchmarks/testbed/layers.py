@@ -1,0 +1,168 @@
+"""Emulated devices: layers that sleep for their time and carry tensors and weights of their bytes.
+
+A device has a clock. A layer starts when the one before it on the same device has ended, and the device sleeps until
+its time is over: what Python needs between two layers, and what a sleep was late, comes out of the next layer's time,
+as with a GPU whose kernels are launched ahead. After a wait longer than `SLACK_S` the clock begins anew.
+
+Nothing is computed: outputs and gradients are buffers made once. What travels and what is all-reduced is real.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SLACK_S = 0.005
+ELEMENT_BYTES = 4
+LOSS = "loss"  # the layer behind the last block, which takes no time
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: seconds and bytes for one microbatch, as emulated."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    weight_bytes: int
+    output_bytes: int
+
+
+class Device:
+    """The clock of this process's device."""
+
+    def __init__(self) -> None:
+        self.awake = False  # while models are built and captured, layers take no time
+        self._busy_until_s = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """Be busy for so long after what came before."""
+        if not self.awake:
+            return
+        now = time.perf_counter()
+        start = self._busy_until_s if now - self._busy_until_s < SLACK_S else now
+        self._busy_until_s = start + seconds
+        if self._busy_until_s > now:
+            time.sleep(self._busy_until_s - now)
+
+
+DEVICE = Device()
+
+
+class EmulatedLayer(nn.Module):
+    """A layer of a profile: takes and returns a tensor of shape (samples, bytes of a sample / 4)."""
+
+    def __init__(self, block: Block, microbatch_size: int) -> None:
+        super().__init__()
+        self.block = block
+        self.weight = nn.Parameter(torch.zeros(max(1, block.weight_bytes // ELEMENT_BYTES)))
+        self.weight.update_s = block.update_s  # type: ignore[attr-defined]  # for the optimizer, which sees no layers
+        self.weight_gradient = torch.zeros_like(self.weight)
+        self.per_sample = max(1, round(block.output_bytes / ELEMENT_BYTES / microbatch_size))
+        self._buffers_of: dict[tuple[int, ...], Tensor] = {}
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Sleep, and hand on the output."""
+        result: Tensor = _Emulated.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def buffer(self, *shape: int) -> Tensor:
+        """A tensor of this shape, the same each time."""
+        if shape not in self._buffers_of:
+            self._buffers_of[shape] = torch.zeros(shape)
+        return self._buffers_of[shape].detach()
+
+
+class _Emulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _weight: Tensor, layer: EmulatedLayer) -> Tensor:
+        ctx.layer, ctx.shape = layer, tuple(value.shape)
+        DEVICE.compute(layer.block.forward_s)
+        return layer.buffer(len(value), layer.per_sample)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        layer: EmulatedLayer = ctx.layer
+        DEVICE.compute(layer.block.backward_s)
+        return layer.buffer(*ctx.shape) if ctx.needs_input_grad[0] else None, layer.weight_gradient, None
+
+
+class SleepingOptimizer(torch.optim.Optimizer):
+    """Takes the time that the profile says, and leaves the weights alone."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self._seconds = sum(p.update_s for group in self.param_groups for p in group["params"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Sleep."""
+        DEVICE.compute(self._seconds)
+
+
+def build_model(blocks: Iterable[Block], microbatch_size: int) -> nn.Sequential:
+    """The layers, one after the other."""
+    return nn.Sequential(*(EmulatedLayer(block, microbatch_size) for block in blocks))
+
+
+def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """As few numbers as a batch can have: data does not travel."""
+    return (torch.zeros(batch_size, 1),), torch.zeros(batch_size)
+
+
+def loss(output: Tensor, _target: Tensor) -> Tensor:
+    """Of one number: the rest of the output takes no part."""
+    return output[0, 0]
+
+
+MODEL_FILE = '''\
+"""Layers that sleep; written by benchmarks.testbed."""
+
+from pathlib import Path
+
+from benchmarks.testbed import layers
+
+BLOCKS, MICROBATCH_SIZE = layers.load_blocks(Path(__file__).with_name("blocks.json"))
+
+
+def build_model():
+    return layers.build_model(BLOCKS, MICROBATCH_SIZE)
+
+
+def blocks(model):
+    return list(model)
+
+
+def example_batch(batch_size):
+    return layers.example_batch(batch_size)
+
+
+def loss(output, target):
+    return layers.loss(output, target)
+
+
+def optimizer(parameters):
+    return layers.SleepingOptimizer(parameters)
+'''
+
+
+def write_model(blocks: list[Block], microbatch_size: int, folder: Path) -> Path:
+    """Write the model file, and beside it what its layers take; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"microbatch_size": microbatch_size, "blocks": [asdict(block) for block in blocks]}
+    (folder / "blocks.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    path = folder / "model.py"
+    path.write_text(MODEL_FILE, encoding="utf-8")
+    return path
+
+
+def load_blocks(path: Path) -> tuple[list[Block], int]:
+    """What `write_model` wrote."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return [Block(**block) for block in content["blocks"]], content["microbatch_size"]

@@ -1,0 +1,171 @@
+"""One process that has imported PyTorch, and forks a worker into each host: 16 imports would take a minute.
+
+    python -m benchmarks.testbed.nursery
+
+reads one JSON object per line: first the hosts, then tasks; it answers each with one line, the result of worker 0 or
+an error. It ends with its standard input, and its workers end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import planner.executor.data_parallel
+import planner.executor.gradients
+import planner.profiler.links
+from benchmarks.netns import INTERFACE
+from benchmarks.testbed.layers import DEVICE
+from planner.executor.job import Job
+from planner.executor.setup import CPU, join_group
+from planner.executor.train import TrainingRun
+from planner.model.file import load_model_file
+
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LEAST_BUCKET_BYTES = planner.executor.gradients.LEAST_BUCKET_BYTES
+_MOST_BUCKET_BYTES = planner.executor.gradients.MOST_BUCKET_BYTES
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    hosts = json.loads(sys.stdin.readline())
+    context = multiprocessing.get_context("fork")
+    workers: list[tuple[Any, Connection]] = []
+    for rank, host in enumerate(hosts):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_worker, args=(rank, host["name"], theirs), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append((process, ours))
+    _say({"ready": len(workers)})
+    for line in sys.stdin:
+        task = json.loads(line)
+        _say(_serve(task, [connection for _, connection in workers[: task["world"]]]))
+    for process, _ in workers:
+        process.kill()
+
+
+def _serve(task: dict[str, Any], connections: list[Connection]) -> dict[str, Any]:
+    """Give the task to the workers; the answer of the first one, or the first failure."""
+    for connection in connections:
+        connection.send(task)
+    result: dict[str, Any] = {}
+    pending = dict(enumerate(connections))
+    while pending:
+        for ready in wait(list(pending.values())):
+            rank = next(number for number, connection in pending.items() if connection is ready)
+            del pending[rank]
+            try:
+                answer = connections[rank].recv()
+            except EOFError:
+                answer = {"error": "it died"}
+            if "error" in answer:
+                return {"error": f"worker {rank}: {answer['error']}"}
+            if rank == 0:
+                result = answer
+    return result
+
+
+def _worker(rank: int, namespace: str, connection: Connection) -> None:
+    """Join the host's network, then run tasks until the nursery is gone."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.close()
+    with Path(f"/run/netns/{namespace}").open("rb") as file:
+        if _LIBC.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE, RANK=str(rank), LOCAL_RANK="0")
+    with contextlib.suppress(EOFError):
+        while True:
+            task = connection.recv()
+            try:
+                connection.send(_run(task))
+            except BaseException as error:  # told to the nursery, which gives up
+                connection.send({"error": f"{error}\n{traceback.format_exc()}"})
+    os._exit(0)  # gloo's teardown now and then never ends
+
+
+def _run(task: dict[str, Any]) -> dict[str, Any]:
+    os.environ.update(
+        WORLD_SIZE=str(task["world"]),
+        LOCAL_WORLD_SIZE=str(task["per_server"]),
+        MASTER_ADDR=task["address"],
+        MASTER_PORT=str(task["port"]),
+    )
+    with _scaled_buckets(task["byte_factor"]):
+        match task["kind"]:
+            case "links":
+                return _links(task)
+            case "train":
+                return _train(Job.model_validate(task["job"]))
+            case kind:
+                raise ValueError(f"unknown task '{kind}'")
+
+
+def _links(task: dict[str, Any]) -> dict[str, Any]:
+    setattr(planner.profiler.links, "BUCKET_BYTES", task["message_bytes"])  # noqa: B010  # imported there, as mypy sees
+    cluster = planner.profiler.links.measure_cluster(message_bytes=task["message_bytes"])
+    return {} if cluster is None else cluster.model_dump(mode="json")
+
+
+def _train(job: Job) -> dict[str, Any]:
+    model_file = load_model_file(job.model)
+    DEVICE.awake = job.baseline is not None  # which builds its model only, and captures nothing
+    run = TrainingRun(job, model_file, CPU) if job.baseline is None else None
+    join_group(CPU)
+    try:
+        DEVICE.awake = True
+        if run is not None:
+            result = run.run(None)
+        else:
+            assert job.plan.microbatch_size is not None
+            result = planner.executor.data_parallel._train(job, model_file, CPU, job.plan.microbatch_size, None)
+    finally:
+        DEVICE.awake = False
+        dist.destroy_process_group()
+    return {} if result is None else result.model_dump(mode="json")
+
+
+@contextlib.contextmanager
+def _scaled_buckets(byte_factor: float) -> Iterator[None]:
+    """Gradients are all-reduced in buckets of fixed sizes: those shrink with everything else."""
+    planner.executor.gradients.LEAST_BUCKET_BYTES = max(1, int(_LEAST_BUCKET_BYTES * byte_factor))
+    planner.executor.gradients.MOST_BUCKET_BYTES = max(1, int(_MOST_BUCKET_BYTES * byte_factor))
+    bucketed = partial(DistributedDataParallel, bucket_cap_mb=25 * byte_factor)
+    setattr(planner.executor.data_parallel, "DistributedDataParallel", bucketed)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(planner.executor.data_parallel, "DistributedDataParallel", DistributedDataParallel)  # noqa: B010
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def die_with_parent() -> None:
+    """End this process when its parent does, even by SIGKILL."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
