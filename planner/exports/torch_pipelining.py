@@ -90,7 +90,8 @@ def main() -> None:
     schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=lambda loss, _: loss.sum())
     parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     optimizer = model_file.optimizer(parameters) if parameters else None
-    data = make_batches(model_file, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed)
+    # The stages take microbatches of one size, so the last, smaller ones of an epoch are left out.
+    data = make_batches(model_file, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
 
     for minibatch in range(arguments.steps):
         numbers = range(pipeline, MICROBATCHES * PIPELINES, PIPELINES)
