@@ -87,6 +87,7 @@ def testbed(hosts: int) -> Iterator[Testbed]:
     """
     with shaped_network(hosts, BURST) as net:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would warn that the hosts have no names
         nursery = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.testbed.nursery"],
             stdin=subprocess.PIPE,

@@ -16,6 +16,9 @@ from planner.model.file import load_model_file
 from planner.model.load import capture_file
 from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
 
+LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can carry
+LEAST_WHOLE_S = 1.0  # a minibatch of the whole model
+SHARE_S = 0.15  # a minibatch's share of one device
 MOST_BLOCKS = 24  # smaller neighbours are joined: a sleep per layer costs the machine some 0.1 ms
 
 
@@ -26,9 +29,14 @@ class Scale:
     time_factor: float
     byte_factor: float
 
-    def bandwidth(self, bytes_per_s: float) -> float:
-        """Of the link here that is like one of `bytes_per_s` there."""
-        return bytes_per_s * self.byte_factor / self.time_factor
+    def cluster(self, there: Cluster) -> Cluster:
+        """The links here that are like those there."""
+        factor = self.byte_factor / self.time_factor
+        levels = (
+            level.model_copy(update={"bandwidth_bytes_per_s": level.bandwidth_bytes_per_s * factor})
+            for level in there.levels
+        )
+        return there.model_copy(update={"levels": tuple(levels)})
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,9 @@ class Emulated:
     original: Profile
 
 
-def fitting_scale(profile: Profile, cluster: Cluster, seconds: float, bytes_per_s: float) -> Scale:
-    """The scale at which the whole model takes `seconds` per minibatch, and the slowest link has `bytes_per_s`."""
+def fitting_scale(profile: Profile, cluster: Cluster, bytes_per_s: float = LINK_BYTES_PER_S) -> Scale:
+    """The scale at which a sleep's lateness is little beside a device's share, and the slowest link has `bytes_per_s`."""
+    seconds = max(LEAST_WHOLE_S, SHARE_S * cluster.gpus)
     whole_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)
     time_factor = seconds / whole_s
     return Scale(time_factor, bytes_per_s * time_factor / cluster.slowest_bandwidth_bytes_per_s)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 SLACK_S = 0.005
@@ -39,13 +40,12 @@ class Device:
     """The clock of this process's device."""
 
     def __init__(self) -> None:
-        self.awake = False  # while models are built and captured, layers take no time
         self._busy_until_s = 0.0
 
     def compute(self, seconds: float) -> None:
         """Be busy for so long after what came before."""
-        if not self.awake:
-            return
+        if not dist.is_initialized():
+            return  # while models are built and captured, layers take no time
         now = time.perf_counter()
         start = self._busy_until_s if now - self._busy_until_s < SLACK_S else now
         self._busy_until_s = start + seconds

@@ -23,18 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import planner.executor.data_parallel
 import planner.executor.gradients
 import planner.profiler.links
 from benchmarks.netns import INTERFACE
-from benchmarks.testbed.layers import DEVICE
+from planner.executor.data_parallel import train_data_parallel
 from planner.executor.job import Job
-from planner.executor.setup import CPU, join_group
-from planner.executor.train import TrainingRun
-from planner.model.file import load_model_file
+from planner.executor.train import train_worker
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -128,20 +125,7 @@ def _links(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(job: Job) -> dict[str, Any]:
-    model_file = load_model_file(job.model)
-    DEVICE.awake = job.baseline is not None  # which builds its model only, and captures nothing
-    run = TrainingRun(job, model_file, CPU) if job.baseline is None else None
-    join_group(CPU)
-    try:
-        DEVICE.awake = True
-        if run is not None:
-            result = run.run(None)
-        else:
-            assert job.plan.microbatch_size is not None
-            result = planner.executor.data_parallel._train(job, model_file, CPU, job.plan.microbatch_size, None)
-    finally:
-        DEVICE.awake = False
-        dist.destroy_process_group()
+    result = train_worker(job) if job.baseline is None else train_data_parallel(job)
     return {} if result is None else result.model_dump(mode="json")
 
 

@@ -1,0 +1,88 @@
+"""One plan on the testbed: predicted, simulated and measured seconds per minibatch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import mean
+
+from benchmarks.testbed.bed import Testbed
+from benchmarks.testbed.emulate import Emulated
+from benchmarks.testbed.predict import simulated_s
+from planner.cluster import Cluster
+from planner.executor.job import BaselineName, Job
+from planner.plan_file import Plan
+
+DDP_BUCKET_BYTES = 25 * 2**20
+ROUNDS = 6  # of runs that drain: the first is left out
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds per minibatch of one run, three times."""
+
+    model: str
+    cluster: str
+    config: str
+    schedule: str
+    predicted_s: float
+    simulated_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a part of the measurement."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def simulated_error(self) -> float:
+        """Of the simulation."""
+        return self.simulated_s / self.measured_s - 1
+
+
+def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, seconds: float) -> Measured:
+    """Train for about `seconds` after the start-up."""
+    measured_s = train_s(bed, emulated, plan, seconds)
+    return Measured(
+        model=plan.model,
+        cluster=cluster_name,
+        config=plan.config,
+        schedule=plan.schedule if plan.microbatches == 1 else f"{plan.schedule} x{plan.microbatches}",
+        predicted_s=plan.predicted.seconds_per_minibatch,
+        simulated_s=simulated_s(plan),
+        measured_s=measured_s,
+    )
+
+
+def train_s(
+    bed: Testbed, emulated: Emulated, plan: Plan, seconds: float, baseline: BaselineName | None = None
+) -> float:
+    """Measured seconds per minibatch: of the plan, or of data parallelism on as many workers (per microbatch)."""
+    predicted_s = plan.predicted.seconds_per_minibatch
+    period = math.lcm(*plan.replicas)
+    if baseline is not None:
+        predicted_s *= plan.predicted.speedup_over_data_parallel / plan.microbatches
+        steps = plan.workers * max(ROUNDS, math.ceil(seconds / (predicted_s * plan.workers)))
+    elif plan.microbatches > 1:
+        steps = max(ROUNDS, math.ceil(seconds / predicted_s))
+    else:
+        # The executor leaves out two depths per replica at the start and one at the end.
+        first = plan.stages[0]
+        steps = 4 * first.in_flight * first.replicas + max(2 * period, math.ceil(seconds / predicted_s))
+        steps = math.ceil(steps / period) * period
+    job = Job(model=str(emulated.path), plan=plan, steps=steps, baseline=baseline)
+    timeout_s = 120 + 4 * steps * predicted_s
+    result = bed.train(job, plan.cluster, emulated.scale.byte_factor, timeout_s)
+    # Completions come in bursts, of which a window may have one more or less: the mean over the stages has less of that.
+    by_stage: defaultdict[int, float] = defaultdict(float)
+    for report in result.reports:
+        by_stage[report.stage] += report.samples_per_s
+    return result.minibatch_size / mean(by_stage.values())
+
+
+def described(cluster: Cluster) -> str:
+    """The measured links, for a table."""
+    sizes = "x".join(str(level.size) for level in cluster.levels)
+    rates = ", ".join(f"{8 * level.bandwidth_bytes_per_s / 1e6:.0f}" for level in cluster.levels)
+    return f"{sizes}, {rates} Mbps"

@@ -1,0 +1,143 @@
+"""How far are predictions from measurements? Many runs on emulated devices. See README.md in this folder.
+
+python -m benchmarks.testbed.predictions --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from tabulate import tabulate
+
+from benchmarks.testbed.bed import ROOT, Testbed, testbed
+from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
+from benchmarks.testbed.measure import Measured, described, run_plan
+from benchmarks.testbed.picture import scatter_svg
+from benchmarks.testbed.predict import balanced_stages, given_plan
+from planner.cluster import hierarchical_cluster
+from planner.pipedream import read_profile
+from planner.plan_file import Plan, ScheduleName
+from planner.solver import solve
+from planner.units import parse_bandwidth
+
+TABLE = Path(__file__).with_name("predictions.md")
+PICTURE = ROOT / "docs" / "testbed-predictions.svg"
+HEADERS = ("model", "devices", "plan", "predicted, s", "simulated, s", "measured, s", "predicted", "simulated")
+FORMATS = ("", "", "", ".4f", ".4f", ".4f", "+.1%", "+.1%")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        model: folder in profiles/.
+        sizes: devices, or devices per server and servers.
+        bandwidths: of the links of the devices that are emulated, inner to outer.
+        config: replicas of stages of equal time; None for what the solver finds.
+        schedule: of the plan.
+        microbatches: per minibatch.
+        link_bytes_per_s: of the slowest link here.
+    """
+
+    model: str
+    sizes: tuple[int, ...]
+    bandwidths: tuple[str, ...]
+    config: tuple[int, ...] | None = None
+    schedule: ScheduleName = "1f1b"
+    microbatches: int = 1
+    link_bytes_per_s: float = LINK_BYTES_PER_S
+
+
+CASES = (
+    Case("vgg16", (4,), ("1Gbps",)),
+    Case("vgg16", (4,), ("1Gbps",), (1, 1, 1, 1)),
+    Case("vgg16", (4,), ("100Mbps",), (1, 1, 1, 1)),
+    Case("vgg16", (4,), ("1Gbps",), (1, 1, 1, 1), "1f1b-flush", 8),
+    Case("vgg16", (8,), ("1Gbps",)),
+    Case("vgg16", (16,), ("1Gbps",)),
+    Case("resnet50", (4,), ("1Gbps",)),
+    Case("resnet50", (4,), ("1Gbps",), (2, 2)),
+    Case("resnet50", (4,), ("1Gbps",), (1, 1, 1, 1), "gpipe", 8),
+    Case("resnet50", (8,), ("100Mbps",), (2, 2, 2, 2)),
+    Case("alexnet", (4,), ("1Gbps",)),
+    Case("alexnet", (8,), ("10Gbps",)),
+    Case("gnmt8", (4,), ("1Gbps",), (1, 1, 1, 1)),
+    Case("gnmt8", (4,), ("1Gbps",), (2, 2), "1f1b-flush", 8),
+    Case("gpt2", (4,), ("1Gbps",)),
+    Case("gpt2", (4,), ("1Gbps",), (1, 1, 1, 1), "gpipe", 8),
+    Case("vgg16", (2, 2), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
+    Case("vgg16", (4, 2), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
+    Case("resnet50", (2, 4), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
+    Case("alexnet", (2, 2), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
+)
+
+
+def main() -> None:
+    """Run all cases, print the table, and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each run, after its start-up")
+    parser.add_argument("--cases", type=int, nargs="+", help="run these only, counted from 0")
+    parser.add_argument("--save", action="store_true", help=f"write {TABLE.name} and {PICTURE.name}")
+    arguments = parser.parse_args()
+    cases = CASES if arguments.cases is None else [CASES[index] for index in arguments.cases]
+    runs = measure(cases, arguments.seconds)
+    text = report(runs)
+    print(text)
+    if arguments.save:
+        TABLE.write_text(text + "\n", encoding="utf-8")
+        PICTURE.write_text(scatter_svg(runs), encoding="utf-8")
+
+
+def measure(cases: Sequence[Case], seconds: float) -> list[Measured]:
+    """Every case, on one set of hosts."""
+    most = max(hierarchical_cluster(case.sizes, [1.0] * len(case.sizes)).gpus for case in cases)
+    runs: list[Measured] = []
+    with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(most) as bed:
+        for number, case in enumerate(cases):
+            runs.append(_run(bed, case, seconds, Path(folder) / str(number)))
+            print(f"{number + 1}/{len(cases)}: {_row(runs[-1])}", file=sys.stderr, flush=True)
+    return runs
+
+
+def _run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Measured:
+    profile = read_profile(ROOT / "profiles" / case.model / "cpu.json")
+    there = hierarchical_cluster(case.sizes, [parse_bandwidth(rate) for rate in case.bandwidths])
+    scale = fitting_scale(profile, there, case.link_bytes_per_s)
+    emulated = emulate(profile, scale, folder)
+    links = bed.links(scale.cluster(there))
+    plan: Plan
+    if case.config is None:
+        plan = solve(emulated.profile, links, schedule=case.schedule, microbatches=case.microbatches)
+    else:
+        stages = balanced_stages(emulated.profile, len(case.config))
+        plan = given_plan(emulated.profile, links, stages, case.config, case.schedule, case.microbatches)
+    return run_plan(bed, emulated, plan, described(links), seconds)
+
+
+def report(runs: Sequence[Measured]) -> str:
+    """The table and its summary, in Markdown."""
+    table = tabulate([_row(run) for run in runs], HEADERS, tablefmt="github", floatfmt=FORMATS)
+    lines = [table, ""]
+    for what, errors in (
+        ("predicted", [abs(run.error) for run in runs]),
+        ("simulated", [abs(run.simulated_error) for run in runs]),
+    ):
+        lines.append(f"{what}: median error {median(errors):.1%}, worst {max(errors):.1%} over {len(runs)} runs")
+    return "\n".join(lines)
+
+
+def _row(run: Measured) -> list[object]:
+    plan = f"{run.config} {run.schedule}"
+    times = [run.predicted_s, run.simulated_s, run.measured_s]
+    return [run.model, run.cluster, plan, *times, run.error, run.simulated_error]
+
+
+if __name__ == "__main__":
+    main()
