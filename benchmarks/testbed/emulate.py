@@ -50,7 +50,7 @@ class Emulated:
 
 
 def fitting_scale(profile: Profile, cluster: Cluster, bytes_per_s: float = LINK_BYTES_PER_S) -> Scale:
-    """The scale at which a sleep's lateness is little beside a device's share, and the slowest link has `bytes_per_s`."""
+    """The scale at which late sleeps are little beside a device's share, and the slowest link has `bytes_per_s`."""
     seconds = max(LEAST_WHOLE_S, SHARE_S * cluster.gpus)
     whole_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)
     time_factor = seconds / whole_s

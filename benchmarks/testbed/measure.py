@@ -74,7 +74,7 @@ def train_s(
     job = Job(model=str(emulated.path), plan=plan, steps=steps, baseline=baseline)
     timeout_s = 120 + 4 * steps * predicted_s
     result = bed.train(job, plan.cluster, emulated.scale.byte_factor, timeout_s)
-    # Completions come in bursts, of which a window may have one more or less: the mean over the stages has less of that.
+    # Completions come in bursts, of which a window may have one more or less: of the mean over the stages less is seen.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:
         by_stage[report.stage] += report.samples_per_s
