@@ -29,7 +29,9 @@ from planner.executor.replica import StageReplica
 from planner.executor.setup import Place, check_schedule, check_world, join_group, local_place, message_timeout
 from planner.executor.stages import build_modules, check_sizes, transferred
 from planner.executor.worker import Worker, WorkerLog
+from planner.model.compiling import check_compiler
 from planner.model.file import ModelFile, load_model_file
+from planner.model.rehearsal import rehearse
 from planner.schedule.instructions import (
     Instruction,
     Receive,
@@ -105,6 +107,8 @@ class TrainingRun:
             model_file, self.microbatch_size, self.plan.microbatches, job.seed, drop_last=job.options.drop_last
         )
         check_sizes(self.modules.values(), self.data.last_sizes)
+        if self.plan.compiled:
+            self._compile(model_file)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
         self.shape = replace(shape_of(self.plan), accumulate=job.options.accumulate)
         self.optimizers = {
@@ -118,6 +122,16 @@ class TrainingRun:
         }
         self.first = 0  # minibatches done in earlier runs
         self._layouts: dict[tuple[int, int, bool, int], Layout] = {}
+
+    def _compile(self, model_file: ModelFile) -> None:
+        """Now, because a worker that compiled in the middle of a run would look as if it stood still."""
+        self.heart.enter("compiling its stages")
+        check_compiler(self.place.compute.type)
+        with torch.random.fork_rng():
+            for size in {self.microbatch_size, *filter(None, self.data.last_sizes)}:
+                batch = model_file.example_batch(size).to(self.place.compute)
+                for module in self.modules.values():
+                    rehearse(module, batch)
 
     def run(
         self, on_progress: ProgressCallback | None, on_timeline: Callable[[Timeline], None] | None = None

@@ -6,6 +6,7 @@ from tabulate import tabulate
 
 from planner.cluster import Cluster, Kind
 from planner.plan_file import Plan, Stage
+from planner.report.options import options_words
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
 RESOURCES = {
@@ -39,6 +40,8 @@ def _head(plan: Plan) -> str:
         ("schedule", _schedule(plan)),
         ("cluster", cluster_line(plan.cluster)),
     ]
+    if words := options_words(plan):
+        lines.append(("stages run", words))
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
 
 

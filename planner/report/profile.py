@@ -7,7 +7,8 @@ from typing import Literal
 
 from tabulate import tabulate
 
-from planner.profile_file import Layer, Profile
+from planner.profile_file import Compiled, Layer, Profile
+from planner.report.options import options_words
 from planner.units import format_bytes, format_seconds
 
 Order = Literal["order", "time", "output", "weights", "saved"]
@@ -71,10 +72,15 @@ def _head(profile: Profile) -> str:
         ("numbers", profile.provenance.source),
         ("sum of layers", _step(*sums)),
     ]
+    if words := options_words(profile):
+        lines.insert(3, ("stages run", words))
     if (whole := profile.whole_step) is not None:
         lines.append(("measured whole", _step(whole.forward_s, whole.backward_s, whole.update_s)))
         if whole.forward_thread_s is not None and whole.backward_thread_s is not None:
             lines.append(("on the processor", _thread_times(profile, whole.forward_thread_s, whole.backward_thread_s)))
+    if (compiled := profile.compiled) is not None:
+        lines.append(("runs of layers", _runs(compiled)))
+        lines.append(("uncompiled", _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)))
     total_s = _total_s(profile)
     lines += [
         ("most time", _most(profile, time_s, lambda layer: f"{time_s(layer) / total_s:.0%}")),
@@ -92,9 +98,16 @@ def _thread_times(profile: Profile, forward_s: float, backward_s: float) -> str:
     return f"{format_seconds(whole_s)}: {parts}; the layers add up to {summed_s / whole_s:.1%} of it"
 
 
-def _step(forward_s: float, backward_s: float, update_s: float) -> str:
-    parts = (("forward", forward_s), ("backward", backward_s), ("update", update_s))
-    total = format_seconds(forward_s + backward_s + update_s)
+def _runs(compiled: Compiled) -> str:
+    """What the layers' times come from, before they were scaled to the whole."""
+    return f"{len(compiled.runs)} compiled apart, {_step(compiled.runs_forward_s, compiled.runs_backward_s)}"
+
+
+def _step(forward_s: float, backward_s: float, update_s: float | None = None) -> str:
+    parts = [("forward", forward_s), ("backward", backward_s)]
+    if update_s is not None:
+        parts.append(("update", update_s))
+    total = format_seconds(sum(seconds for _, seconds in parts))
     return f"{total}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts)
 
 

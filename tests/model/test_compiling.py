@@ -16,6 +16,7 @@ from planner.model import compiling
 from planner.model.file import load_model_file
 from planner.model.load import capture_file
 from planner.model.options import PLAIN, StageOptions
+from planner.model.rehearsal import rehearse
 from planner.model.stage import StageModule, build_stage
 from tests.executor.models import write_model
 from tests.model.splitting import cut_evenly, run_split
@@ -118,6 +119,21 @@ def test_the_same_code_serves_every_version(tmp_path: Path) -> None:
             parameter.data = parameter.data.clone()
         stage(batch, {})["loss"].backward()
     assert counts["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("model", ["convolutional", "language", "blocks"])
+def test_a_rehearsal_leaves_no_trace(model: str, tmp_path: Path) -> None:
+    file = load_model_file(write_model(tmp_path, model, "sgd"))
+    graph = capture_file(file, file.example_batch(4))
+    batch = file.example_batch(4)
+    stages = [build_stage(graph, names) for names in cut_evenly(graph, 3)]
+    before = {name: tensor.clone() for name, tensor in graph.model.state_dict().items()}
+    generator = torch.get_rng_state()
+    for stage in stages:
+        rehearse(stage, batch)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in graph.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in graph.model.parameters())
 
 
 def test_a_machine_that_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
