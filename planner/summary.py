@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost import ASYNCHRONOUS
 from planner.files import Record
 from planner.plan_file import ScheduleName
 from planner.steady import steady_range
@@ -16,6 +17,7 @@ from planner.timeline import LANES, Kind, Timeline
 
 Floats = NDArray[np.float64]
 ENDS: tuple[Kind, ...] = ("backward", "backward_weight")  # of a unit's work on a worker
+_SAME = 1e-9  # of two stages with the same pace the first is taken
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
 
 
@@ -72,7 +74,7 @@ def summarize(timeline: Timeline) -> Summary:
     """The numbers of a run, simulated or measured."""
     table = _Table(timeline)
     span = timeline.span_s
-    start, end, pace_s = _pace(timeline, table.completions())
+    start, end, pace_s = _pace(timeline, table)
     busy = table.busy_s(start, end)
     own, shared = _links(timeline, start, end)
     length = end - start
@@ -120,7 +122,6 @@ class _Table:
     def __init__(self, timeline: Timeline) -> None:
         events = timeline.events
         self.ranks = timeline.workers
-        self.last_stage = len(timeline.ranks) - 1
         row_of = {rank: row for row, rank in enumerate(self.ranks)}
         lane_of = {kind: LANE_NAMES.index(lane) for kind, lane in LANES.items()}
         self.row = np.array([row_of[rank] for rank in events.rank], dtype=np.int64)
@@ -138,33 +139,43 @@ class _Table:
         counted = np.bincount(self.lane * size + self.row, inside, len(LANE_NAMES) * size)
         return np.asarray(counted.reshape(len(LANE_NAMES), size))
 
-    def completions(self) -> Floats:
-        """When the last stage was done with each unit."""
-        return np.sort(self.end_s[self.ends & (self.stage == self.last_stage)])
+    def completions(self, stage: int, until_s: float = math.inf) -> Floats:
+        """When a stage was done with each unit, in order."""
+        return np.sort(self.end_s[self.ends & (self.stage == stage) & (self.end_s <= until_s)])
 
     def first_through(self) -> float:
         """When the first stage was done with its first unit."""
         through = self.end_s[self.ends & (self.stage == 0)]
         return float(through.min()) if len(through) else 0.0
 
-    def last_admitted(self) -> float:
-        """When the first stage was done with its last forward."""
-        return float(self.end_s[self.forward & (self.stage == 0)].max(initial=0.0))
+    def last_admitted(self, stage: int = 0) -> float:
+        """When a stage was done with its last forward."""
+        return float(self.end_s[self.forward & (self.stage == stage)].max(initial=0.0))
 
 
-def _pace(timeline: Timeline, completions: Floats) -> tuple[float, float, float | None]:
-    """From when to when the run is steady, and its seconds per minibatch; None where it is too short for that."""
+def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None]:
+    """From when to when the run is steady, and its seconds per minibatch; None where it is too short for that.
+
+    The pace is that of the slowest stage: others may still be working off what piled up before them at the start. A
+    stage of a pipeline that never drains is at its end when it has no more forwards.
+    """
+    drains = timeline.schedule not in ASYNCHRONOUS
     replicas = [len(ranks) for ranks in timeline.ranks]
     period = timeline.microbatches
     if timeline.microbatches == 1:
         period = math.lcm(*replicas)
         if 8 * period > timeline.minibatches:
-            period = replicas[-1]
-    first, last = steady_range(len(completions), period)
-    if first == last:
-        return 0.0, timeline.span_s, None
-    start, end = float(completions[first]), float(completions[last])
-    return start, end, (end - start) / (last - first) * timeline.microbatches
+            period = max(replicas)
+    slowest: tuple[float, float, float | None] = (0.0, timeline.span_s, None)
+    for stage in range(len(replicas)):
+        completions = table.completions(stage, math.inf if drains else table.last_admitted(stage))
+        first, last = steady_range(len(completions), period)
+        if first < last:
+            start, end = float(completions[first]), float(completions[last])
+            seconds = (end - start) / (last - first) * timeline.microbatches
+            if seconds > (slowest[2] or 0.0) * (1 + _SAME):
+                slowest = start, end, seconds
+    return slowest
 
 
 def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:

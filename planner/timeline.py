@@ -46,7 +46,7 @@ LANES: dict[Kind, Lane] = {
     "receive_gradient": "receive",
     "all_reduce": "all-reduce",
 }
-_LETTERS: dict[Kind, str] = {
+LETTERS: dict[Kind, str] = {
     "forward": "F",
     "recompute": "R",
     "backward": "B",
@@ -195,7 +195,7 @@ class Timeline(Record):
         """
         once = event.kind in ("update", "all_reduce") or self.microbatches == 1
         unit = f"{event.minibatch}" if once else f"{event.minibatch}.{event.microbatch}"
-        return f"{_LETTERS[event.kind]}{unit}" + "'" * (event.stage // self.pipeline_length)
+        return f"{LETTERS[event.kind]}{unit}" + "'" * (event.stage // self.pipeline_length)
 
     @model_validator(mode="after")
     def _check(self) -> Timeline:

@@ -7,6 +7,7 @@ import pytest
 from planner.simulator.plan import simulate
 from planner.summary import summarize
 from planner.timeline import Event, Events
+from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
 from tests.timelines import by_hand
 
@@ -33,6 +34,14 @@ def test_asynchronous_pipelines_have_no_bubble_but_at_their_ends() -> None:
     assert 0 < summary.drain_s < 12
     assert summary.busiest == "the computation of worker 0"
     assert summary.busiest_share == pytest.approx(1)
+
+
+def test_a_stage_that_works_off_a_pile_does_not_set_the_pace() -> None:
+    """Stage 0 takes 4 s per minibatch; stage 1, before which ten pile up, finishes one every 3.9 s all the time."""
+    plan = plan_of([layer("a", 1, 3, output_bytes=1), layer("b", 1.3, 2.6)], (1, 1), depths=(10, 1))
+    summary = summarize(simulate(plan, 48))
+    assert summary.seconds_per_minibatch == pytest.approx(4)
+    assert max(worker.compute_share for worker in summary.workers) <= 1 + 1e-9
 
 
 def test_a_short_run_has_no_steady_state() -> None:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from planner import __version__
-from planner.cli import compare, explain, export, profile, quickstart, show, simulate, solve, sweep, train
+from planner.cli import compare, explain, export, profile, quickstart, report, show, simulate, solve, sweep, train
 from planner.errors import InputError, PlannerError
 
-VERBS = (profile, solve, show, compare, sweep, explain, simulate, train, export, quickstart)
+VERBS = (profile, solve, show, compare, sweep, explain, simulate, report, train, export, quickstart)
 
 DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
@@ -29,6 +29,7 @@ your GPUs, and train it that way.
     plan show                                   plan, as a table
     plan compare, plan sweep, plan explain      what else there is, and why it is this plan
     plan simulate                               plan                  -> timeline, throughput, memory
+    plan report                                 all of it             -> report.html
     plan train model.py                         plan                  -> trained model
     plan export --to megatron                   plan                  -> another system's files
 

@@ -11,16 +11,21 @@ from planner.units import format_bytes, format_rate
 
 def comparison_report(comparison: Comparison) -> str:
     """The chosen plan and the baselines, a line each."""
+    about = [("model", comparison.model), ("cluster", cluster_line(comparison.cluster))]
+    head = tabulate(about, tablefmt="plain", disable_numparse=True)
+    headers, rows = comparison_cells(comparison)
+    aligned = ("left", "left", *["right"] * 6, "left")
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    return f"{head}\n\n{table}\n\n{comparison_legend(comparison)}"
+
+
+def comparison_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """The table's headers and rows."""
     known = comparison.rows[0].samples_per_s is not None
     each = "sample" if known else "batch"
     headers = ["", "config", "samples/s" if known else "batches/s", "speed-up", "memory per GPU"]
     headers += [f"sent per {each}", "less sent", "idle", "fits"]
-    rows = [_cells(row) for row in comparison.rows]
-    about = [("model", comparison.model), ("cluster", cluster_line(comparison.cluster))]
-    head = tabulate(about, tablefmt="plain", disable_numparse=True)
-    aligned = ("left", "left", *["right"] * 6, "left")
-    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
-    return f"{head}\n\n{table}\n\n{_legend(comparison)}"
+    return headers, [_cells(row) for row in comparison.rows]
 
 
 def _cells(row: Row) -> list[str]:
@@ -42,7 +47,8 @@ def _fits(row: Row) -> str:
     return f"no, {format_bytes(row.over_memory_bytes)} too many" if row.over_memory_bytes else "yes"
 
 
-def _legend(comparison: Comparison) -> str:
+def comparison_legend(comparison: Comparison) -> str:
+    """What the columns mean, and where rows differ in more than their stages."""
     lines = [
         "speed-up and less sent: against data parallel; idle: share of the workers' time in which they do not compute",
     ]

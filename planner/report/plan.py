@@ -37,7 +37,7 @@ def _head(plan: Plan) -> str:
     lines = [
         ("model", plan.model),
         ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
-        ("schedule", _schedule(plan)),
+        ("schedule", schedule_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
     ]
     if words := options_words(plan):
@@ -45,7 +45,8 @@ def _head(plan: Plan) -> str:
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
 
 
-def _schedule(plan: Plan) -> str:
+def schedule_line(plan: Plan) -> str:
+    """The schedule, and what there is to say about it."""
     if plan.solver.cost_model == "max-load":
         return "none: max-load counts what each GPU does, in whatever order"
     if plan.vertical_sync:
@@ -83,7 +84,7 @@ def _stage_table(plan: Plan) -> str:
             number,
             layer_range(stage.layers),
             stage.replicas,
-            _ranks(stage),
+            ranks_line(stage),
             stage.in_flight,
             format_seconds(stage.compute_s),
             _sends(plan, number),
@@ -100,7 +101,8 @@ def layer_range(layers: tuple[str, ...]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
 
 
-def _ranks(stage: Stage) -> str:
+def ranks_line(stage: Stage) -> str:
+    """ "0-3", or "0, 2" where they are not consecutive."""
     ranks = stage.ranks
     consecutive = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))

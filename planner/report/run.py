@@ -17,9 +17,9 @@ def run_report(summary: Summary, plan: Plan | None = None) -> str:
     """Pace, bubbles, and how busy and how full every worker is; beside the plan's prediction where there is one."""
     parts = [_head(summary, plan), _worker_table(summary.workers)]
     if summary.shared_links:
-        rows = [[link.name, _percent(link.busy_share)] for link in summary.shared_links]
+        rows = [[link.name, percent(link.busy_share)] for link in summary.shared_links]
         parts.append(tabulate(rows, headers=["shared link", "busy"], colalign=("left", "right")))
-    parts.append(_legend(summary))
+    parts.append(legend(summary))
     return "\n\n".join(parts)
 
 
@@ -31,8 +31,8 @@ def _head(summary: Summary, plan: Plan | None) -> str:
         (summary.source, f"{pace(summary.samples_per_s, summary.seconds_per_minibatch)}{_against(summary, plan)}"),
         ("whole run", f"{_whole(summary)}{of}"),
         ("", f"first minibatch through after {format_seconds(summary.start_up_s)}, drain {_drain(summary)}"),
-        ("bubble", f"{_percent(summary.bubble_share)} of the workers' time, {_of_run(summary)}"),
-        ("busiest", f"{summary.busiest}, {_percent(summary.busiest_share)}"),
+        ("bubble", f"{percent(summary.bubble_share)} of the workers' time, {_of_run(summary)}"),
+        ("busiest", f"{summary.busiest}, {percent(summary.busiest_share)}"),
     ]
     return tabulate(lines, tablefmt="plain", disable_numparse=True)
 
@@ -60,11 +60,18 @@ def _drain(summary: Summary) -> str:
 
 
 def _of_run(summary: Summary) -> str:
-    return f"{_percent(summary.bubble_share_of_run)} with start-up and drain"
+    return f"{percent(summary.bubble_share_of_run)} with start-up and drain"
 
 
 def _worker_table(workers: Sequence[WorkerUse]) -> str:
-    """A row per worker, or where they are many, per stage the worker that computes most and the fullest."""
+    headers, rows = worker_cells(workers)
+    return tabulate(
+        rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 5)[: len(headers)]
+    )
+
+
+def worker_cells(workers: Sequence[WorkerUse]) -> tuple[list[str], list[list[str]]]:
+    """Headers, and a row per worker; where they are many, per stage: the one that computes most, the fullest."""
     headers = ["worker", "stage", "computes", "sends", "receives", "peak memory", "limit"]
     if len(workers) <= MOST_ROWS:
         rows = [[str(worker.rank), *_cells([worker])] for worker in workers]
@@ -73,11 +80,9 @@ def _worker_table(workers: Sequence[WorkerUse]) -> str:
         for worker in workers:
             by_stage.setdefault(worker.stages, []).append(worker)
         rows = [[_ranks(group), *_cells(group)] for group in by_stage.values()]
-    align = ("left", "left", *["right"] * 5)
     if all(worker.limit_bytes is None for worker in workers):
-        headers, align = headers[:-1], align[:-1]
-        rows = [row[:-1] for row in rows]
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+        headers, rows = headers[:-1], [row[:-1] for row in rows]
+    return headers, rows
 
 
 def _cells(group: Sequence[WorkerUse]) -> list[str]:
@@ -86,7 +91,7 @@ def _cells(group: Sequence[WorkerUse]) -> list[str]:
     return [
         ", ".join(map(str, group[0].stages)),
         *(
-            _percent(max(getattr(worker, f"{what}_share") for worker in group))
+            percent(max(getattr(worker, f"{what}_share") for worker in group))
             for what in ("compute", "send", "receive")
         ),
         format_bytes(max(peaks)) if peaks else "",
@@ -98,7 +103,8 @@ def _ranks(group: Sequence[WorkerUse]) -> str:
     return str(group[0].rank) if len(group) == 1 else f"{group[0].rank}-{group[-1].rank}"
 
 
-def _legend(summary: Summary) -> str:
+def legend(summary: Summary) -> str:
+    """Of which time the shares are."""
     many = "; of several workers the largest" if len(summary.workers) > MOST_ROWS else ""
     if not summary.steady:
         return f"shares of the whole run, which is too short for a steady state{many}"
@@ -106,5 +112,6 @@ def _legend(summary: Summary) -> str:
     return f"shares of the time in the steady state, {times}{many}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """For people."""
     return f"{share:.1%}"

@@ -29,6 +29,17 @@ def value_text(value: float, quantity: Quantity) -> str:
 
 
 def _table(sweep: Sweep) -> str:
+    headers, rows = sweep_cells(sweep)
+    return tabulate(
+        rows,
+        headers=headers,
+        disable_numparse=True,
+        colalign=("right", "left", *["right"] * (len(headers) - 3), "left"),
+    )
+
+
+def sweep_cells(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """The table's headers and rows."""
     headers = [
         sweep.quantity,
         "config",
@@ -43,12 +54,7 @@ def _table(sweep: Sweep) -> str:
     if all(point.samples_per_s is None for point in sweep.points):
         headers.pop(4)
         rows = [[*row[:4], *row[5:]] for row in rows]
-    return tabulate(
-        rows,
-        headers=headers,
-        disable_numparse=True,
-        colalign=("right", "left", *["right"] * (len(headers) - 3), "left"),
-    )
+    return headers, rows
 
 
 def _cells(point: Point) -> list[str]:

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from planner.errors import InputError
 from planner.files import first_problem, write_text
+from planner.report.lanes import LANE_ORDER, side_by_side
 from planner.timeline import Event, Events, Kind, Lane, Timeline, load_timeline
 
 MICROSECONDS = 1e6
-LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
 _ROWS = 1000  # threads per lane, at most
 _REMEDY = "make one with: plan simulate --trace trace.json"
 _ENDS: dict[Kind, tuple[Kind, ...]] = {  # the computations at both ends of a message
@@ -76,11 +76,7 @@ def load_run(path: Path | str) -> Timeline:
 
 def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[Row]:
     """A complete event each, on the first thread of its lane that is free by then."""
-    free: dict[tuple[int, Lane], list[float]] = {}
-    for event in events:  # by their start
-        ends = free.setdefault((event.rank, event.lane), [])
-        row = next((number for number, end in enumerate(ends) if end <= event.start_s), len(ends))
-        ends[row:] = [event.end_s, *ends[row + 1 :]]
+    for event, row in side_by_side(events):
         start = _time(event.start_s)
         args = {"stage": event.stage, "minibatch": event.minibatch, "microbatch": event.microbatch}
         if event.peer_rank is not None:

@@ -13,7 +13,7 @@ from planner.simulator.times import with_handling
 from planner.timeline import Event, Events, Timeline
 from planner.topology import Topology
 
-FEWEST = 16  # minibatches that are simulated where nobody says how many
+FEWEST, FEWEST_ASYNCHRONOUS = 16, 48  # minibatches that are simulated where nobody says how many
 MOST = 2**17  # the same, times workers
 
 
@@ -62,7 +62,9 @@ def default_minibatches(plan: Plan) -> int:
     if plan.schedule not in ASYNCHRONOUS:
         return FEWEST
     first = plan.stages[0]
-    return min(max(4 * first.in_flight * first.replicas // plan.microbatches, FEWEST), MOST // plan.workers + 1)
+    return min(
+        max(4 * first.in_flight * first.replicas // plan.microbatches, FEWEST_ASYNCHRONOUS), MOST // plan.workers + 1
+    )
 
 
 def stage_times(plan: Plan) -> list[StageTimes]:

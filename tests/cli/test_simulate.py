@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.cli.main import main
 from planner.plan_file import save_plan
 from planner.report.run import run_report
 from planner.report.trace import load_run
@@ -52,11 +53,18 @@ def test_json_is_the_summary(folder: Path) -> None:
         (("--minibatches", "many"), "invalid int value"),
     ],
 )
-def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:
-    done = plan("simulate", *arguments, cwd=folder)
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert done.stdout == ""
+def test_wrong_input(
+    folder: Path,
+    arguments: tuple[str, ...],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["simulate", *arguments]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err
+    assert said.out == ""
 
 
 def test_many_workers_are_a_row_per_stage() -> None:

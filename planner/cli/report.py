@@ -1,0 +1,144 @@
+"""`plan report`: all about a plan in one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.cli.simulate import add_plan_argument
+from planner.errors import InputError, PlannerError
+
+if TYPE_CHECKING:
+    from planner.answers.compare import Comparison
+    from planner.answers.sweep import Sweep
+    from planner.plan_file import Plan
+
+DEFAULT_PROFILE = Path("profile.json")
+POINTS = 9
+SPREAD = 10.0  # times the plan's bandwidth, and its part
+
+DESCRIPTION = """\
+Write a report of a plan: one HTML file that needs no network, with the stages and their layers, the simulated timeline
+to zoom and point at, memory over time, what limits the plan, and, from the profile, the plan beside data parallelism
+and hand-made pipelines and at other bandwidths. After a training run, the run beside the simulation on the same axes.
+
+    plan report                                 plan.json, profile.json -> report.html
+    plan report --run trace.json                measured beside predicted
+    plan report --format svg -o timeline.svg    the timeline alone, as a picture
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "report",
+        help="write a plan's stages, timeline, memory and alternatives as one HTML file",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_plan_argument(parser)
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help=f"the profile of the plan, for what else there is (default: {DEFAULT_PROFILE}, if it is that)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="measured",
+        type=Path,
+        metavar="FILE",
+        help="a run of the plan: a trace or a timeline, shown beside the simulation",
+    )
+    parser.add_argument(
+        "--minibatches",
+        type=int,
+        metavar="N",
+        help="simulate so many (default: the run's, or enough for a steady state)",
+    )
+    parser.add_argument(
+        "--points",
+        type=int,
+        default=POINTS,
+        metavar="N",
+        help="bandwidths of the sweep, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--format", choices=["html", "svg"], help="svg: the timeline alone (default: by the name of the file, or html)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="where to (default: report.html or report.svg)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Gather, and write the file."""
+    from planner.files import write_text
+    from planner.plan_file import load_plan
+    from planner.report.page import Content, report_page
+    from planner.report.timeline_svg import timeline_svg
+    from planner.report.trace import load_run
+    from planner.simulator.plan import simulate
+
+    style, output = _style(args)
+    plan = load_plan(args.plan)
+    measured = None if args.measured is None else load_run(args.measured)
+    count = args.minibatches if args.minibatches is not None or measured is None else measured.minibatches
+    simulated = simulate(plan, count)
+    if style == "svg":
+        text = timeline_svg([simulated] if measured is None else [simulated, measured])
+    else:
+        comparison, sweep, why_not = _alternatives(args, plan)
+        text = report_page(Content(plan, simulated, measured, comparison, sweep, why_not))
+    write_text(output, text)
+    print(f"written to {output}", file=sys.stderr)
+    return 0
+
+
+def _style(args: argparse.Namespace) -> tuple[str, Path]:
+    """The format and the file.
+
+    Raises:
+        InputError: for a file's name that says another format.
+    """
+    output: Path | None = args.output
+    suffix = "" if output is None else output.suffix.lower()
+    if suffix in (".png", ".pdf", ".jpg", ".jpeg"):
+        raise InputError(
+            f"'{output}' is not a format of reports, which are html and svg",
+            hint="write -o report.svg and convert it, or print report.html from a browser",
+        )
+    style = args.format or ("svg" if suffix == ".svg" else "html")
+    return style, output or Path(f"report.{style}")
+
+
+def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | None, Sweep | None, str]:
+    """The comparison and the sweep, or why there is none.
+
+    Raises:
+        PlannerError: where a profile was named, and is not the plan's.
+    """
+    from planner.answers.bandwidths import bandwidth_sweep
+    from planner.answers.compare import compare
+    from planner.pipedream import read_profile
+
+    path = args.profile or DEFAULT_PROFILE
+    if args.profile is None and not path.exists():
+        return (
+            None,
+            None,
+            f"The comparison and the bandwidths: there is no {path}; name the plan's profile with --profile.",
+        )
+    try:
+        profile = read_profile(path)
+        comparison = compare(profile, plan=plan)
+    except PlannerError as error:
+        if args.profile is not None:
+            raise
+        return None, None, f"The comparison and the bandwidths: {error.message}."
+    if args.points == 0:
+        return comparison, None, ""
+    return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD), ""

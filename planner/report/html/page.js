@@ -1,0 +1,39 @@
+// Wiring: charts, buttons, dark mode, print.
+const charts = [];
+const box = document.getElementById("timeline-chart");
+const timeline = new Timeline(box, document.getElementById("timeline-detail"));
+charts.push(timeline.canvas);
+const memoryBox = document.getElementById("memory-chart");
+if (memoryBox && DATA.memory.length > 0) charts.push(new Memory(memoryBox).canvas);
+
+const buttons = {
+  in: () => view.zoom(0.5),
+  out: () => view.zoom(2),
+  all: () => view.set(0, view.span),
+  steady: () => view.set(...(DATA.steady || [0, view.span])),
+};
+for (const button of document.querySelectorAll("[data-zoom]")) {
+  button.addEventListener("click", buttons[button.dataset.zoom]);
+  if (button.dataset.zoom === "steady" && !DATA.steady) button.hidden = true;
+}
+const repaint = () => charts.forEach((chart) => chart.paint());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+
+// Paper is light, whatever the screen is, and shows what is folded away.
+const folded = [...document.querySelectorAll("details")];
+let open = [];
+addEventListener("beforeprint", () => {
+  printing = true;
+  document.documentElement.classList.add("printing");
+  open = folded.map((each) => each.open);
+  for (const each of folded) each.open = true;
+  repaint();
+});
+addEventListener("afterprint", () => {
+  printing = false;
+  document.documentElement.classList.remove("printing");
+  folded.forEach((each, number) => {
+    each.open = open[number];
+  });
+  repaint();
+});

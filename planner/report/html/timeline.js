@@ -1,0 +1,239 @@
+// The timeline: a row per worker, lane and source. An event is an index into its row's columns.
+const ROW = { compute: 22, send: 9, receive: 9, "all-reduce": 9 };
+const TOP = 24;
+const GAP = 8;
+
+function place(workers) {
+  let y = TOP;
+  const rows = [];
+  for (const worker of workers) {
+    worker.y = y;
+    for (const row of worker.rows) {
+      rows.push({ ...row, worker, y, height: ROW[row.lane] });
+      y += ROW[row.lane] + 1;
+    }
+    worker.bottom = y;
+    y += GAP;
+  }
+  return { rows, height: y };
+}
+// The first event that ends after a time: within a row, later starts have later ends.
+function firstAfter(row, time) {
+  let low = 0;
+  let high = row.end.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (row.end[middle] > time) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+function nameOf(row, i) {
+  const kind = DATA.kinds[row.kind[i]];
+  const once = kind.once || DATA.microbatches === 1;
+  const chunk = "'".repeat(Math.floor(row.stage[i] / DATA.pipeline_length));
+  return `${kind.letter}${row.minibatch[i]}${once ? "" : `.${row.microbatch[i]}`}${chunk}`;
+}
+function describe(row, i) {
+  const kind = DATA.kinds[row.kind[i]];
+  const of = kind.once ? `round ${row.minibatch[i]}` : `minibatch ${row.minibatch[i]}`;
+  const micro = kind.once || DATA.microbatches === 1 ? "" : `, microbatch ${row.microbatch[i]}`;
+  const peer = row.peer[i] < 0 ? "" : ` ${row.lane === "send" ? "to" : "from"} worker ${row.peer[i]}`;
+  const length = seconds(row.end[i] - row.start[i]);
+  return [
+    `${nameOf(row, i)}: ${kind.text} of ${of}${micro}${peer}`,
+    `stage ${row.stage[i]} on worker ${row.worker.rank}, ${row.source}`,
+    `${seconds(row.start[i])} to ${seconds(row.end[i])}, ${length}`,
+  ];
+}
+
+class Timeline {
+  constructor(box, output) {
+    this.box = box;
+    this.output = output;
+    this.tip = box.querySelector(".tip");
+    this.chosen = null;
+    const { rows, height } = place(DATA.workers);
+    this.rows = rows;
+    this.canvas = new Canvas(box, height, (pen, canvas) => this.draw(pen, canvas));
+    view.listeners.push(() => this.tell());
+    this.listen();
+    this.tell();
+  }
+  tell() {
+    this.box.dataset.from = view.from;
+    this.box.dataset.to = view.to;
+  }
+  draw(pen, canvas) {
+    const right = canvas.width - canvas.gutter;
+    if (DATA.steady) {
+      pen.fillStyle = colour("--steady");
+      const from = Math.max(canvas.x(DATA.steady[0]), canvas.gutter);
+      const to = Math.min(canvas.x(DATA.steady[1]), canvas.width);
+      if (to > from) pen.fillRect(from, TOP, to - from, canvas.height - TOP);
+    }
+    canvas.axis(pen, TOP);
+    pen.save();
+    pen.beginPath();
+    pen.rect(canvas.gutter, 0, right, canvas.height);
+    pen.clip();
+    for (const row of this.rows) this.drawRow(pen, canvas, row);
+    this.drawChosen(pen, canvas);
+    pen.restore();
+    this.drawNames(pen, canvas);
+  }
+  drawRow(pen, canvas, row) {
+    let painted = -1; // many events may share a pixel
+    pen.font = `12px ${FONT}`;
+    pen.textAlign = "center";
+    pen.globalAlpha = row.source === "measured" ? 0.85 : 1;
+    for (let i = firstAfter(row, view.from); i < row.start.length && row.start[i] < view.to; i += 1) {
+      const x = canvas.x(row.start[i]);
+      const width = canvas.x(row.end[i]) - x;
+      if (width < 0.6 && Math.floor(x) === painted) continue;
+      painted = Math.floor(x);
+      pen.fillStyle = DATA.kinds[row.kind[i]].colour;
+      pen.fillRect(x, row.y, Math.max(width - (width > 3 ? 1 : 0), 0.8), row.height);
+      if (row.height < 15 || width < 18) continue;
+      const name = nameOf(row, i);
+      const middle = Math.max(x, canvas.gutter) + (Math.min(x + width, canvas.width) - Math.max(x, canvas.gutter)) / 2;
+      if (pen.measureText(name).width > width - 4) continue;
+      pen.fillStyle = "#ffffff";
+      pen.fillText(name, middle, row.y + row.height / 2 + 1);
+    }
+    pen.globalAlpha = 1;
+  }
+  drawChosen(pen, canvas) {
+    if (!this.chosen) return;
+    const { row, i } = this.chosen;
+    pen.strokeStyle = colour("--fg");
+    pen.lineWidth = 2;
+    const x = canvas.x(row.start[i]);
+    pen.strokeRect(x, row.y, Math.max(canvas.x(row.end[i]) - x, 2), row.height);
+  }
+  drawNames(pen, canvas) {
+    const narrow = canvas.gutter < 60;
+    pen.textAlign = "left";
+    for (const worker of DATA.workers) {
+      pen.fillStyle = colour("--fg");
+      pen.font = `600 12px ${FONT}`;
+      pen.fillText(narrow ? `w${worker.rank}` : `worker ${worker.rank}`, 6, worker.y + 11);
+      if (worker.bottom - worker.y < 30) continue;
+      pen.fillStyle = colour("--muted");
+      pen.font = `11px ${FONT}`;
+      pen.fillText(narrow ? `s${worker.stages}` : `stage ${worker.stages}`, 6, worker.y + 25);
+    }
+    const second = this.rows.find((row) => row.source === "measured");
+    if (!second || narrow) return;
+    for (const row of this.rows) {
+      if (row.lane !== "compute" || row.source !== "measured") continue;
+      pen.fillStyle = colour("--muted");
+      pen.font = `11px ${FONT}`;
+      pen.fillText("measured", 6, row.y + row.height / 2);
+    }
+  }
+  find(x, y) {
+    const row = this.rows.find((candidate) => y >= candidate.y - 1 && y < candidate.y + candidate.height + 1);
+    if (!row || x < this.canvas.gutter) return null;
+    const slack = (2 * (view.to - view.from)) / this.canvas.width;
+    const i = firstAfter(row, this.canvas.time(x) - slack);
+    return i < row.start.length && row.start[i] <= this.canvas.time(x) + slack ? { row, i } : null;
+  }
+  choose(found, at) {
+    this.chosen = found;
+    this.box.dataset.event = found ? nameOf(found.row, found.i) : "";
+    this.tip.hidden = !found || !at;
+    if (found) {
+      const lines = describe(found.row, found.i);
+      this.output.textContent = lines.join("; ");
+      if (at) {
+        this.tip.textContent = lines.join("\n");
+        const left = Math.min(at.x + 14, this.canvas.width - this.tip.offsetWidth - 4);
+        const below = at.y + 18 + this.tip.offsetHeight < this.canvas.height;
+        this.tip.style.left = `${Math.max(left, 4)}px`;
+        this.tip.style.top = `${Math.max(below ? at.y + 18 : at.y - this.tip.offsetHeight - 10, 2)}px`;
+      }
+    }
+    this.canvas.later();
+  }
+  step(by) {
+    if (!this.chosen) return this.start();
+    const { row, i } = this.chosen;
+    const next = Math.min(Math.max(i + by, 0), row.start.length - 1);
+    view.reveal(row.start[next], row.end[next]);
+    this.choose({ row, i: next });
+  }
+  start() {
+    const row = this.rows.find((candidate) => candidate.start.length > 0);
+    if (row) this.choose({ row, i: Math.min(firstAfter(row, view.from), row.start.length - 1) });
+  }
+  change(by) {
+    if (!this.chosen) return this.start();
+    const { row, i } = this.chosen;
+    const filled = this.rows.filter((candidate) => candidate.start.length > 0);
+    const next = filled[Math.min(Math.max(filled.indexOf(row) + by, 0), filled.length - 1)];
+    const near = Math.min(firstAfter(next, row.start[i]), next.start.length - 1);
+    view.reveal(next.start[near], next.end[near]);
+    this.choose({ row: next, i: near });
+  }
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const does = {
+      "+": () => view.zoom(0.5),
+      "=": () => view.zoom(0.5),
+      "-": () => view.zoom(2),
+      Home: () => view.set(0, view.span),
+      Escape: () => this.choose(null),
+      ArrowLeft: () => (event.shiftKey ? view.pan(-0.25) : this.step(-1)),
+      ArrowRight: () => (event.shiftKey ? view.pan(0.25) : this.step(1)),
+      ArrowUp: () => this.change(-1),
+      ArrowDown: () => this.change(1),
+    }[event.key];
+    if (!does) return;
+    event.preventDefault();
+    does();
+  }
+  listen() {
+    const pointers = new Map();
+    const at = (event) => {
+      const edge = this.box.getBoundingClientRect();
+      return { x: event.clientX - edge.left, y: event.clientY - edge.top };
+    };
+    const spread = () => {
+      const [one, other] = [...pointers.values()];
+      return { middle: (one.x + other.x) / 2, gap: Math.max(Math.abs(one.x - other.x), 10) };
+    };
+    this.box.addEventListener("keydown", (event) => this.key(event));
+    this.box.addEventListener("pointerdown", (event) => {
+      pointers.set(event.pointerId, at(event));
+      this.box.setPointerCapture(event.pointerId);
+      if (event.pointerType !== "mouse") this.choose(this.find(at(event).x, at(event).y), at(event));
+    });
+    this.box.addEventListener("pointermove", (event) => {
+      const now = at(event);
+      const before = pointers.get(event.pointerId);
+      if (!before) return this.choose(this.find(now.x, now.y), now);
+      const pinched = pointers.size === 2 ? spread() : null;
+      pointers.set(event.pointerId, now);
+      if (pinched) view.zoom(pinched.gap / spread().gap, this.canvas.time(spread().middle));
+      else view.pan((before.x - now.x) / (this.canvas.width - this.canvas.gutter));
+    });
+    for (const end of ["pointerup", "pointercancel"]) {
+      this.box.addEventListener(end, (event) => pointers.delete(event.pointerId));
+    }
+    this.box.addEventListener("pointerleave", (event) => {
+      if (event.pointerType === "mouse") this.choose(null);
+    });
+    this.box.addEventListener(
+      "wheel",
+      (event) => {
+        const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+        if (!sideways && event.deltaY > 0 && view.all) return; // nothing more to show: the page scrolls
+        event.preventDefault();
+        if (sideways) view.pan(event.deltaX / this.canvas.width);
+        else view.zoom(Math.exp(Math.sign(event.deltaY) * Math.min(Math.abs(event.deltaY), 120) * 0.003), this.canvas.time(at(event).x));
+      },
+      { passive: false },
+    );
+  }
+}

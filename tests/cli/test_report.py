@@ -1,0 +1,112 @@
+"""`plan report` from outside: the file, what is in it, complaints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from planner.cli.main import main
+from planner.cluster import flat_cluster
+from planner.plan_file import load_plan, save_plan
+from planner.profile_file import save_profile
+from planner.report.trace import save_trace
+from planner.simulator.plan import simulate
+from planner.solver import solve
+from tests.cli.test_main import MODEL, plan
+from tests.report.test_page import Elements, slower
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_profile(MODEL, tmp_path / "profile.json")
+    save_plan(solve(MODEL, flat_cluster(3, 1.25e8)), tmp_path / "plan.json")
+    return tmp_path
+
+
+def headings(path: Path) -> set[str]:
+    """What the page's navigation names."""
+    elements = Elements(path.read_text(encoding="utf-8"))
+    return {attributes["id"] or "" for tag, attributes in elements.found if tag == "section"}
+
+
+def test_all_of_it_with_the_defaults(folder: Path) -> None:
+    done = plan("report", "--points", "2", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("", "written to report.html\n")
+    assert headings(folder / "report.html") == {
+        "summary",
+        "limits",
+        "stages",
+        "timeline",
+        "memory",
+        "comparison",
+        "sweep",
+    }
+
+
+def test_a_run_beside_it(folder: Path) -> None:
+    save_trace(slower(simulate(load_plan(folder / "plan.json"), 7), 1.1), folder / "run.json")
+    done = plan("report", "--run", "run.json", "--points", "0", "-o", "both.html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "measured" in headings(folder / "both.html")
+    assert "sweep" not in headings(folder / "both.html")
+    assert "7 minibatches, simulated and measured" in (folder / "both.html").read_text()
+
+
+def test_without_the_profile_it_says_what_is_missing(folder: Path) -> None:
+    (folder / "profile.json").unlink()
+    assert plan("report", cwd=folder).returncode == 0
+    assert "missing" in headings(folder / "report.html")
+    assert "there is no profile.json" in (folder / "report.html").read_text()
+    save_profile(MODEL.model_copy(update={"model": "other"}), folder / "profile.json")
+    assert plan("report", cwd=folder).returncode == 0
+    assert "was made from another profile" in (folder / "report.html").read_text()
+    named = plan("report", "--profile", "profile.json", cwd=folder)
+    assert named.returncode == 2
+    assert "was made from another profile" in named.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--format", "svg"), ("-o", "report.svg")])
+def test_the_timeline_alone(folder: Path, arguments: tuple[str, ...]) -> None:
+    done = plan("report", "--minibatches", "4", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert ElementTree.parse(folder / "report.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--plan", "none.json"), "there is no file 'none.json'"),
+        (("--profile", "none.json"), "there is no file 'none.json'"),
+        (("--run", "none.json"), "there is no file 'none.json'"),
+        (("--run", "plan.json"), "missing"),
+        (("--points", "1"), "1 points make no sweep"),
+        (("--minibatches", "0"), "0 minibatches are no run"),
+        (("-o", "report.png"), "'report.png' is not a format of reports, which are html and svg"),
+        (("--format", "png"), "invalid choice: 'png'"),
+    ],
+)
+def test_wrong_input(
+    folder: Path,
+    arguments: tuple[str, ...],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["report", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not (folder / "report.html").exists()
+
+
+def test_a_run_of_another_plan_is_refused(folder: Path) -> None:
+    save_trace(slower(simulate(load_plan(folder / "plan.json"), 7), 1.1), folder / "run.json")
+    content = json.loads((folder / "run.json").read_text())
+    content["otherData"]["timeline"]["schedule"] = "naive"
+    (folder / "run.json").write_text(json.dumps(content))
+    done = plan("report", "--run", "run.json", cwd=folder)
+    assert done.returncode == 2
+    assert "its schedule 'naive' is not the plan's '1f1b'" in done.stderr
