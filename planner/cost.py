@@ -191,12 +191,13 @@ def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: 
         saved_1 + ... + saved_k  +  workspace_k  +  gradient_k + ... + gradient_n
 
     because the backward frees what was saved as it goes from the last layer to the first, and makes the gradients.
-    With several microbatches per minibatch all gradients stay. The peak is that of the layer with the most.
+    With several microbatches per minibatch all gradients are there, and those of layer k once more until they are
+    added. The peak is that of the layer with the most.
     """
     saved = np.cumsum(saved_bytes)
     at_work = saved + workspace_bytes
     missing = np.cumsum(gradient_bytes) - gradient_bytes
-    return np.maximum.accumulate(at_work - missing) - saved, np.maximum.accumulate(at_work) - saved
+    return np.maximum.accumulate(at_work - missing) - saved, np.maximum.accumulate(at_work + gradient_bytes) - saved
 
 
 def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:

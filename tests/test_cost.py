@@ -152,12 +152,12 @@ def test_the_peak_is_that_of_the_layer_at_work_when_most_is_there() -> None:
     assert footprint.total_bytes(1, 1) == 33 + peak
     assert footprint.total_bytes(3, 2) == 2 * 33 + 2 * 35 + peak
     assert footprint.recomputed().total_bytes(3, 2) == 2 * 33 + 3 * 6 + peak
-    # Where gradients add up, all are there from the first on.
-    peak = max(10 + 50 + 33, 30 + 0 + 33, 35 + 9 + 33)
+    # Where gradients add up, all are there from the first on, and a layer's twice before they are added.
+    peak = max(10 + 50 + 1 + 33, 30 + 0 + 2 + 33, 35 + 9 + 30 + 33)
     assert footprint.divided(4).total_bytes(1, 1) == 33 + peak
     # The last two layers are a stage with another peak, below what is saved and all gradients.
     working, accumulating = (each[-1] for each in working_bytes(saved[1:], gradients[1:], np.zeros(2)))
-    assert (working, accumulating) == (max(20 + 32, 25 + 30) - 25 - 32, 0)
+    assert (working, accumulating) == (max(20 + 32, 25 + 30) - 25 - 32, 30)
 
 
 def test_in_flight_is_the_published_number() -> None:

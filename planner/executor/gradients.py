@@ -8,6 +8,7 @@ DistributedDataParallel cannot be used here: it expects one forward per backward
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,43 +20,63 @@ from planner.cost import BUCKETS
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
 
 
+class _Parts(NamedTuple):
+    """Gradients, one behind the other, and the counts of replicas that had them, as parts of one tensor."""
+
+    flat: Tensor
+    views: list[Tensor]
+    present: Tensor
+
+
 class _Bucket:
-    """Consecutive gradients of one dtype in one flat tensor, and per parameter the count of replicas that had one."""
+    """Consecutive gradients of one dtype in one flat tensor, and per parameter the count of replicas that had one.
+
+    The tensor is made when the first gradient comes and lives on as the gradients, so that all of them take memory
+    once.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        first = self.parameters[0]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *pieces, self.present = torch.split(self.flat, [*sizes, len(sizes)])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
         self.ready: set[int] = set()
         self.work: dist.Work | None = None
+        self._parts: _Parts | None = None
+
+    @property
+    def parts(self) -> _Parts:
+        """The tensor and its parts, until `scatter`."""
+        if self._parts is None:
+            first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
+            flat = torch.empty(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+            *pieces, present = torch.split(flat, [*sizes, len(sizes)])
+            views = [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+            self._parts = _Parts(flat, views, present)
+        return self._parts
 
     def fill(self, index: int) -> None:
         """Move the gradient of parameter `index` into the bucket."""
-        gradient = self.parameters[index].grad
-        assert gradient is not None
-        self.views[index].copy_(gradient)
-        self.present[index] = 1
+        parameter = self.parameters[index]
+        assert parameter.grad is not None
+        self.parts.views[index].copy_(parameter.grad)
+        self.parts.present[index] = 1
+        parameter.grad = None
         self.ready.add(index)
 
     def fill_missing(self) -> None:
         """Contribute zero for each parameter that got no gradient here."""
         for index in range(len(self.parameters)):
             if index not in self.ready:
-                self.views[index].zero_()
-                self.present[index] = 0
+                self.parts.views[index].zero_()
+                self.parts.present[index] = 0
 
     def scatter(self, divisor: int) -> None:
         """Hand the averages back as `.grad`; None where no replica had a gradient, as an optimizer expects."""
         if divisor > 1:
-            self.flat[: -len(self.parameters)].div_(divisor)
-        had = self.present.tolist()
-        for parameter, view, count in zip(self.parameters, self.views, had, strict=True):
+            self.parts.flat[: -len(self.parameters)].div_(divisor)
+        had = self.parts.present.tolist()
+        for parameter, view, count in zip(self.parameters, self.parts.views, had, strict=True):
             parameter.grad = view if count else None
         self.ready.clear()
-        self.work = None
+        self.work = self._parts = None
 
 
 class GradientAverager:
@@ -111,7 +132,7 @@ class GradientAverager:
 
     def _reduce_until(self, end: int) -> None:
         for bucket in self._buckets[self._next : end]:
-            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.parts.flat, group=self._group, async_op=True)
         self._next = max(self._next, end)
 
 

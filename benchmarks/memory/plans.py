@@ -1,0 +1,58 @@
+"""Plans of given shapes, as no solver would choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.cluster import flat_cluster
+from planner.plan_file import Plan, ScheduleName, SolverReport
+from planner.pricing import Ledger, candidates, price
+from planner.profile_file import Profile
+from planner.solver.assemble import assemble
+from planner.solver.states import uncut_groups
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the plans of all models have in common."""
+
+    replicas: tuple[int, ...]
+    schedule: ScheduleName = "1f1b"
+    microbatches: int = 1
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        parts = ["-".join(map(str, self.replicas)), self.schedule]
+        parts += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
+        return " ".join(parts + ["recomputing"] * self.recompute)
+
+
+def shaped_plan(profile: Profile, shape: Shape) -> Plan:
+    """Cut by time, in proportion to the replicas; every layer has its stage's share of the time, about."""
+    ledger = Ledger(profile)
+    groups = uncut_groups(ledger)
+    layers = profile.layers
+    seconds = [sum(layers[i].forward_s + layers[i].backward_s + layers[i].update_s for i in group) for group in groups]
+    parts = [
+        [layer for group in groups[start:end] for layer in group] for start, end in cut_by_time(seconds, shape.replicas)
+    ]
+    stages = [replace(stage, recompute=shape.recompute) for stage in candidates(parts, shape.replicas)]
+    cluster = flat_cluster(sum(shape.replicas), 1e9)
+    cost = price(ledger, stages, cluster, schedule=shape.schedule, microbatches=shape.microbatches)
+    report = SolverReport(
+        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
+    )
+    return assemble(ledger, cluster, stages, cost, shape.schedule, shape.microbatches, report)
+
+
+def cut_by_time(seconds: Sequence[float], replicas: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last group of each stage: it ends where the times so far are nearest to its share; none is empty."""
+    ends: list[int] = []
+    due_s = 0.0
+    for stage, r in enumerate(replicas[:-1]):
+        due_s += sum(seconds) * r / sum(replicas)
+        first, last = (ends[-1] if ends else 0) + 1, len(seconds) - (len(replicas) - 1 - stage)
+        ends.append(min(range(first, last + 1), key=lambda end: abs(sum(seconds[:end]) - due_s)))
+    ends.append(len(seconds))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
