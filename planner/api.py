@@ -223,6 +223,8 @@ def make_job(
             f"{baseline or plan.schedule}",
             hint="other schedules divide a minibatch, which may be as large as you like: plan solve --microbatches",
         )
+    if options.evaluate_every is not None and baseline is not None:
+        raise InputError(f"--evaluate-every is for plans, not for {baseline}", hint="leave out one of the two")
     if defer_weights and baseline is not None:
         raise InputError(
             f"--defer-weights cannot train {baseline}, which needs the whole model on every worker",

@@ -87,6 +87,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
     group.add_argument(
+        "--evaluate-every",
+        type=count,
+        metavar="N",
+        help="evaluate on evaluation_dataset() after every N minibatches, and at the end; training goes on as without",
+    )
+    group.add_argument(
         "--scale-lr",
         action="store_true",
         help="multiply each stage's learning rate by the number of minibatches that one of its updates averages: its "

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from planner.executor.job import Job, TrainResult
+from planner.executor.job import Evaluation, Job, TrainResult
 
 if TYPE_CHECKING:
     from planner.errors import PlannerError
@@ -133,6 +133,11 @@ class _ProgressLine:
         self._width = 0
 
     def __call__(self, progress: Progress) -> None:
+        if progress.evaluation is not None:
+            self.end()
+            self._width = 0
+            sys.stderr.write(evaluation_line(progress.evaluation) + "\n")
+            return
         now = time.monotonic()
         if now - self._shown_s < 0.2 and progress.minibatch < progress.minibatches:
             return
@@ -148,6 +153,13 @@ class _ProgressLine:
         """Leave the line on the screen."""
         if self._width:
             sys.stderr.write("\n")
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """What an evaluation gave, in a line."""
+    from planner.report.training import evaluation_numbers
+
+    return f"evaluation after minibatch {evaluation.minibatch}: {evaluation_numbers(evaluation)}"
 
 
 def _clock(seconds: float) -> str:

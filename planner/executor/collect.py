@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,16 +18,22 @@ from planner.errors import PlannerError
 from planner.executor.job import Loss
 
 
-def gather_bytes(content: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's `content`, by rank, on rank 0; an empty list elsewhere. Nothing is unpickled."""
+def gather_bytes(
+    content: bytes, device: torch.device, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
+) -> list[bytes]:
+    """The `content` of each of `ranks` (of all), in that order, on the first one; an empty list elsewhere.
+
+    Nothing is unpickled.
+    """
+    root, *others = range(dist.get_world_size()) if ranks is None else ranks
     mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8).to(device)
     size = torch.tensor([len(content)], device=device)
-    if dist.get_rank() != 0:
-        dist.send(size, 0, group)
-        dist.send(mine, 0, group)
+    if dist.get_rank() != root:
+        dist.send(size, root, group)
+        dist.send(mine, root, group)
         return []
     parts = [content]
-    for rank in range(1, dist.get_world_size()):
+    for rank in others:
         dist.recv(size, rank, group)
         part = torch.empty(max(1, int(size)), dtype=torch.uint8, device=device)
         dist.recv(part, rank, group)

@@ -113,6 +113,37 @@ class DatasetBatches:
         return even_sizes(self.minibatch_size(minibatch), self._microbatches)
 
 
+class EvaluationBatches:
+    """A map-style dataset in its own order, in batches of `size` samples; the last one has those that are left.
+
+    Args:
+        dataset: as for `DatasetBatches`.
+        size: samples per batch.
+        drop_last: leave out a last, smaller batch, for models that take one batch size only.
+    """
+
+    def __init__(self, dataset: Dataset[Any], size: int, *, drop_last: bool = False) -> None:
+        self._dataset = dataset
+        self._size = size
+        samples = len(dataset)  # type: ignore[arg-type]  # as above
+        self.samples = samples // size * size if drop_last else samples
+        self.batches = -(-self.samples // size)
+        if self.samples == 0:
+            raise ModelFileError(
+                f"evaluation_dataset() has {samples} samples, which make no batch of {size}",
+                hint="return a dataset with samples",
+            )
+
+    def size(self, unit: Unit) -> int:
+        """Samples of batch `unit.minibatch`."""
+        return min(self._size, self.samples - unit.minibatch * self._size)
+
+    def batch(self, unit: Unit) -> Batch:
+        """Batch `unit.minibatch`."""
+        start = unit.minibatch * self._size
+        return collate([self._dataset[index] for index in range(start, start + self.size(unit))])
+
+
 def even_sizes(samples: int, parts: int) -> list[int]:
     """Sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2, 1]."""
     return [samples // parts + (part < samples % parts) for part in range(parts)]

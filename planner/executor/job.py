@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -16,6 +17,7 @@ class TrainingOptions(Record):
     """How to train, beside what the plan and the model file say."""
 
     drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
+    evaluate_every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None does not evaluate
     scale_lr: bool = False  # multiply a stage's learning rate by the minibatches that its updates average
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
@@ -82,6 +84,15 @@ class Loss(Record):
     loss: float | None
 
 
+class Evaluation(Record):
+    """Means over the samples of evaluation_dataset(); None where they are no finite numbers."""
+
+    minibatch: int  # minibatches trained until then
+    samples: int
+    loss: float | None
+    metrics: Mapping[str, float | None] = Field(default_factory=dict)  # what metrics(output, target) says
+
+
 class TrainResult(Record):
     """What a run measured, beside what the plan predicted."""
 
@@ -97,6 +108,7 @@ class TrainResult(Record):
     predicted_samples_per_s: float | None
     random_data: bool  # no dataset(): batches are random, the loss means nothing
     losses: tuple[Loss, ...]
+    evaluations: tuple[Evaluation, ...] = ()
     reports: tuple[WorkerReport, ...]
     saved_weights: str | None = None
     resumed_from: str | None = None  # checkpoint

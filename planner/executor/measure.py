@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from planner.executor.job import Evaluation
 from planner.executor.worker import Completion, WorkerLog
 
 
@@ -19,6 +20,7 @@ class Progress:
     loss: float
     samples_per_s: float | None
     seconds_left: float | None
+    evaluation: Evaluation | None = None  # when there was one just now
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -78,6 +80,11 @@ def progress_reporter(
         )
 
     return report
+
+
+def evaluated(evaluation: Evaluation, log: WorkerLog, minibatches: int) -> Progress:
+    """What is reported of an evaluation."""
+    return Progress(evaluation.minibatch, minibatches, latest_loss(log), None, None, evaluation)
 
 
 def latest_loss(log: WorkerLog) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from planner.errors import ModelFileError, PlanError
 from planner.model.deferred import build_deferred, materialize
+from planner.model.evaluation import EvaluationStages, build_evaluation
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph, ValueSpec
 from planner.model.load import capture_file
@@ -17,10 +19,26 @@ from planner.plan_file import Plan, Transfer
 from planner.sharing import shared_weight
 
 
+@dataclass(frozen=True)
+class Modules:
+    """A worker's stages by number; `evaluation` has those of the evaluation graph, with the same weights."""
+
+    training: dict[int, StageModule]
+    evaluation: EvaluationStages | None
+
+
 def build_modules(
-    plan: Plan, stages: Sequence[int], model_file: ModelFile, seed: int, *, defer_weights: bool
-) -> dict[int, StageModule]:
+    plan: Plan, stages: Sequence[int], model_file: ModelFile, seed: int, *, defer_weights: bool, evaluate: bool = False
+) -> Modules:
     """Build the model, capture it, and keep the layers of `stages`; with `defer_weights`, make no other weights.
+
+    Args:
+        plan: whose model it must be.
+        stages: of this worker.
+        model_file: the user's.
+        seed: of the initial weights.
+        defer_weights: make the weights of `stages` alone.
+        evaluate: make the stages of the evaluation graph, too.
 
     Raises:
         PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
@@ -42,11 +60,18 @@ def build_modules(
             hint="profile and solve again: plan profile, plan solve",
         )
     _check_sharing(plan, graph)
+    evaluation = None
+    if evaluate:
+        evaluation = capture_file(model_file, example, model, training=False, autocast=graph.autocast)
     if defer_weights:
         own = {name for stage in stages for name in plan.stages[stage].layers}
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
         materialize(graph.model, model_file.build_model, seed, set(graph.names_of(wanted)))
-    return {stage: build_stage(graph, plan.stages[stage].layers, compile_=plan.compiled) for stage in stages}
+    modules = {stage: build_stage(graph, plan.stages[stage].layers, compile_=plan.compiled) for stage in stages}
+    if evaluation is None:
+        return Modules(modules, None)
+    cut = [stage.layers for stage in plan.stages]
+    return Modules(modules, build_evaluation(graph, cut, evaluation, stages, output=model_file.has_metrics))
 
 
 def _check_sharing(plan: Plan, graph: LayerGraph) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from planner.errors import InputError
 from planner.executor.checkpoint import Checkpointer, DataPosition, Restorable
 from planner.executor.collect import encode_losses, gather_bytes, gather_state, merge_losses, save_state
-from planner.executor.data import make_batches
+from planner.executor.data import EvaluationBatches, make_batches
+from planner.executor.evaluator import Evaluator, evaluation_points, until_updated
 from planner.executor.gradients import GradientAverager
 from planner.executor.heartbeat import Heart
-from planner.executor.job import Job, TrainResult, WorkerReport
+from planner.executor.job import Evaluation, Job, TrainResult, WorkerReport
 from planner.executor.joint import JointNorm
 from planner.executor.links import LinkGroups, Links
-from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
+from planner.executor.measure import ProgressCallback, evaluated, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
 from planner.executor.optimizer import make_optimizer
@@ -30,6 +31,7 @@ from planner.executor.setup import Place, check_schedule, check_world, join_grou
 from planner.executor.stages import build_modules, check_sizes, transferred
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.compiling import check_compiler
+from planner.model.evaluation import share_buffers
 from planner.model.file import ModelFile, load_model_file
 from planner.model.rehearsal import rehearse
 from planner.schedule.instructions import (
@@ -98,9 +100,18 @@ class TrainingRun:
         self.place = place
         self.rank = int(os.environ["RANK"])
         self.stages = [index for index, stage in enumerate(self.plan.stages) if self.rank in stage.ranks]
-        modules = build_modules(self.plan, self.stages, model_file, job.seed, defer_weights=job.defer_weights)
-        self.transfers = transferred(self.plan, modules)
-        self.modules = {stage: module.to(place.compute) for stage, module in modules.items()}
+        self.model_file = model_file
+        built = build_modules(
+            self.plan,
+            self.stages,
+            model_file,
+            job.seed,
+            defer_weights=job.defer_weights,
+            evaluate=job.options.evaluate_every is not None,
+        )
+        self.evaluation = built.evaluation
+        self.transfers = transferred(self.plan, built.training)
+        self.modules = {stage: module.to(place.compute) for stage, module in built.training.items()}
         assert self.plan.microbatch_size is not None  # or building the modules had failed
         self.microbatch_size = self.plan.microbatch_size
         self.data = make_batches(
@@ -164,24 +175,73 @@ class TrainingRun:
             stop_on_nan=options.stop_on_nan,
             joint_norm=self._joint_norm(),
         )
+        evaluator = self._evaluator()
         dist.barrier()
         start = time.perf_counter()
         for first, last in self._segments():
             for replica in stages.values():
                 replica.versions.restart()
-            worker.run(segment_stream(self.shape, self.stages[0], self.rank, first, last))
+            self._train(worker, evaluator, on_progress, first, last)
             if self.job.checkpoints.every is not None and checkpointer is not None:
                 checkpointer.save(last)
         self.heart.enter("waiting for the last messages", meeting=True)
         links.drain()
         dist.barrier()
-        result = self._result(worker, stages, peak.bytes(), time.perf_counter() - start, checkpointer)
+        done = [] if evaluator is None else evaluator.done
+        result = self._result(worker, stages, peak.bytes(), time.perf_counter() - start, checkpointer, done)
         if recorder is not None:
             self.heart.enter("gathering the trace", meeting=True)
             timeline = gather_timeline(recorder, self.plan, self.minibatches, window, self.place.wire)
             if timeline is not None and on_timeline is not None:
                 on_timeline(timeline)
         return result
+
+    def _train(
+        self, worker: Worker, evaluator: Evaluator | None, on_progress: ProgressCallback | None, first: int, last: int
+    ) -> None:
+        """One segment, stopping where there is to be evaluated."""
+        instructions = segment_stream(self.shape, self.stages[0], self.rank, first, last)
+        if evaluator is not None:
+            every, done = self.job.options.evaluate_every, dict.fromkeys(self.stages, 0)
+            assert every is not None
+            points = evaluation_points(self.shape, first, last, every)
+            if last == self.minibatches and last not in points:
+                points.append(last)
+            for point in points:
+                rounds = {s: -(-(point - first) // self.shape.minibatches_per_update(s)) for s in self.stages}
+                worker.run(until_updated(instructions, {s: rounds[s] - done[s] for s in self.stages}))
+                done = rounds
+                self._evaluate(worker, evaluator, on_progress, point)
+        worker.run(instructions)
+
+    def _evaluate(
+        self, worker: Worker, evaluator: Evaluator, on_progress: ProgressCallback | None, minibatch: int
+    ) -> None:
+        began_s = time.perf_counter()
+        evaluation = evaluator.run(minibatch)
+        worker.log.paused_s += time.perf_counter() - began_s
+        if evaluation is not None and on_progress is not None:
+            on_progress(evaluated(evaluation, worker.log, self.minibatches))
+
+    def _evaluator(self) -> Evaluator | None:
+        if self.evaluation is None:
+            return None
+        for stage, module in self.evaluation.modules.items():
+            module.to(self.place.compute)
+            share_buffers(module, self.modules[stage])
+        fixed = self.evaluation.graph.batch_size
+        return Evaluator(
+            self.evaluation,
+            self.model_file,
+            EvaluationBatches(
+                self.model_file.evaluation_dataset(), fixed or self.microbatch_size, drop_last=fixed is not None
+            ),
+            self.shape,
+            self.rank,
+            self.place,
+            self._new_group,
+            self.heart,
+        )
 
     def _restore(self) -> Checkpointer | None:
         """Go on from the job's checkpoint, if it has one; None for a job without checkpoints."""
@@ -280,10 +340,13 @@ class TrainingRun:
         peak_bytes: int,
         seconds: float,
         checkpointer: Checkpointer | None,
+        evaluations: Sequence[Evaluation],
     ) -> TrainResult | None:
         wire = self.place.wire
         reports = gather_bytes(self._report(worker, stages, peak_bytes).model_dump_json().encode(), wire)
         losses = gather_bytes(encode_losses(worker.log.losses), wire)
+        lines = "\n".join(evaluation.model_dump_json() for evaluation in evaluations)
+        evaluated_there = [text for part in gather_bytes(lines.encode(), wire) for text in part.splitlines()]
         if self.job.save_weights is not None:
             mine = [module for stage, module in self.modules.items() if self.rank == self.plan.stages[stage].ranks[0]]
             state = gather_state({name: t for module in mine for name, t in module.state_dict().items()}, wire)
@@ -310,6 +373,7 @@ class TrainingRun:
             predicted_samples_per_s=self.plan.predicted.samples_per_s,
             random_data=self.data.random,
             losses=merge_losses(losses),
+            evaluations=tuple(Evaluation.model_validate_json(text) for text in evaluated_there),
             reports=workers,
             saved_weights=self.job.save_weights,
             resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,

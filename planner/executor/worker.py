@@ -78,6 +78,7 @@ class WorkerLog:
     losses: list[tuple[int, float]] = field(default_factory=list)  # minibatch, its (part of the) loss
     completions: deque[Completion] = field(default_factory=lambda: deque(maxlen=100_000))
     busy_s: float = 0.0
+    paused_s: float = 0.0  # spent on what is no training
 
 
 class Worker:
@@ -126,7 +127,7 @@ class Worker:
             if isinstance(instruction, Compute):
                 self.log.busy_s += end_s - start_s
             if isinstance(instruction, (Backward, BackwardWeight)):
-                self.log.completions.append(Completion(end_s, self.log.busy_s))
+                self.log.completions.append(Completion(end_s - self.log.paused_s, self.log.busy_s))
             if self._recorder is not None:
                 self._recorder.record(instruction, start_s, end_s)
 

@@ -6,10 +6,18 @@ into a graph. So evaluation needs a graph of its own, whose stages hold the weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
 
 from planner.errors import CaptureError
-from planner.model.graph import GraphLayer, LayerGraph
+from planner.model.batch import Batch
+from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
+from planner.model.stage import StageModule, build_stage
 
 
 def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:
@@ -60,3 +68,108 @@ def _stage_of_weights(layer: GraphLayer, holders: dict[str, set[int]], named: in
             hint="cut the model elsewhere, or evaluate the unsplit model with the saved weights",
         )
     return named if named in common else min(common)
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationStages:
+    """The stages of an evaluation graph, and what they exchange.
+
+    Attributes:
+        modules: of the stages asked for, but for those without layers.
+        transfers: by (source, target) stage, the values that travel; each along the stages that use it.
+        last: the stage that has the loss, and gets the model's output.
+        graph: the evaluation graph.
+    """
+
+    modules: Mapping[int, StageModule]
+    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
+    last: int
+    graph: LayerGraph
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type that the model runs under torch.autocast with."""
+        return self.graph.autocast
+
+    def output(self, known: Mapping[str, Tensor], batch: Batch) -> Any:
+        """The model's output, put together again from the values at the last stage.
+
+        Args:
+            known: by name, what was made there or arrived.
+            batch: that was evaluated.
+        """
+        graph = self.graph
+        if graph.blocks is not None:
+            before = graph.blocks.layers[-2]
+            assert before.gives is not None
+            return before.gives.value([known[name] for name in before.values])
+        leaves = batch.flatten()[0]
+        inputs = {leaf.node: leaves[index] for index, leaf in enumerate(graph.inputs)}
+        found = [
+            leaf if not isinstance(leaf, fx.Node) else inputs[leaf] if leaf in inputs else known[leaf.name]
+            for leaf in graph.outputs
+        ]
+        return graph.output_spec.unflatten(found)
+
+
+def build_evaluation(
+    training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph, wanted: Sequence[int], *, output: bool
+) -> EvaluationStages:
+    """The stages of `evaluation` that go with the stages of `cut`.
+
+    Args:
+        training: the graph that was cut.
+        cut: names of its layers, stage by stage.
+        evaluation: of the same model, captured with `training=False`.
+        wanted: the stages to build.
+        output: whether the model's output is wanted at the last stage.
+
+    Raises:
+        CaptureError: when the evaluation graph cannot be divided like this, or has no output to hand on.
+    """
+    stages = matching_cut(training, cut, evaluation)
+    stage_of = {evaluation.position[name]: stage for stage, names in enumerate(stages) for name in names}
+    last = stage_of[evaluation.owner[evaluation.loss]]
+    outputs = _outputs(evaluation, stage_of, last) if output else []
+    keep = [node.name for node in outputs]
+    transfers: dict[tuple[int, int], list[ValueSpec]] = {}
+    for node, index in evaluation.owner.items():
+        users = {stage_of[evaluation.owner[user]] for user in node.users if user in evaluation.owner}
+        if node in outputs:
+            users.add(last)
+        # A node with users in later stages has a spec, or its layer had been joined with theirs.
+        for source, target in pairwise(sorted({stage_of[index], *users})):
+            transfers.setdefault((source, target), []).append(evaluation.specs[node])
+    modules = {stage: build_stage(evaluation, stages[stage], keep) for stage in wanted if stages[stage]}
+    return EvaluationStages(modules, transfers, last, evaluation)
+
+
+def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[fx.Node]:
+    """The operations that make tensors of the model's output."""
+    if graph.blocks is not None:
+        if graph.blocks.layers[-1].blocks:
+            raise CaptureError(
+                "the last block shares a layer with the loss, so metrics(output, target) cannot have its output",
+                hint="let the last of blocks(model) return tensors, within tuples, lists and dicts",
+            )
+        return [node for node in graph.owner if node.name in graph.blocks.layers[-2].values]
+    nodes = [leaf for leaf in graph.outputs if isinstance(leaf, fx.Node) and leaf.op != "placeholder"]
+    for node in nodes:
+        if node not in graph.owner or (stage_of[graph.owner[node]] != last and node not in graph.specs):
+            raise CaptureError(
+                f"the model's output has a value, '{node.name}', that cannot travel to the stage that has the loss",
+                hint="cut the model elsewhere, or evaluate without metrics(output, target)",
+            )
+    return nodes
+
+
+def share_buffers(evaluation: StageModule, training: StageModule) -> None:
+    """Let a stage in evaluation read the buffers of the stage in training, which moving to a device has replaced."""
+    for name, buffer in training.named_buffers(remove_duplicate=False):
+        path, _, last = name.rpartition(".")
+        try:
+            holder = evaluation.get_submodule(path)
+        except AttributeError:  # evaluation does not use it
+            continue
+        if last in holder._buffers:
+            holder._buffers[last] = buffer

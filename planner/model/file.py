@@ -151,14 +151,50 @@ class ModelFile:
         """
         if not hasattr(self.module, "dataset"):
             return None
-        dataset = self._call("dataset")
+        return self._dataset("dataset")
+
+    def _dataset(self, name: str) -> Dataset[Any]:
+        dataset = self._call(name)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise ModelFileError(
-                f"{self._place('dataset')} returned a {type(dataset).__name__}, which has no length or no items",
+                f"{self._place(name)} returned a {type(dataset).__name__}, which has no length or no items",
                 hint="return a map-style torch.utils.data.Dataset",
             )
         result: Dataset[Any] = dataset
         return result
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether the file says more of an output than its loss."""
+        return hasattr(self.module, "metrics")
+
+    def evaluation_dataset(self) -> Dataset[Any]:
+        """The data to evaluate on, like `dataset`.
+
+        Raises:
+            ModelFileError: when the file has none, or the function fails or returns something else.
+        """
+        if not hasattr(self.module, "evaluation_dataset"):
+            raise ModelFileError(
+                f"'{self.path}' has no evaluation_dataset(), which --evaluate-every needs",
+                hint="define it as dataset(), with samples that are not trained on",
+            )
+        return self._dataset("evaluation_dataset")
+
+    def metrics(self, output: Any, target: Any) -> dict[str, float]:
+        """The file's metrics(output, target), means over the batch; call it only where `has_metrics`.
+
+        Raises:
+            ModelFileError: when the function fails or returns something else.
+        """
+        found = self._call("metrics", output, target)
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            raise ModelFileError(
+                f"{self._place('metrics')} returned a {type(found).__name__}, not numbers by name",
+                hint='for example: return {"accuracy": (output.argmax(1) == target).float().mean()}',
+            ) from None
 
     def _call(self, name: str, *args: Any) -> Any:
         try:
@@ -197,18 +233,21 @@ def load_model_file(spec: str | Path) -> ModelFile:
         ("optimizer", False),
         ("scheduler", False),
         ("dataset", False),
+        ("evaluation_dataset", False),
+        ("metrics", False),
         ("blocks", False),
     ):
         _check_function(module, path, name, required)
     return ModelFile(path, builder, module)
 
 
-_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "blocks": 1}
+_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "metrics": 2, "blocks": 1}
 _SIGNATURES = {
     "example_batch": "example_batch(batch_size)",
     "loss": "loss(output, target)",
     "optimizer": "optimizer(parameters)",
     "scheduler": "scheduler(optimizer)",
+    "metrics": "metrics(output, target)",
     "blocks": "blocks(model)",
 }
 

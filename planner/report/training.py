@@ -10,7 +10,7 @@ from tabulate import tabulate
 from planner.units import format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
-    from planner.executor.job import Loss, TrainResult
+    from planner.executor.job import Evaluation, Loss, TrainResult
     from planner.quickstart import QuickstartResult
 
 LOSS_WINDOW = 10  # minibatches averaged at either end: single losses are noise
@@ -18,7 +18,10 @@ LOSS_WINDOW = 10  # minibatches averaged at either end: single losses are noise
 
 def training_report(result: TrainResult) -> str:
     """The whole report as text."""
-    return "\n\n".join([_throughput(result), _workers(result), _loss(result)])
+    parts = [_throughput(result), _workers(result), _loss(result)]
+    if result.evaluations:
+        parts.append(_evaluations(result))
+    return "\n\n".join(parts)
 
 
 def loss_window(losses: tuple[Loss, ...]) -> int:
@@ -87,6 +90,22 @@ def _loss(result: TrainResult) -> str:
     first, last = loss_ends(result.losses)
     window = loss_window(result.losses)
     return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"
+
+
+def evaluation_numbers(evaluation: Evaluation) -> str:
+    """Loss and metrics by name."""
+    found = {"loss": evaluation.loss, **evaluation.metrics}
+    return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
+
+
+def _evaluations(result: TrainResult) -> str:
+    """The last evaluation, and the one with the least loss."""
+    last = result.evaluations[-1]
+    best = min(result.evaluations, key=lambda each: math.inf if each.loss is None else each.loss)
+    lines = [f"evaluation on {last.samples} samples: {evaluation_numbers(last)}"]
+    if best is not last:
+        lines.append(f"best after minibatch {best.minibatch}: {evaluation_numbers(best)}")
+    return "\n".join(lines)
 
 
 def quickstart_report(result: QuickstartResult) -> str:

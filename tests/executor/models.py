@@ -158,6 +158,17 @@ def dataset():
     return Samples(SAMPLES, 11)
 """
 
+# Appended to a model file with a dataset: what to evaluate on, and how.
+EVALUATION = """
+def evaluation_dataset():
+    return Samples(10, 12)
+
+def metrics(output, target):
+    classes = output.shape[-1]
+    right = output.reshape(-1, classes).argmax(1) == target.reshape(-1)
+    return {"accuracy": right.float().mean(), "largest": output.abs().mean().item()}
+"""
+
 MODELS = {"convolutional": CONVOLUTIONAL, "language": LANGUAGE, "blocks": BLOCKS}
 
 
