@@ -62,7 +62,7 @@ def build_modules(
     _check_sharing(plan, graph)
     evaluation = None
     if evaluate:
-        evaluation = capture_file(model_file, example, model, training=False, autocast=graph.autocast)
+        evaluation = capture_file(model_file, example, model, training=False, options=options_of(plan))
     if defer_weights:
         own = {name for stage in stages for name in plan.stages[stage].layers}
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
