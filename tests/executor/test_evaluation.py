@@ -104,7 +104,8 @@ def test_points_are_where_all_stages_end_a_round() -> None:
     shape = PipelineShape(((0, 1), (2, 3, 4), (5,)), (Channel(0, 1), Channel(1, 2)), "1f1b")
     assert evaluation_points(shape, 0, 30, 5) == [6, 12, 18, 24, 30]
     assert evaluation_points(shape, 0, 10, 5) == [6, 10]
-    assert evaluation_points(shape, 10, 17, 5) == [17], "the multiples are the run's, the rounds the segment's"
+    assert evaluation_points(shape, 10, 17, 5) == [16], "the multiples are the run's, the rounds the segment's"
+    assert evaluation_points(shape, 10, 15, 5) == [15], "all rounds end where the segment does"
     flush = PipelineShape(((0,), (1,)), (Channel(0, 1),), "gpipe", microbatches=4)
     assert evaluation_points(flush, 0, 7, 3) == [3, 6]
 
