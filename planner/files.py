@@ -61,6 +61,11 @@ def save_record(record: Record, path: Path | str) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
+    """Write UTF-8 as `write_bytes` writes."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path | str, content: bytes) -> None:
     """Write to a temporary name beside `path`, then move into place.
 
     Raises:
@@ -72,8 +77,8 @@ def write_text(path: Path | str, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         temporary = Path(name)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes private files; results are ordinary ones.

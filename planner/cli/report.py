@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.plan_file import Plan
 
 DEFAULT_PROFILE = Path("profile.json")
+FORMATS = ("html", "svg", "png")
 POINTS = 9
 SPREAD = 10.0  # times the plan's bandwidth, and its part
 
@@ -26,7 +27,7 @@ and hand-made pipelines and at other bandwidths. After a training run, the run b
 
     plan report                                 plan.json, profile.json -> report.html
     plan report --run trace.json                measured beside predicted
-    plan report --format svg -o timeline.svg    the timeline alone, as a picture
+    plan report -o timeline.svg                 the timeline alone, as a picture; .png too
 """
 
 
@@ -66,19 +67,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="bandwidths of the sweep, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
     )
     parser.add_argument(
-        "--format", choices=["html", "svg"], help="svg: the timeline alone (default: by the name of the file, or html)"
+        "--format",
+        choices=FORMATS,
+        help="svg and png: the timeline alone (default: by the name of the file, or html)",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to (default: report.html or report.svg)"
-    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default: report.FORMAT)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Gather, and write the file."""
-    from planner.files import write_text
+    from planner.files import write_bytes, write_text
     from planner.plan_file import load_plan
     from planner.report.page import Content, report_page
+    from planner.report.png import png
     from planner.report.timeline_svg import timeline_svg
     from planner.report.trace import load_run
     from planner.simulator.plan import simulate
@@ -88,12 +90,15 @@ def run(args: argparse.Namespace) -> int:
     measured = None if args.measured is None else load_run(args.measured)
     count = args.minibatches if args.minibatches is not None or measured is None else measured.minibatches
     simulated = simulate(plan, count)
-    if style == "svg":
-        text = timeline_svg([simulated] if measured is None else [simulated, measured])
-    else:
+    if style == "html":
         comparison, sweep, why_not = _alternatives(args, plan)
-        text = report_page(Content(plan, simulated, measured, comparison, sweep, why_not))
-    write_text(output, text)
+        write_text(output, report_page(Content(plan, simulated, measured, comparison, sweep, why_not)))
+    else:
+        picture = timeline_svg([simulated] if measured is None else [simulated, measured])
+        if style == "svg":
+            write_text(output, picture)
+        else:
+            write_bytes(output, png(picture))
     print(f"written to {output}", file=sys.stderr)
     return 0
 
@@ -105,13 +110,13 @@ def _style(args: argparse.Namespace) -> tuple[str, Path]:
         InputError: for a file's name that says another format.
     """
     output: Path | None = args.output
-    suffix = "" if output is None else output.suffix.lower()
-    if suffix in (".png", ".pdf", ".jpg", ".jpeg"):
+    suffix = "" if output is None else output.suffix.lower().removeprefix(".")
+    if args.format is None and suffix in ("pdf", "jpg", "jpeg", "gif"):
         raise InputError(
-            f"'{output}' is not a format of reports, which are html and svg",
-            hint="write -o report.svg and convert it, or print report.html from a browser",
+            f"'{output}' is not a format of reports, which are {', '.join(FORMATS)}",
+            hint="print report.html from a browser, or convert a picture",
         )
-    style = args.format or ("svg" if suffix == ".svg" else "html")
+    style = args.format or (suffix if suffix in FORMATS else "html")
     return style, output or Path(f"report.{style}")
 
 
@@ -141,4 +146,6 @@ def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | No
         return None, None, f"The comparison and the bandwidths: {error.message}."
     if args.points == 0:
         return comparison, None, ""
+    if sys.stderr.isatty():
+        print("solving for other bandwidths (--points 0 leaves them out)", file=sys.stderr)
     return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD), ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -76,6 +77,27 @@ def test_the_timeline_alone(folder: Path, arguments: tuple[str, ...]) -> None:
     assert ElementTree.parse(folder / "report.svg").getroot().tag.endswith("svg")
 
 
+def cairo_is_there() -> bool:
+    """CairoSVG, and the library that it loads."""
+    try:
+        import cairosvg  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def test_pixels(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    if cairo_is_there():
+        assert main(["report", "-o", "timeline.png", "--minibatches", "4"]) == 0
+        assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    assert main(["report", "--format", "png"]) == 2
+    said = capsys.readouterr().err
+    assert "png needs CairoSVG" in said
+    assert "pip install 'pipeline-planner[report]'" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -85,8 +107,8 @@ def test_the_timeline_alone(folder: Path, arguments: tuple[str, ...]) -> None:
         (("--run", "plan.json"), "missing"),
         (("--points", "1"), "1 points make no sweep"),
         (("--minibatches", "0"), "0 minibatches are no run"),
-        (("-o", "report.png"), "'report.png' is not a format of reports, which are html and svg"),
-        (("--format", "png"), "invalid choice: 'png'"),
+        (("-o", "report.pdf"), "'report.pdf' is not a format of reports, which are html, svg, png"),
+        (("--format", "pdf"), "invalid choice: 'pdf'"),
     ],
 )
 def test_wrong_input(
