@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner.errors import InputError, PlanError
@@ -150,10 +150,10 @@ def train(
     return run_job(job)
 
 
-def run_job(job: Job) -> TrainResult:
-    """Run `job` in worker processes on this host."""
+def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
+    """Run `job` in worker processes on this host; `on_restart` is told why whenever they start again."""
     load_model_file(job.model)  # a mistake in it shows here, before any process starts
-    return launch(job)
+    return launch(job, on_restart)
 
 
 def check_trainable(plan: Plan) -> None:
@@ -234,6 +234,12 @@ def make_job(
     index = check_resume(checkpoints, plan, baseline)
     if seed is None:
         seed = 0 if index is None else index.seed
+    run_options = run_options or RunOptions()
+    if run_options.max_restarts and checkpoints.every is None:
+        raise InputError(
+            f"--max-restarts {run_options.max_restarts} has no checkpoint to go on from",
+            hint="add --checkpoint-every N",
+        )
     return Job(
         model=str(model),
         plan=plan,
@@ -246,5 +252,5 @@ def make_job(
         save_weights=None if save_weights is None else str(save_weights),
         defer_weights=defer_weights,
         show_progress=show_progress,
-        run_options=run_options or RunOptions(),
+        run_options=run_options,
     )

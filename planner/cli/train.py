@@ -145,6 +145,14 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="which minibatches to trace: the last N, or those from A on and before B (default: %(default)s)",
     )
     group.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="when a worker fails, start all again from the last complete checkpoint, at most N times (default: "
+        "%(default)s); on several hosts it is torchrun's --max-restarts that does so",
+    )
+    group.add_argument(
         "--stop-on-nan",
         action="store_true",
         help="end the run when the loss of a minibatch is NaN or infinite (default: say so in the result)",
@@ -199,6 +207,13 @@ def _at_least_one(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
 def _window(text: str) -> int | tuple[int, int]:
     first, colon, end = text.partition(":")
     if not colon and int(first) > 0:
@@ -233,15 +248,23 @@ def run(args: argparse.Namespace) -> int:
     # torchrun sets these for each process it starts.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_as_worker(job, args.json)
-    print_result(run_job(job), args.json)
+    print_result(run_job(job, _tell_restart), args.json)
     return 0
 
 
-def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
-    from planner.cli.worker import end_process, run_worker
-    from planner.executor.memory import keep_freed_pages
+def _tell_restart(text: str) -> None:
+    print(text, file=sys.stderr)
 
+
+def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
+    from planner.cli.worker import die_with_parent, end_process, run_worker
+    from planner.executor.memory import keep_freed_pages
+    from planner.executor.resume import after_failure
+
+    die_with_parent()
     keep_freed_pages()
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        job = after_failure(job)
     code, result = run_worker(job)
     if result is not None:
         print_result(result, as_json)

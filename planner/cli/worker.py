@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from planner.executor.job import Evaluation, Job, TrainResult
+from planner.executor.job import LAUNCHER_VARIABLE, Evaluation, Job, TrainResult
 
 if TYPE_CHECKING:
     from planner.errors import PlannerError
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Run the worker that the environment describes."""
-    _die_with_parent()
+    die_with_parent()
     # Ctrl-C is for the launcher to tell of; a worker just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from planner.executor.memory import keep_freed_pages
@@ -168,10 +168,13 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End this process when the launcher dies, even by SIGKILL: no worker is left running."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is not None and os.getppid() != int(launcher):
+        os._exit(1)  # it died before we asked to be told
 
 
 if __name__ == "__main__":

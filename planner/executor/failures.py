@@ -29,6 +29,23 @@ class ConnectionLostError(WorkerError):
     """A peer is gone: the consequence of its failure, not the cause."""
 
 
+class LossNotFiniteError(PlannerError):
+    """The loss is NaN or infinite, and the run was to stop then."""
+
+
+class WorkersFailedError(PlannerError):
+    """A worker failed, and told why.
+
+    Attributes:
+        again: whether starting the workers once more may help.
+    """
+
+    def __init__(self, message: str, *, hint: str, exit_code: int, again: bool) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+        self.again = again
+
+
 class WorkerTraceback(Exception):  # noqa: N818 - not an error of its own: text for `-vv`
     """The traceback of another process."""
 
@@ -49,6 +66,7 @@ def failure_of(job: Job, error: BaseException, heart: Heart | None = None) -> Fa
         hint=known.hint if known else "the whole traceback: plan -vv train ...",
         traceback="".join(traceback.format_exception(error)),
         exit_code=known.exit_code if known else WorkerError.exit_code,
+        again=not isinstance(error, InputError | LossNotFiniteError),
         consequence=isinstance(error, ConnectionLostError) or _is_connection_loss(error),
     )
 
@@ -61,7 +79,7 @@ def leave_failure(job: Job, failure: Failure) -> None:
             time.sleep(GRACE_S)
 
 
-def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> PlannerError:
+def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFailedError:
     """The first cause among everything that failed; the launcher itself ended the rest with SIGTERM.
 
     Args:
@@ -79,18 +97,22 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> PlannerErr
     if left:
         return error_of(left[0])
     rank, code = min(exit_codes.items())
-    return WorkerError(f"{_name(rank, _stage_of(job, rank, None))} ended with exit code {code} and left no reason")
+    return WorkersFailedError(
+        f"{_name(rank, _stage_of(job, rank, None))} ended with exit code {code} and left no reason",
+        hint="look for the reason in its last messages",
+        exit_code=WorkerError.exit_code,
+        again=True,
+    )
 
 
-def error_of(failure: Failure) -> PlannerError:
+def error_of(failure: Failure) -> WorkersFailedError:
     """As the user reads it."""
     message = failure.message
     # A mistake in the input is every worker's; only what happened to one is told with its name.
     if failure.exit_code != InputError.exit_code:
         where = _name(failure.rank, failure.stage)
         message = f"{where}, {failure.activity}: {message}" if failure.activity else f"{where}: {message}"
-    error = PlannerError(message, hint=failure.hint)
-    error.exit_code = failure.exit_code
+    error = WorkersFailedError(message, hint=failure.hint, exit_code=failure.exit_code, again=failure.again)
     if failure.traceback:
         error.__cause__ = WorkerTraceback("\n" + failure.traceback)
     return error
@@ -121,12 +143,17 @@ def model_folder(job: Job) -> Path:
     return _model_path(job).resolve().parent
 
 
-def _killed(rank: int, signal_name: str, beat: Beat | None, job: Job) -> PlannerError:
+def _killed(rank: int, signal_name: str, beat: Beat | None, job: Job) -> WorkersFailedError:
     activity = "while starting" if beat is None else beat.describe()
     hint = "look for the reason in its last messages"
     if signal_name == "SIGKILL":
         hint = "the system ends processes that exhaust its memory; see the kernel's log"
-    return WorkerError(f"{_name(rank, _stage_of(job, rank, beat))} was killed by {signal_name}, {activity}", hint=hint)
+    return WorkersFailedError(
+        f"{_name(rank, _stage_of(job, rank, beat))} was killed by {signal_name}, {activity}",
+        hint=hint,
+        exit_code=WorkerError.exit_code,
+        again=True,
+    )
 
 
 def _name(rank: int, stage: int | None) -> str:

@@ -91,6 +91,11 @@ class Beat:
             sent,
         )
 
+    @classmethod
+    def none_yet(cls, pid: int) -> Beat:
+        """Of a process that has not come to write its page."""
+        return cls(pid, 0, State.PREPARING, "starting")
+
     def describe(self) -> str:
         """For a sentence: "in the forward of minibatch 17", "waiting for ... from worker 0"."""
         unit = f"minibatch {self.unit.minibatch}" + (
@@ -187,7 +192,7 @@ class Heart:
     def read(self) -> Beat:
         """What was written last."""
         beat = Beat.read(self._page[:])
-        return beat if beat is not None else Beat(self._pid, 0, State.PREPARING, "starting")
+        return beat if beat is not None else Beat.none_yet(self._pid)
 
     @property
     def page(self) -> bytes:

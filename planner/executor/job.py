@@ -10,6 +10,7 @@ from pydantic import Field
 from planner.files import Record
 from planner.plan_file import Plan
 
+LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment: tells workers whose children they are
 BaselineName = Literal["data-parallel"]
 
 
@@ -30,6 +31,7 @@ class RunOptions(Record):
     trace: str | None = None  # file for a Chrome trace of what the workers did
     trace_minibatches: tuple[int, int] | int = 100  # [first, end), or the last ones of the run
     interface: str | None = None  # network interface to use; loopback on one host, else what torch finds
+    max_restarts: Annotated[int, Field(ge=0)] = 0  # after failures, from the last complete checkpoint
     stop_on_nan: bool = False  # end when a loss is no finite number
 
 
@@ -112,6 +114,7 @@ class TrainResult(Record):
     reports: tuple[WorkerReport, ...]
     saved_weights: str | None = None
     resumed_from: str | None = None  # checkpoint
+    restarts: tuple[str, ...] = ()  # why the workers were started again; what is measured is since the last time
     checkpoint: str | None = None  # the newest that this run wrote
 
 
@@ -125,4 +128,5 @@ class Failure(Record):
     hint: str
     exit_code: int
     traceback: str = ""
+    again: bool = True  # whether starting once more may help
     consequence: bool  # a lost connection or the like: another worker failed first

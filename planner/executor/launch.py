@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import WorkerError
 from planner.executor import rendezvous
-from planner.executor.failures import explain
-from planner.executor.job import Job, TrainResult
+from planner.executor.failures import WorkersFailedError, explain
+from planner.executor.job import LAUNCHER_VARIABLE, Job, TrainResult
 from planner.executor.local_watch import LocalWatch
+from planner.executor.resume import after_failure
 from planner.files import save_record
 
 SHUTDOWN_S = "10"  # seconds, from SIGTERM to SIGKILL for the workers left when one has failed
@@ -29,8 +30,35 @@ SHUTDOWN_S = "10"  # seconds, from SIGTERM to SIGKILL for the workers left when 
 WORKER_MODULE = "planner.cli.worker"
 
 
-def launch(job: Job) -> TrainResult:
-    """Run `job` on this host, one process per worker.
+def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
+    """Run `job` on this host, one process per worker; start them again where `job` says so.
+
+    Args:
+        job: the run.
+        on_restart: told why, each time before the workers start again from the last complete checkpoint.
+
+    Returns:
+        What rank 0 measured since the last start.
+
+    Raises:
+        PlannerError: why the first worker failed; all others have ended by then.
+    """
+    allowed = job.run_options.max_restarts
+    reasons: list[str] = []
+    while True:
+        try:
+            return _run(job).model_copy(update={"restarts": tuple(reasons)})
+        except WorkersFailedError as error:  # noqa: PERF203 - a turn of this loop is a whole run
+            if len(reasons) == allowed or not error.again:
+                raise
+            reasons.append(error.message)
+            if on_restart is not None:
+                on_restart(f"restart {len(reasons)} of {allowed}: {error.message}")
+            job = after_failure(job)
+
+
+def _run(job: Job) -> TrainResult:
+    """Start the workers once.
 
     Args:
         job: the run; its `result_path` and `failure_folder` are set here.
@@ -105,6 +133,7 @@ def _quiet_launcher() -> Iterator[None]:
 def _environment(interface: str) -> Iterator[None]:
     """Environment of the workers, inherited from this process: one interface, and one thread unless asked."""
     wanted = dict.fromkeys(rendezvous.VARIABLES, interface)
+    wanted[LAUNCHER_VARIABLE] = str(os.getpid())
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S}
     wanted |= {name: value for name, value in defaults.items() if name not in os.environ}
     before = {name: os.environ.get(name) for name in wanted}

@@ -12,6 +12,7 @@ from pathlib import Path
 from planner.errors import WorkerError
 from planner.executor.failures import place_in_dump, read_beat
 from planner.executor.hangs import Hang, Sign, Watch
+from planner.executor.heartbeat import Beat
 from planner.executor.job import Failure, Job
 from planner.files import save_record
 
@@ -30,6 +31,7 @@ class LocalWatch(threading.Thread):
         self._job = job
         self._watch = Watch([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
         self._ended = threading.Event()
+        self._starting: dict[int, int] = {}  # process ids by rank, of those that have no page yet
 
     def run(self) -> None:
         """Until one hangs: leave its failure and kill it. Its launcher then ends the others."""
@@ -47,13 +49,22 @@ class LocalWatch(threading.Thread):
     def _signs(self) -> dict[int, Sign]:
         signs = {}
         for rank in range(self._job.plan.workers):
-            beat = read_beat(self._folder, rank)
+            beat = self._beat(rank)
             if beat is not None:
                 signs[rank] = Sign(beat, *_look_at(beat.pid))
         return signs
 
+    def _beat(self, rank: int) -> Beat | None:
+        """What worker `rank` does; None before its process exists."""
+        beat = read_beat(self._folder, rank)
+        if beat is None and rank not in self._starting:
+            self._starting |= _children()
+        if beat is None and rank in self._starting:
+            return Beat.none_yet(self._starting[rank])
+        return beat
+
     def _end(self, hang: Hang) -> None:
-        beat = read_beat(self._folder, hang.rank)
+        beat = self._beat(hang.rank)
         assert beat is not None
         place = self._place(hang.rank, beat.pid) if hang.busy else None
         failure = Failure(
@@ -86,6 +97,17 @@ class LocalWatch(threading.Thread):
 def dump_path(folder: Path, rank: int) -> Path:
     """Where worker `rank` writes the place in its code when asked."""
     return folder / f"stack-{rank}.txt"
+
+
+def _children() -> dict[int, int]:
+    """Process ids by rank of the workers that this process has started; none where there is no /proc."""
+    found: dict[int, int] = {}
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, listed.read_text().split()):
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found |= {int(text[5:]): pid for text in variables if text.startswith(b"RANK=")}
+    return found
 
 
 def _look_at(pid: int) -> tuple[float | None, str | None]:

@@ -126,7 +126,7 @@ class RemoteWatch:
             self._reached = sequence
             hang = self._judge(ranks, pages)
             if hang is not None:
-                self._end(hang, pages[ranks.index(hang.rank)])
+                self._end(hang, pages[ranks.index(hang.rank)] if hang.rank in ranks else None)
                 return
 
     def _own(self, sequence: int) -> str:
@@ -138,7 +138,8 @@ class RemoteWatch:
 
     def _judge(self, ranks: Sequence[int], pages: Sequence[bytes]) -> Hang | None:
         now = time.monotonic()
-        signs = {}
+        # torchrun starts all at once: who has said nothing yet is late as well.
+        signs = {rank: Sign(Beat.none_yet(rank)) for rank in self._everyone - set(ranks)}
         for rank, text in zip(ranks, pages, strict=True):
             told = json.loads(text)
             beat = Beat.read(bytes.fromhex(told["page"]))
@@ -153,8 +154,8 @@ class RemoteWatch:
             signs[rank] = Sign(beat, told["cpu_s"], frozen)
         return self._watch.look(signs, now)
 
-    def _end(self, hang: Hang, page: bytes) -> None:
-        place = json.loads(page)["place"] if hang.busy else None
+    def _end(self, hang: Hang, page: bytes | None) -> None:
+        place = json.loads(page)["place"] if hang.busy and page is not None else None
         failure = Failure(
             rank=hang.rank,
             stage=hang.stage,

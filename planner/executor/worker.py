@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 from typing_extensions import assert_never
 
-from planner.errors import PlannerError
+from planner.executor.failures import LossNotFiniteError
 from planner.executor.heartbeat import Heart
 from planner.executor.joint import JointNorm
 from planner.executor.replica import StageReplica
@@ -33,10 +33,6 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-
-
-class LossNotFiniteError(PlannerError):
-    """The loss is NaN or infinite, and the run was to stop then."""
 
 
 class Messenger(Protocol):

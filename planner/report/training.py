@@ -54,6 +54,7 @@ def _throughput(result: TrainResult) -> str:
     ]
     if predicted is not None:
         rows.append(["predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"])
+    rows += [["restarted", f"after {reason}"] for reason in result.restarts]
     if result.resumed_from is not None:
         rows.append(["went on from", f"{result.resumed_from}, minibatch {result.first_minibatch}"])
     if result.checkpoint is not None:

@@ -1,0 +1,102 @@
+"""Do runs survive random kills, to the bit? See README.md in this folder.
+
+python -m benchmarks.kills --kills 100 --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.kills.run import Kill, Outcome, killed, reference
+
+SHAPES = (("1-1", "1f1b"), ("2-1", "1f1b"), ("1-1-1", "1f1b-flush"))
+RESULTS = Path(__file__).parent / "results.json"
+
+
+def main() -> int:
+    """Kill, compare, print the table; 1 when a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--per-run", type=int, default=5, help="kills that one run survives")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} beside this file")
+    arguments = parser.parse_args()
+    outcomes = measure(arguments.kills, arguments.per_run, arguments.seed)
+    kills = [kill for outcome in outcomes for kill in outcome.kills]
+    problems = [problem for outcome in outcomes for problem in outcome.problems]
+    if arguments.save:
+        content = {"date": time.strftime("%Y-%m-%d"), "kills": [vars(kill) for kill in kills], "problems": problems}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(table(kills))
+    print(f"\n{len(kills)} kills in {len(outcomes)} runs, {len(problems)} promises broken")
+    for problem in problems:
+        print(f"- {problem}")
+    return 1 if problems else 0
+
+
+def measure(kills: int, per_run: int, seed: int) -> list[Outcome]:
+    """Runs of each shape in turn until there were `kills` kills."""
+    draw = random.Random(seed)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        folder = Path(name)
+        for shape in SHAPES:
+            (folder / "-".join(shape)).mkdir()
+        began = time.monotonic()
+        expected = {shape: reference(*shape, folder / "-".join(shape)) for shape in SHAPES}
+        longest_s = (time.monotonic() - began) / len(SHAPES)  # as long as a run takes, from its start to its end
+        while (left := kills - sum(len(outcome.kills) for outcome in outcomes)) > 0:
+            shape = SHAPES[len(outcomes) % len(SHAPES)]
+            own = folder / "-".join(shape)
+            outcome = killed(*shape, own, expected[shape], min(per_run, left), longest_s, draw)
+            outcomes.append(outcome)
+            _tell(shape, outcome, kills - left)
+    return outcomes
+
+
+def table(kills: Sequence[Kill]) -> str:
+    """By what was done and what the worker was at: how often, and how long until the run said so."""
+    groups: dict[tuple[str, str], list[Kill]] = {}
+    for kill in kills:
+        groups.setdefault((kill.signal, _kind(kill.activity)), []).append(kill)
+    rows = []
+    for (signal, activity), group in sorted(groups.items()):
+        told = sorted(kill.told_s for kill in group if kill.told_s is not None)
+        rows.append(
+            [
+                signal,
+                activity,
+                len(group),
+                sum(kill.named for kill in group),
+                f"{told[len(told) // 2]:.1f}" if told else "-",
+                f"{told[-1]:.1f}" if told else "-",
+            ]
+        )
+    headers = ["signal", "worker was", "kills", "named", "median s until told", "longest"]
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def _kind(activity: str) -> str:
+    if activity.startswith("while"):
+        return activity
+    return " ".join(activity.split(" of ")[0].split(" after ")[0].split())
+
+
+def _tell(shape: tuple[str, str], outcome: Outcome, before: int) -> None:
+    done = before + len(outcome.kills)
+    print(
+        f"{done} kills: {' '.join(shape)} {'; '.join(outcome.problems) or 'as promised'}", file=sys.stderr, flush=True
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

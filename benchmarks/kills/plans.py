@@ -1,0 +1,38 @@
+"""Plans of a given shape for the tiny model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+import planner
+from planner.cluster import flat_cluster
+from planner.plan_file import ScheduleName, SolverReport, save_plan
+from planner.pricing import Ledger, candidates, price
+from planner.solver.assemble import assemble
+
+MODEL = Path(__file__).parent / "model.py"
+BATCH_SIZE = 4
+MICROBATCHES = 2  # of schedules that divide minibatches
+
+
+def write_plan(config: str, schedule: str, folder: Path) -> Path:
+    """The plan with `config`'s replicas per stage, as a file in `folder`; made once."""
+    path = folder / f"plan-{config}-{schedule}.json"
+    if not path.exists():
+        replicas = [int(part) for part in config.split("-")]
+        microbatches = 1 if schedule == "1f1b" else MICROBATCHES
+        ledger = Ledger(planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE // microbatches))
+        layers = len(ledger.profile.layers)
+        cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
+        groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]
+        cluster = flat_cluster(sum(replicas), 1e9)
+        stages = candidates(groups, replicas)
+        name = cast(ScheduleName, schedule)
+        cost = price(ledger, stages, cluster, schedule=name, microbatches=microbatches)
+        report = SolverReport(
+            name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
+        )
+        save_plan(assemble(ledger, cluster, stages, cost, name, microbatches, report), path)
+    return path

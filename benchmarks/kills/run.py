@@ -1,0 +1,238 @@
+"""One training run whose workers are killed or stopped at random moments, and whether it kept its promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kills.plans import MODEL, write_plan
+from planner.executor.failures import read_beat
+from planner.executor.heartbeat import Beat
+
+ROOT = Path(__file__).parents[2]
+STEPS = 150
+EVERY = 20  # minibatches between checkpoints
+HANG_TIMEOUT_S = 8.0
+GIVE_UP_S = 900.0  # for a whole run, on a machine that does other things too
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+@dataclass
+class Kill:
+    """One worker that was killed or stopped, and what came of it."""
+
+    config: str
+    rank: int
+    signal: str
+    activity: str  # what it was at
+    named: bool = False  # whether the run said so, with rank and cause
+    told_s: float | None = None  # until it said so
+    went_on_from: int | None = None  # the minibatch of the checkpoint
+
+
+@dataclass
+class Outcome:
+    """A run, with all that was done to it."""
+
+    kills: list[Kill] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # promises that were broken
+
+
+def reference(config: str, schedule: str, folder: Path) -> dict[str, Any]:
+    """The run without kills, which drains the pipeline at the same points: its result, with the trained weights."""
+    command = _command(config, schedule, folder, folder / "reference")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=_environment())
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def killed(
+    config: str,
+    schedule: str,
+    folder: Path,
+    expected: dict[str, Any],
+    kills: int,
+    longest_s: float,
+    draw: random.Random,
+) -> Outcome:
+    """Run with up to `kills` kills, each within `longest_s` after the workers were started, and compare.
+
+    Args:
+        config: replicas per stage, "2-1".
+        schedule: of the plan.
+        folder: of the plans.
+        expected: of `reference`.
+        kills: at most; the run may end before.
+        longest_s: from a start to the kill that follows, at most.
+        draw: of rank, signal and moment.
+    """
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory(prefix="kills-", dir=folder) as name:
+        own = Path(name)
+        (own / "tmp").mkdir()
+        process = subprocess.Popen(
+            [*_command(config, schedule, folder, own), "--max-restarts", str(kills)],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**_environment(), "TMPDIR": str(own / "tmp")},
+        )  # fmt: skip
+        told: list[tuple[float, str]] = []
+        reader = threading.Thread(target=_read, args=(process, told))
+        reader.start()
+        ever: set[int] = set()
+        watcher = threading.Thread(target=_note_children, args=(process, ever))
+        watcher.start()
+        deadline = time.monotonic() + GIVE_UP_S
+        while len(outcome.kills) < kills and process.poll() is None:
+            kill = _kill(process, config, own / "tmp", draw, longest_s)
+            if kill is None:
+                break
+            outcome.kills.append(kill)
+            _await_restart(process, kill, told, len(outcome.kills), deadline, outcome)
+        try:
+            out = _finish(process, deadline)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            outcome.problems.append(f"the run did not end: {[kill.activity for kill in outcome.kills]}")
+            return outcome
+        reader.join()
+        watcher.join()
+        _check(outcome, process.returncode, out, told, expected, own, ever)
+    return outcome
+
+
+def _command(config: str, schedule: str, folder: Path, own: Path) -> list[str]:
+    plan = write_plan(config, schedule, folder)
+    return [
+        *(sys.executable, "-m", "planner", "train", str(MODEL), "--plan", str(plan), "--steps", str(STEPS), "--json"),
+        *("--checkpoint-every", str(EVERY), "--checkpoint-folder", str(own / "checkpoints")),
+        *("--save-weights", str(own / "weights.pt"), "--hang-timeout", str(HANG_TIMEOUT_S)),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _kill(
+    process: subprocess.Popen[str], config: str, scratch: Path, draw: random.Random, longest_s: float
+) -> Kill | None:
+    """Kill or stop a worker at a random moment from now; None when the run has ended before."""
+    known = set(_workers(process.pid))
+    moment = time.monotonic() + draw.uniform(0, longest_s)
+    while process.poll() is None:
+        workers = _workers(process.pid)
+        if time.monotonic() >= moment and workers and not known - set(workers):
+            rank = draw.choice(sorted(workers))
+            number = draw.choice(SIGNALS)
+            beat = _beat(scratch, rank)
+            with suppress(ProcessLookupError):
+                os.kill(workers[rank], number)
+                return Kill(config, rank, number.name, "while starting" if beat is None else beat.describe())
+        time.sleep(0.02)
+    return None
+
+
+def _await_restart(
+    process: subprocess.Popen[str],
+    kill: Kill,
+    told: Sequence[tuple[float, str]],
+    number: int,
+    deadline: float,
+    outcome: Outcome,
+) -> None:
+    """Wait until the run says that it restarts."""
+    began = time.monotonic()
+    while process.poll() is None and time.monotonic() < deadline:
+        line = next(((at, text) for at, text in told if text.startswith(f"restart {number} of ")), None)
+        if line is not None:
+            kill.told_s = line[0] - began
+            cause = "was killed by SIGKILL" if kill.signal == "SIGKILL" else "it is stopped by a signal"
+            kill.named = f"worker {kill.rank} (stage " in line[1] and cause in line[1]
+            if not kill.named:
+                outcome.problems.append(f"{kill.signal} of worker {kill.rank}, {kill.activity}, was told as: {line[1]}")
+            return
+        time.sleep(0.02)
+
+
+def _finish(process: subprocess.Popen[str], deadline: float) -> str:
+    assert process.stdout is not None
+    process.wait(timeout=max(1.0, deadline - time.monotonic()))
+    return process.stdout.read()
+
+
+def _check(
+    outcome: Outcome,
+    code: int,
+    out: str,
+    told: Sequence[tuple[float, str]],
+    expected: dict[str, Any],
+    own: Path,
+    ever: set[int],
+) -> None:
+    """The result is that of the run without kills, to the bit, and nothing is left running."""
+    if code != 0:
+        outcome.problems.append(f"the run ended with exit code {code}: {' / '.join(text for _, text in told)}")
+        return
+    result = json.loads(out)
+    if outcome.kills:
+        outcome.kills[-1].went_on_from = result["first_minibatch"]
+    wanted = [entry for entry in expected["losses"] if entry["minibatch"] >= result["first_minibatch"]]
+    if result["losses"] != wanted:
+        outcome.problems.append(f"losses from minibatch {result['first_minibatch']} on differ")
+    weights = torch.load(own / "weights.pt", weights_only=True)
+    right = torch.load(expected["saved_weights"], weights_only=True)
+    if weights.keys() != right.keys() or not all(torch.equal(weights[name], right[name]) for name in right):
+        outcome.problems.append("the trained weights differ")
+    left = [pid for pid in ever if _is_alive(pid)]
+    if left:
+        outcome.problems.append(f"{len(left)} processes are left")
+
+
+def _read(process: subprocess.Popen[str], told: list[tuple[float, str]]) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        told.append((time.monotonic(), line.strip()))  # noqa: PERF401 - each when it comes
+
+
+def _note_children(process: subprocess.Popen[str], ever: set[int]) -> None:
+    while process.poll() is None:
+        ever |= set(_workers(process.pid).values())
+        time.sleep(0.1)
+
+
+def _workers(launcher: int) -> dict[int, int]:
+    """Process ids of the launcher's workers by rank."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(text[5:]): pid for text in variables if text.startswith(b"RANK=")}
+    return found
+
+
+def _beat(scratch: Path, rank: int) -> Beat | None:
+    beats = [read_beat(pages, rank) for pages in scratch.glob("plan-train-*")]
+    return next((beat for beat in beats if beat is not None), None)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
