@@ -51,13 +51,11 @@ def measure(kills: int, per_run: int, seed: int) -> list[Outcome]:
         folder = Path(name)
         for shape in SHAPES:
             (folder / "-".join(shape)).mkdir()
-        began = time.monotonic()
         expected = {shape: reference(*shape, folder / "-".join(shape)) for shape in SHAPES}
-        longest_s = (time.monotonic() - began) / len(SHAPES)  # as long as a run takes, from its start to its end
         while (left := kills - sum(len(outcome.kills) for outcome in outcomes)) > 0:
             shape = SHAPES[len(outcomes) % len(SHAPES)]
             own = folder / "-".join(shape)
-            outcome = killed(*shape, own, expected[shape], min(per_run, left), longest_s, draw)
+            outcome = killed(*shape, own, expected[shape], min(per_run, left), draw)
             outcomes.append(outcome)
             _tell(shape, outcome, kills - left)
     return outcomes

@@ -28,6 +28,8 @@ STEPS = 150
 EVERY = 20  # minibatches between checkpoints
 HANG_TIMEOUT_S = 8.0
 GIVE_UP_S = 900.0  # for a whole run, on a machine that does other things too
+STARTING_SHARE = 0.25  # of the kills: some time after the workers have been started, whatever they are at
+STARTING_S = 8.0
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
@@ -68,10 +70,9 @@ def killed(
     folder: Path,
     expected: dict[str, Any],
     kills: int,
-    longest_s: float,
     draw: random.Random,
 ) -> Outcome:
-    """Run with up to `kills` kills, each within `longest_s` after the workers were started, and compare.
+    """Run with up to `kills` kills, and compare.
 
     Args:
         config: replicas per stage, "2-1".
@@ -79,7 +80,6 @@ def killed(
         folder: of the plans.
         expected: of `reference`.
         kills: at most; the run may end before.
-        longest_s: from a start to the kill that follows, at most.
         draw: of rank, signal and moment.
     """
     outcome = Outcome()
@@ -99,7 +99,7 @@ def killed(
         watcher.start()
         deadline = time.monotonic() + GIVE_UP_S
         while len(outcome.kills) < kills and process.poll() is None:
-            kill = _kill(process, config, own / "tmp", draw, longest_s)
+            kill = _kill(process, config, own / "tmp", draw)
             if kill is None:
                 break
             outcome.kills.append(kill)
@@ -129,22 +129,26 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _kill(
-    process: subprocess.Popen[str], config: str, scratch: Path, draw: random.Random, longest_s: float
-) -> Kill | None:
+def _kill(process: subprocess.Popen[str], config: str, scratch: Path, draw: random.Random) -> Kill | None:
     """Kill or stop a worker at a random moment from now; None when the run has ended before."""
-    known = set(_workers(process.pid))
-    moment = time.monotonic() + draw.uniform(0, longest_s)
+    starting = draw.random() < STARTING_SHARE
+    moment = time.monotonic() + draw.uniform(0, STARTING_S)
+    further = draw.randrange(2 * EVERY)
+    rank = draw.randrange(sum(int(part) for part in config.split("-")))
+    number = draw.choice(SIGNALS)
+    began: int | None = None
     while process.poll() is None:
+        time.sleep(draw.uniform(0, 0.02))
         workers = _workers(process.pid)
-        if time.monotonic() >= moment and workers and not known - set(workers):
-            rank = draw.choice(sorted(workers))
-            number = draw.choice(SIGNALS)
+        beat = _beat(scratch, rank)
+        if beat is not None and beat.stage is not None and began is None:
+            began = beat.unit.minibatch
+        come = began is not None and beat is not None and beat.unit.minibatch >= min(began + further, STEPS - 1)
+        if rank in workers and (come or (starting and time.monotonic() >= moment)):
             beat = _beat(scratch, rank)
             with suppress(ProcessLookupError):
                 os.kill(workers[rank], number)
                 return Kill(config, rank, number.name, "while starting" if beat is None else beat.describe())
-        time.sleep(0.02)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -54,6 +55,9 @@ class Optimizer(torch.optim.SGD):
         self.steps += 1
         if FAULT == "step" and self.steps == 5:
             raise ValueError("no step")
+        if FAULT == "once" and self.steps == 15 and not os.path.exists("failed"):
+            open("failed", "w").close()
+            raise ValueError("failed once")
         super().step()
 
 def optimizer(parameters):
@@ -131,3 +135,25 @@ def test_under_torchrun_code_that_blocks_is_named_with_its_line(folder: Path) ->
     (told,) = (line for line in lines if line.startswith("error: "))
     assert told.startswith("error: worker 0 (stage 0): has not moved for ")
     assert told.endswith(f", at model.py:{line_of('time.sleep')} in __getitem__()")
+
+
+def test_a_failed_run_goes_on_from_its_last_checkpoint(folder: Path) -> None:
+    arguments = ("--steps", "24", "--checkpoint-every", "10", "--max-restarts", "1", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "planner", "train", "model.py", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        env={**os.environ, "FAULT": "once"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("restart 1 of 1: worker ")
+    result = json.loads(done.stdout)
+    assert len(result["restarts"]) == 1
+    assert "in the update after round 14: ValueError: failed once" in result["restarts"][0]
+    assert result["first_minibatch"] == 10
+    assert [entry["minibatch"] for entry in result["losses"]] == list(range(10, 24))
+
+
+def test_restarts_need_checkpoints(folder: Path) -> None:
+    code, lines = failing(folder, "", "--max-restarts", "1")
+    assert code == 2
+    assert lines[0] == "error: --max-restarts 1 has no checkpoint to go on from"
