@@ -21,7 +21,7 @@ from planner.executor.job import Job, TrainResult
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 FIRST_PORT = 20_000
-BURST = "64kb"  # of the shapers: what passes unshaped after a pause must be little beside a message
+BURST = "16kb"  # of the shapers: what passes unshaped after a pause must be little beside a message
 
 
 class TestbedError(PlannerError):

@@ -87,7 +87,10 @@ def as_chain(profile: Profile) -> list[Block]:
     position = {layer.name: index for index, layer in enumerate(profile.layers)}
     crossing = [0] * len(profile.layers)
     values = {(layer.name, v.name): v.output_bytes for layer in profile.layers for v in layer.outputs}
-    last_use = {key: max(position[e.target] for e in profile.edges if (e.source, e.value) == key) for key in values}
+    last_use: dict[tuple[str, str], int] = {}
+    for edge in profile.edges:
+        key = edge.source, edge.value
+        last_use[key] = max(last_use.get(key, 0), position[edge.target])
     for (source, value), last in last_use.items():
         for index in range(position[source], last):
             crossing[index] += values[source, value]

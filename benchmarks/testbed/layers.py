@@ -98,7 +98,7 @@ class SleepingOptimizer(torch.optim.Optimizer):
     """Takes the time that the profile says, and leaves the weights alone."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
+        super().__init__(parameters, {"lr": 0.0})
         self._seconds = sum(p.update_s for group in self.param_groups for p in group["params"])
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

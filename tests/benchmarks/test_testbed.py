@@ -1,0 +1,176 @@
+"""The testbed: profiles become sleeping models, and plans run on them over hosts and links that are made for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.netns import NetworkUnavailableError, shaped_network
+from benchmarks.testbed.bed import ROOT, testbed
+from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
+from benchmarks.testbed.measure import Measured, described, run_plan, train_s
+from benchmarks.testbed.picture import scatter_svg
+from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan, simulated_s
+from benchmarks.testbed.predictions import report
+from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
+from planner.cluster import flat_cluster, hierarchical_cluster
+from planner.profile_file import Profile
+from tests.benchmarks.test_netns import NAMESPACES, transfer_s
+from tests.samples import layer, profile
+
+CHAIN = profile(*(layer(f"l{k}", 0.01 * (k + 1), 0.02 * (k + 1), 4_000, 8_000) for k in range(5)), layer("end", 0.01))
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    try:
+        with shaped_network(1) as net:
+            net.shape("1gbit")
+    except NetworkUnavailableError as cause:
+        pytest.skip(f"no network namespaces here: {cause}")
+
+
+def total_s(of: Profile) -> float:
+    return sum(each.forward_s + each.backward_s + each.update_s for each in of.layers)
+
+
+def test_a_branching_profile_becomes_a_chain_of_what_crosses_its_cuts() -> None:
+    branching = profile(
+        layer("a", output_bytes=100, weight_bytes=8),
+        layer("b", output_bytes=10),
+        layer("c", output_bytes=1),
+        edges=[("a", "b"), ("a", "c"), ("b", "c")],
+        no_cut_after=(),
+    )
+    assert [block.output_bytes for block in as_chain(branching)] == [100, 110, 0]
+    uncut = branching.model_copy(update={"no_cut_after": ("a",)})
+    first, last = as_chain(uncut)
+    assert (first.forward_s, first.backward_s, first.weight_bytes, first.output_bytes) == (2.0, 4.0, 8, 110)
+    assert last.forward_s == 1.0
+
+
+def test_small_neighbours_are_joined_first() -> None:
+    blocks = joined(as_chain(CHAIN), 3)
+    assert len(blocks) == 3
+    assert sum(block.forward_s for block in blocks) == pytest.approx(sum(each.forward_s for each in CHAIN.layers))
+    assert max(block.forward_s for block in blocks) == pytest.approx(0.09)  # not 0.05 with all behind it
+
+
+def test_the_emulated_profile_has_the_scaled_times_and_bytes(tmp_path: Path) -> None:
+    emulated = emulate(CHAIN, Scale(time_factor=10.0, byte_factor=0.5), tmp_path)
+    assert total_s(emulated.profile) == pytest.approx(10 * total_s(CHAIN))
+    assert [each.weight_bytes for each in emulated.profile.layers] == [4000] * 5 + [4, 0]
+    assert [each.outputs[0].output_bytes for each in emulated.profile.layers[:5]] == [2000] * 5
+    assert all(each.outputs[0].gradient_bytes == 2000 for each in emulated.profile.layers[:5])
+
+
+def test_links_are_scaled_like_bytes_and_times() -> None:
+    there = hierarchical_cluster((2, 2), (4e9, 1e9))
+    scale = fitting_scale(CHAIN, there, 1e6)
+    assert scale.time_factor * total_s(CHAIN) == pytest.approx(1.0)
+    assert [level.bandwidth_bytes_per_s for level in scale.cluster(there).levels] == pytest.approx([4e6, 1e6])
+    assert scale.byte_factor / scale.time_factor == pytest.approx(1e6 / 1e9)
+
+
+def test_given_plans_are_priced_and_simulated_alike() -> None:
+    links = flat_cluster(4, 1e6)
+    stages = balanced_stages(CHAIN, 2)
+    plan = given_plan(CHAIN, links, stages, (2, 2))
+    assert plan.config == "2-2"
+    assert simulated_s(plan) == pytest.approx(plan.predicted.seconds_per_minibatch, rel=0.05)
+    flushed = given_plan(CHAIN, links, stages, (1, 1), "1f1b-flush", 8)
+    assert simulated_s(flushed) == pytest.approx(flushed.predicted.seconds_per_minibatch, rel=0.1)
+
+
+def test_data_parallel_buckets_overlap_with_the_backward() -> None:
+    links = flat_cluster(2, 8e5)  # 10 ms for each layer's weights
+    compute_s = total_s(CHAIN)
+    everything = data_parallel_s(CHAIN, links, bucket_bytes=10**9)
+    assert everything == pytest.approx(compute_s + 5 * 0.01)
+    assert data_parallel_s(CHAIN, links, bucket_bytes=1) == pytest.approx(compute_s + 0.01)
+
+
+def test_plans_to_rank_are_different_and_the_solvers_is_first() -> None:
+    plans = different_plans(CHAIN, flat_cluster(4, 1e6), 10)
+    assert len({stages_of(plan) for plan in plans}) == len(plans) == 10
+    assert plans[0].solver.name != "given"
+
+
+def test_kendall_tau() -> None:
+    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
+    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+
+
+def test_the_table_and_the_picture_have_every_run() -> None:
+    runs = [
+        Measured("vgg16", "4, 46 Mbps", "2-1-1", "1f1b", 0.2, 0.21, 0.205),
+        Measured("vgg16", "4, 46 Mbps", "1-1", "gpipe x8", 2.0, 2.1, 1.9),
+    ]
+    text = report(runs)
+    assert "2-1-1 1f1b" in text
+    assert "predicted: median error 3.9%, worst 5.3% over 2 runs" in text
+    picture = ElementTree.fromstring(scatter_svg(runs))
+    assert len(picture.findall("{*}circle/{*}title")) == 2
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_servers_share_their_uplink() -> None:
+    count = 6_000_000
+    with shaped_network(4, "64kb") as net:
+        net.shape("400mbit", 2, "50mbit")
+        within_s = transfer_s(net.hosts[0], net.hosts[1], count)
+        assert (count - 500_000) * 8 / transfer_s(net.hosts[0], net.hosts[2], count) < 50e6
+        net.shape("400mbit")
+        assert transfer_s(net.hosts[0], net.hosts[2], count) < count * 8 / 50e6
+        assert within_s < count * 8 / 50e6
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_plan_and_data_parallelism_run_about_as_fast_as_predicted(tmp_path: Path) -> None:
+    """The machine may be busy, so the bound is loose; without sleeping, the run would be many times faster."""
+    with testbed(2) as bed:
+        there = flat_cluster(2, 1e6)
+        emulated = emulate(CHAIN, fitting_scale(CHAIN, there, 4e6), tmp_path)
+        links = bed.links(flat_cluster(2, 4e6), 200_000)
+        assert links.levels[0].bandwidth_bytes_per_s < 4.2e6
+        plan = given_plan(emulated.profile, links, balanced_stages(emulated.profile, 2), (1, 1))
+        run = run_plan(bed, emulated, plan, described(links), seconds=3)
+        assert run.measured_s > 0.9 * run.predicted_s
+        assert train_s(bed, emulated, plan, 1.0, "data-parallel") > 0.45  # half of a whole minibatch
+
+
+@contextmanager
+def running_testbed() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A process that keeps a testbed open, the beginning of its hosts' names, and its nursery's number."""
+    code = (
+        "import time\nfrom benchmarks.testbed.bed import testbed\nwith testbed(2) as bed:\n"
+        "    print(bed.network.hosts[0].name, bed.nursery.pid, flush=True)\n    time.sleep(120)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        name, nursery = process.stdout.readline().split()
+        yield process, name.removesuffix("-host0"), int(nursery)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_killed_testbed_leaves_no_process_and_the_next_one_removes_its_hosts() -> None:
+    with running_testbed() as (process, run, nursery):
+        children = Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
+        assert len(children) == 2
+        process.kill()
+        process.wait(timeout=20)
+    with shaped_network(1):
+        assert not list(NAMESPACES.glob(f"{run}-*"))
+    for number in (nursery, *map(int, children)):
+        state = Path(f"/proc/{number}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z"  # ended; its parent has not looked yet
