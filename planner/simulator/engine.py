@@ -23,7 +23,6 @@ from planner.schedule.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Compute,
     Forward,
     Instruction,
     Receive,
@@ -32,11 +31,12 @@ from planner.schedule.instructions import (
     Send,
     SendActivation,
     SendGradient,
+    Unit,
     Update,
     matching_receive,
 )
 from planner.schedule.streams import PipelineShape, stream
-from planner.timeline import Event
+from planner.timeline import Event, Kind
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class _Ring:
     began_s: float = 0.0  # the latest backward
     arrived_s: float = 0.0  # the latest replica without one
     left: int = 0  # buckets
+    carried: bool = False  # anything: a stage may have no gradients
     start_s: float | None = None
     done_s: float | None = None
     waiting: list[int] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Engine:
         # What moves next: workers by their ranks, buckets by negative numbers.
         self.ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self.streams)]
         self.clock = dict.fromkeys(self.streams, 0.0)
+        self.replicated = [len(ranks) > 1 for ranks in shape.ranks]
         self.arrived: dict[tuple[int, Receive], float] = {}
         self.awaited: set[tuple[int, Receive]] = set()
         self.rings: dict[tuple[int, int], _Ring] = {}
@@ -136,17 +138,16 @@ class Engine:
     def _execute(self, rank: int, instruction: Instruction) -> bool:
         """Advance the worker's clock over `instruction`; False when it must wait for another worker."""
         match instruction:
-            case Forward(stage=stage):
-                self._compute(rank, instruction, self.stages[stage].forward_s)
+            case Forward(stage=stage, unit=unit):
+                self._compute(rank, "forward", stage, unit, self.stages[stage].forward_s)
             case Backward():
                 self._backward(rank, instruction)
-            case BackwardInput(stage=stage):
-                self._recompute(rank, instruction)
-                self._compute(rank, instruction, self.stages[stage].backward_s - self.stages[stage].weight_s)
+            case BackwardInput():
+                self._backward_input(rank, instruction)
             case BackwardWeight():
                 self._backward_weight(rank, instruction)
-            case Update(stage=stage):
-                self._compute(rank, instruction, self.stages[stage].update_s)
+            case Update(stage=stage, round=round_):
+                self._compute(rank, "update", stage, Unit(round_), self.stages[stage].update_s)
             case SendActivation() | SendGradient():
                 self._send(rank, instruction)
             case ReceiveActivation() | ReceiveGradient():
@@ -157,47 +158,34 @@ class Engine:
                 assert_never(instruction)
         return True
 
-    def _compute(self, rank: int, instruction: Compute, seconds: float) -> None:
+    def _compute(self, rank: int, kind: Kind, stage: int, unit: Unit, seconds: float) -> None:
         start = self.clock[rank]
         self.clock[rank] = end = start + seconds
         if self.events is not None:
-            match instruction:
-                case Forward(stage=stage, unit=unit):
-                    event = Event(rank, "forward", stage, unit.minibatch, unit.microbatch, start, end)
-                case Backward(stage=stage, unit=unit):
-                    event = Event(rank, "backward", stage, unit.minibatch, unit.microbatch, start, end)
-                case BackwardInput(stage=stage, unit=unit):
-                    event = Event(rank, "backward_input", stage, unit.minibatch, unit.microbatch, start, end)
-                case BackwardWeight(stage=stage, unit=unit):
-                    event = Event(rank, "backward_weight", stage, unit.minibatch, unit.microbatch, start, end)
-                case Update(stage=stage, round=round_):
-                    event = Event(rank, "update", stage, round_, 0, start, end)
-            self.events.append(event)
-
-    def _recompute(self, rank: int, backward: Backward | BackwardInput) -> None:
-        stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
-        if times.recompute_s:
-            start = self.clock[rank]
-            self.clock[rank] = start + times.recompute_s
-            if self.events is not None:
-                again = Event(rank, "recompute", stage, unit.minibatch, unit.microbatch, start, self.clock[rank])
-                self.events.append(again)
+            self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, end))
 
     def _backward(self, rank: int, backward: Backward) -> None:
-        stage, times = backward.stage, self.stages[backward.stage]
-        self._recompute(rank, backward)
-        if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
+        stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
+        if times.recompute_s:
+            self._compute(rank, "recompute", stage, unit, times.recompute_s)
+        if backward.last_of_round and self.replicated[stage]:
             self._join(rank, stage, began_s=self.clock[rank])
-        self._compute(rank, backward, times.backward_s)
+        self._compute(rank, "backward", stage, unit, times.backward_s)
         if stage == len(self.stages) - 1:
             self.completions.append(self.clock[rank])
 
+    def _backward_input(self, rank: int, backward: BackwardInput) -> None:
+        stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
+        if times.recompute_s:
+            self._compute(rank, "recompute", stage, unit, times.recompute_s)
+        self._compute(rank, "backward_input", stage, unit, times.backward_s - times.weight_s)
+
     def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
-        stage, times = backward.stage, self.stages[backward.stage]
-        if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
+        stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
+        if backward.last_of_round and self.replicated[stage]:
             # Its gradients are complete when it ends, as if the whole backward had just run.
             self._join(rank, stage, began_s=self.clock[rank] + times.weight_s - times.backward_s)
-        self._compute(rank, backward, times.weight_s)
+        self._compute(rank, "backward_weight", stage, unit, times.weight_s)
         if stage == len(self.stages) - 1:
             self.completions.append(self.clock[rank])
 
@@ -252,10 +240,11 @@ class Engine:
         ring = self.rings[stage, round_]
         start, end = self.links.reduce(stage, now_s)
         ring.start_s = start if ring.start_s is None else ring.start_s
+        ring.carried = ring.carried or end > start
         ring.left -= 1
         if ring.left == 0:
             ring.done_s = end
-            if self.events is not None:
+            if self.events is not None and ring.carried:
                 self.events += [
                     Event(rank, "all_reduce", stage, round_, 0, ring.start_s, end) for rank in self.shape.ranks[stage]
                 ]

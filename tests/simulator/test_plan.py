@@ -15,7 +15,7 @@ from planner.schedule.shape import shape_of
 from planner.simulator.pipeline import TransferTimes
 from planner.simulator.pipeline import simulate as simulate_quickly
 from planner.simulator.plan import simulate, stage_times
-from planner.summary import summarize
+from planner.summary import ENDS, summarize
 from planner.timeline import Event, Timeline
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
@@ -25,6 +25,7 @@ KINDS: list[tuple[ScheduleName, int]] = [
     ("2bw", 4),
     ("1f1b-flush", 4),
     ("gpipe", 4),
+    ("zb-h1", 4),
     ("naive", 1),
 ]
 
@@ -46,9 +47,10 @@ def check(timeline: Timeline, plan: Plan) -> None:
     for event in timeline.events.rows():
         if event.lane != "all-reduce":
             lanes[event.rank, event.lane].append(event)
-        key = event.kind, (event.stage, event.minibatch, event.microbatch)
-        if event.kind in ("forward", "backward"):
-            assert key not in ends
+        kind = "backward" if event.kind == "backward_input" else event.kind
+        key = kind, (event.stage, event.minibatch, event.microbatch)
+        if event.lane == "compute":
+            assert key not in ends or event.kind == "update"  # which each replica has
         ends[key], starts[key] = event.end_s, event.start_s
     for events in lanes.values():
         for one, other in pairwise(events):
@@ -124,7 +126,7 @@ def test_without_replicas_it_is_the_quick_simulation(schedule: ScheduleName, mic
         (t.source, t.target): TransferTimes(t.output_bytes / 30, t.gradient_bytes / 30) for t in plan.transfers
     }
     quick = simulate_quickly(shape_of(plan), tuple(stage_times(plan)), transfers, 12)
-    ends = [e.end_s for e in simulate(plan, 12).events.rows() if e.kind == "backward" and e.stage == 3]
+    ends = [e.end_s for e in simulate(plan, 12).events.rows() if e.kind in ENDS and e.stage == 3]
     assert sorted(ends) == pytest.approx(list(quick.completions_s))
 
 
@@ -135,6 +137,12 @@ def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> No
         summary = summarize(simulate(plan, 40))
         assert summary.seconds_per_minibatch == pytest.approx(expected / 2)
         assert summary.seconds_per_minibatch == pytest.approx(plan.predicted.seconds_per_minibatch)
+
+
+def test_without_gradients_there_is_nothing_to_reduce() -> None:
+    timeline = simulate(plan_of([layer("l")], (2,)), 4)
+    assert "all_reduce" not in timeline.events.kind
+    assert timeline.span_s == 6.0
 
 
 def test_all_reduces_and_messages_take_turns_on_a_link() -> None:
