@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from planner.api import estimate, profile, train
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
-    from planner.executor.job import TrainingOptions
+    from planner.executor.job import CheckpointOptions, TrainingOptions
+    from planner.executor.trained_weights import export_weights, load_weights
     from planner.exports import export
     from planner.model.file import load_model_file
     from planner.pipedream import read_profile as load_profile
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from planner.timeline import Timeline, load_timeline, save_timeline
 
 _HOMES = {
+    "CheckpointOptions": ("planner.executor.job", "CheckpointOptions"),
     "Cluster": ("planner.cluster", "Cluster"),
     "InfeasibleError": ("planner.errors", "InfeasibleError"),
     "InputError": ("planner.errors", "InputError"),
@@ -50,11 +52,13 @@ _HOMES = {
     "estimate": ("planner.api", "estimate"),
     "export": ("planner.exports", "export"),
     "explain": ("planner.answers.explain", "explain"),
+    "export_weights": ("planner.executor.trained_weights", "export_weights"),
     "flat_cluster": ("planner.cluster", "flat_cluster"),
     "load_model_file": ("planner.model.file", "load_model_file"),
     "load_plan": ("planner.plan_file", "load_plan"),
     "load_timeline": ("planner.timeline", "load_timeline"),
     "load_profile": ("planner.pipedream", "read_profile"),
+    "load_weights": ("planner.executor.trained_weights", "load_weights"),
     "profile": ("planner.api", "profile"),
     "save_plan": ("planner.plan_file", "save_plan"),
     "save_profile": ("planner.profile_file", "save_profile"),
@@ -67,6 +71,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointOptions",
     "Cluster",
     "InfeasibleError",
     "InputError",
@@ -81,11 +86,13 @@ __all__ = [
     "estimate",
     "explain",
     "export",
+    "export_weights",
     "flat_cluster",
     "load_model_file",
     "load_plan",
     "load_profile",
     "load_timeline",
+    "load_weights",
     "profile",
     "save_plan",
     "save_profile",

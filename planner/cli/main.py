@@ -15,10 +15,36 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from planner import __version__
-from planner.cli import compare, explain, export, profile, quickstart, report, show, simulate, solve, sweep, train
+from planner.cli import (
+    compare,
+    explain,
+    export,
+    export_weights,
+    profile,
+    quickstart,
+    report,
+    show,
+    simulate,
+    solve,
+    sweep,
+    train,
+)
 from planner.errors import InputError, PlannerError
 
-VERBS = (profile, solve, show, compare, sweep, explain, simulate, report, train, export, quickstart)
+VERBS = (
+    profile,
+    solve,
+    show,
+    compare,
+    sweep,
+    explain,
+    simulate,
+    report,
+    train,
+    export_weights,
+    export,
+    quickstart,
+)
 
 DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
@@ -31,6 +57,7 @@ your GPUs, and train it that way.
     plan simulate                               plan                  -> timeline, throughput, memory
     plan report                                 all of it             -> report.html
     plan train model.py                         plan                  -> trained model
+    plan export-weights checkpoints             checkpoint            -> model.safetensors
     plan export --to megatron                   plan                  -> another system's files
 
 New here? `plan quickstart` does all of it with a small model.

@@ -11,15 +11,12 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from planner import __version__
 from planner.errors import InputError, PlannerError
@@ -27,7 +24,6 @@ from planner.executor.checkpoint_index import (
     INDEX,
     Checkpoint,
     StagePart,
-    TensorFile,
     check_fits,
     folder_name,
     load_index,
@@ -38,40 +34,16 @@ from planner.executor.checkpoint_index import (
     sync_folder,
 )
 from planner.executor.checkpoint_read import fill_module, fill_optimizer
+from planner.executor.checkpoint_write import Restorable, has_part, write_part
 from planner.executor.collect import broadcast_bytes, gather_bytes
 from planner.executor.heartbeat import Heart
 from planner.executor.job import Job
-from planner.executor.optimizer_state import take_state
-from planner.executor.plain import from_plain, to_plain
+from planner.executor.plain import from_plain
 from planner.executor.setup import message_timeout
-from planner.executor.tensor_file import write_tensors
 from planner.files import Record, save_record
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-
-
-class Stateful(Protocol):
-    """Anything that goes on where it was, such as a learning rate scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings, and lists and dicts of them."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take what `state_dict` gave."""
-        ...
-
-
-@dataclass
-class Restorable:
-    """What of one stage replica is saved and restored."""
-
-    stage: int
-    replica: int
-    module: nn.Module
-    optimizer: Optimizer | None
-    extras: Mapping[str, Stateful] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,7 +132,7 @@ class Checkpointer:
         self._heart.enter("writing a checkpoint")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written = _Written(parts=tuple(_write(folder, own) for own in self._stages if _has_part(own)))
+            written = _Written(parts=tuple(write_part(folder, own) for own in self._stages if has_part(own)))
         except OSError as cause:
             written = _Written(parts=(), problem=f"worker {self._rank}: {cause.strerror or cause}")
         self._heart.enter("waiting for the checkpoint's other parts", meeting=True)
@@ -284,58 +256,6 @@ def position(index: Checkpoint, path: Path, data: DataPosition) -> int:
     epochs, rest = divmod(index.minibatch, index.minibatches_per_epoch)
     within = -(-rest * index.minibatch_size // data.minibatch_size)
     return epochs * data.minibatches_per_epoch + min(within, data.minibatches_per_epoch)
-
-
-def _has_part(own: Restorable) -> bool:
-    """A further replica has the parameters of the first, but buffers of its own."""
-    return own.replica == 0 or bool(_buffers(own.module))
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
-
-
-def _write(folder: Path, own: Restorable) -> StagePart:
-    state = own.module.state_dict() if own.replica == 0 else _buffers(own.module)
-    tensors, aliases = _distinct(state)
-    stem = f"stage-{own.stage}" + (f"-replica-{own.replica}" if own.replica else "")
-    part = StagePart(
-        stage=own.stage,
-        replica=own.replica,
-        weights=_write_file(folder, f"{stem}.weights.safetensors", tensors),
-        aliases=aliases,
-    )
-    if own.replica == 0:
-        extras = {
-            name: to_plain(stateful.state_dict(), f"the state of the {name}") for name, stateful in own.extras.items()
-        }
-        part = part.model_copy(update={"extras": extras})
-        if own.optimizer is not None:
-            optimizer, kept = take_state(own.optimizer, own.module)
-            file = _write_file(folder, f"{stem}.optimizer.safetensors", kept)
-            part = part.model_copy(update={"optimizer": optimizer, "optimizer_file": file})
-    return part
-
-
-def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor under its first name, and the other names of tied ones."""
-    first: dict[tuple[object, ...], str] = {}
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and key in first:
-            aliases[name] = first[key]
-        else:
-            first[key] = name
-            tensors[name] = tensor
-    return tensors, aliases
-
-
-def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
-    written = write_tensors(folder / name, tensors)
-    return TensorFile(name=name, size_bytes=written.size_bytes, sha256=written.sha256, tensors=tuple(tensors))
 
 
 def _extra(index: Checkpoint, path: Path, stage: int, name: str) -> dict[str, Any]:

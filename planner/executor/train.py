@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import InputError
-from planner.executor.checkpoint import Checkpointer, DataPosition, Restorable
+from planner.executor.checkpoint import Checkpointer, DataPosition
+from planner.executor.checkpoint_write import Restorable
 from planner.executor.collect import encode_losses, gather_bytes, gather_state, merge_losses, save_state
 from planner.executor.data import EvaluationBatches, make_batches
 from planner.executor.evaluator import Evaluator, evaluation_points, until_updated
