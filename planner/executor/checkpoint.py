@@ -31,6 +31,7 @@ from planner.executor.checkpoint_index import (
     prune,
     remove_leftovers,
     resolve,
+    sign_name,
     sync_folder,
 )
 from planner.executor.checkpoint_read import fill_module, fill_optimizer
@@ -167,7 +168,7 @@ class Checkpointer:
                 self._claim(start.token)
         start = _Start.model_validate_json(broadcast_bytes(start.model_dump_json().encode(), self._group))
         if writes:
-            sign = self._folder / f".{start.token}"
+            sign = self._folder / sign_name(start.token)
             if not sign.exists():
                 raise InputError(
                     f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 writes to "
@@ -176,14 +177,14 @@ class Checkpointer:
                 )
             dist.barrier(self._group)
             if self._rank == 0:
-                sign.unlink()
+                sign.rmdir()
         return start
 
     def _claim(self, token: str) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self._folder)
-            (self._folder / f".{token}").touch()
+            (self._folder / sign_name(token)).mkdir()
         except OSError as cause:
             raise InputError(
                 f"checkpoints cannot be written to '{self._folder}': {cause.strerror}",

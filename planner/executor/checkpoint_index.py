@@ -86,6 +86,11 @@ def partial_name(minibatch: int, token: str) -> str:
     return f".{folder_name(minibatch)}.{token}{_PARTIAL}"
 
 
+def sign_name(token: str) -> str:
+    """A folder that rank 0 makes for the others to see; a leftover as a half-written checkpoint is."""
+    return f".{_STEP}sign.{token}{_PARTIAL}"
+
+
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob(f"{_STEP}*") if path.name[len(_STEP) :].isdigit() and path.is_dir()]

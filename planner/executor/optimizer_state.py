@@ -100,6 +100,7 @@ def give_state(
             hyperparameters |= {first.get(name, name): group.hyperparameters for name in group.parameters}
         states |= {first.get(name, name): (name, state) for name, state in part.states.items()}
     packed = optimizer.state_dict()
+    packed["state"] = {}
     for own_group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         own = [names[id(parameter)] for parameter in own_group["params"]]
         packed_group.update(_common(own, hyperparameters))
