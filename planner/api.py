@@ -8,7 +8,7 @@ from pathlib import Path
 from planner.errors import InputError, PlanError
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
-from planner.executor.resume import check_resume
+from planner.executor.resume import seed_of_run
 from planner.model.file import load_model_file
 from planner.plan_file import Plan
 from planner.profile_file import MemoryFormat, Profile
@@ -231,9 +231,6 @@ def make_job(
             hint="leave out one of the two",
         )
     checkpoints = checkpoints or CheckpointOptions()
-    index = check_resume(checkpoints, plan, baseline)
-    if seed is None:
-        seed = 0 if index is None else index.seed
     run_options = run_options or RunOptions()
     if run_options.max_restarts and checkpoints.every is None:
         raise InputError(
@@ -245,7 +242,7 @@ def make_job(
         plan=plan,
         steps=steps,
         epochs=epochs,
-        seed=seed,
+        seed=seed_of_run(checkpoints, plan, seed, baseline),
         options=options,
         checkpoints=checkpoints,
         baseline=baseline,

@@ -13,7 +13,6 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,11 @@ from planner.executor.checkpoint_index import (
     sign_name,
     sync_folder,
 )
-from planner.executor.checkpoint_read import fill_module, fill_optimizer
+from planner.executor.checkpoint_read import fill_module, fill_optimizer, scheduler_state
 from planner.executor.checkpoint_write import Restorable, has_part, write_part
 from planner.executor.collect import broadcast_bytes, gather_bytes
 from planner.executor.heartbeat import Heart
 from planner.executor.job import Job
-from planner.executor.plain import from_plain
 from planner.executor.setup import message_timeout
 from planner.files import Record, save_record
 
@@ -109,18 +107,17 @@ class Checkpointer:
             return 0
         self._heart.enter("reading the checkpoint")
         index = load_index(path)
-        check_fits(index, path, self._job.plan)
-        if index.seed != self._job.seed:
-            raise InputError(
-                f"the checkpoint '{path}' is of a run with seed {index.seed}, not {self._job.seed}",
-                hint=f"go on with --seed {index.seed}: data order and dropout follow from it",
-            )
+        check_fits(index, path, self._job.plan, self._job.seed)
         for own in self._stages:
             fill_module(own.module, path, index, stage=own.stage, replica=own.replica)
             if own.optimizer is not None:
-                fill_optimizer(own.optimizer, own.module, path, index, stage=own.stage)
-            for name, stateful in own.extras.items():
-                stateful.load_state_dict(_extra(index, path, own.stage, name))
+                factor = own.learning_rate_factor
+                fill_optimizer(own.optimizer, own.module, path, index, stage=own.stage, learning_rate_factor=factor)
+                groups = len(own.optimizer.param_groups)
+                for name, stateful in own.extras.items():
+                    stateful.load_state_dict(
+                        scheduler_state(path, index, name, groups, stage=own.stage, learning_rate_factor=factor)
+                    )
         return position(index, path, self._data)
 
     def save(self, minibatch: int) -> None:
@@ -257,16 +254,3 @@ def position(index: Checkpoint, path: Path, data: DataPosition) -> int:
     epochs, rest = divmod(index.minibatch, index.minibatches_per_epoch)
     within = -(-rest * index.minibatch_size // data.minibatch_size)
     return epochs * data.minibatches_per_epoch + min(within, data.minibatches_per_epoch)
-
-
-def _extra(index: Checkpoint, path: Path, stage: int, name: str) -> dict[str, Any]:
-    """The state called `name` that the stage of that number left, or else any."""
-    found = [part for part in index.parts if name in part.extras]
-    if not found:
-        raise InputError(
-            f"the checkpoint '{path}' has no state of a {name}, which the model file has now",
-            hint="give the model file what the run began with",
-        )
-    same = [part for part in found if part.stage == stage]
-    state: dict[str, Any] = from_plain((same or found)[0].extras[name])
-    return state

@@ -161,8 +161,8 @@ def load_index(path: Path) -> Checkpoint:
     return load_record(Checkpoint, path / INDEX, InputError, REMEDY)
 
 
-def check_fits(index: Checkpoint, path: Path, plan: Plan) -> None:
-    """The checkpoint must be of the plan's model.
+def check_fits(index: Checkpoint, path: Path, plan: Plan, seed: int | None) -> None:
+    """The checkpoint must be of the plan's model and, where one is asked for, of the same seed.
 
     Raises:
         InputError: otherwise.
@@ -172,6 +172,11 @@ def check_fits(index: Checkpoint, path: Path, plan: Plan) -> None:
             f"the checkpoint '{path}' is of another model: graph {index.graph_hash[:12]}… of '{index.model}' in it, "
             f"{(plan.graph_hash or 'none')[:12]}… of '{plan.model}' in the plan",
             hint="a plan for the same model, any cut and schedule, can go on from it",
+        )
+    if seed not in (None, index.seed):
+        raise InputError(
+            f"the checkpoint '{path}' is of a run with seed {index.seed}, not {seed}",
+            hint=f"go on with --seed {index.seed}, or none: data order and dropout follow from it",
         )
 
 

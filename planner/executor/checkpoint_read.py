@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint_index import Checkpoint, StagePart, TensorFile
-from planner.executor.optimizer_state import give_state, tensor_name
+from planner.executor.optimizer_state import give_state, rescale_rates, tensor_name
+from planner.executor.plain import from_plain
 from planner.executor.tensor_file import Written, read_tensors
 
 
@@ -62,8 +64,16 @@ def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None)
     return tensors
 
 
-def fill_optimizer(optimizer: Optimizer, module: nn.Module, path: Path, index: Checkpoint, *, stage: int = 0) -> None:
-    """Give `module`'s optimizer the state at `path`.
+def fill_optimizer(
+    optimizer: Optimizer,
+    module: nn.Module,
+    path: Path,
+    index: Checkpoint,
+    *,
+    stage: int = 0,
+    learning_rate_factor: float = 1.0,
+) -> None:
+    """Give `module`'s optimizer, whose rates are `learning_rate_factor` times the user's, the state at `path`.
 
     Raises:
         InputError: when it is another optimizer, or a file is not what was written.
@@ -79,7 +89,42 @@ def fill_optimizer(optimizer: Optimizer, module: nn.Module, path: Path, index: C
             states: Mapping[str, Sequence[str]] = {n: s.tensors for n, s in part.optimizer.states.items()}
             names = {tensor_name(name, key) for name in relevant for key in states.get(name, ())}
             tensors.update(_read(path, part.optimizer_file, names))
-    give_state(optimizer, module, saved, tensors)
+    give_state(optimizer, module, saved, tensors, learning_rate_factor)
+
+
+def scheduler_state(
+    path: Path, index: Checkpoint, name: str, groups: int, *, stage: int = 0, learning_rate_factor: float = 1.0
+) -> dict[str, Any]:
+    """The state called `name` that the stage of that number left, or else any: all have done the same minibatches.
+
+    Args:
+        path: of the checkpoint.
+        index: its index.
+        name: of the state.
+        groups: that the optimizer has now.
+        stage: preferred.
+        learning_rate_factor: by which its rates are to be larger than the user's.
+
+    Raises:
+        InputError: when there is none that fits.
+    """
+    found = [part for part in index.parts if name in part.extras]
+    if not found:
+        raise InputError(
+            f"the checkpoint '{path}' has no state of a {name}, which the model file has now",
+            hint="give the model file what the run began with",
+        )
+    part = min(found, key=lambda part: part.stage != stage)
+    state: dict[str, Any] = from_plain(part.extras[name])
+    rates = state.get("base_lrs")
+    if rates is not None and len(rates) != groups:
+        raise InputError(
+            f"the {name} in the checkpoint '{path}' is of {len(rates)} groups of parameters, the optimizer has "
+            f"{groups}",
+            hint="give the model file the optimizer() that the run began with",
+        )
+    before = 1.0 if part.optimizer is None else part.optimizer.learning_rate_factor
+    return rescale_rates(state, learning_rate_factor / before)
 
 
 def _read(path: Path, file: TensorFile, names: set[str]) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ class Restorable:
     replica: int
     module: nn.Module
     optimizer: Optimizer | None
+    learning_rate_factor: float = 1.0  # of the user's rates
     extras: Mapping[str, Stateful] = field(default_factory=dict)
 
 
@@ -66,7 +67,7 @@ def write_part(folder: Path, own: Restorable) -> StagePart:
         }
         part = part.model_copy(update={"extras": extras})
         if own.optimizer is not None:
-            optimizer, kept = take_state(own.optimizer, own.module)
+            optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor)
             file = _write_file(folder, f"{stem}.optimizer.safetensors", kept)
             part = part.model_copy(update={"optimizer": optimizer, "optimizer_file": file})
     return part

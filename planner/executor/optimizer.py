@@ -21,6 +21,7 @@ class StageOptimizer:
         parameters: of the stage, those that are trained.
         optimizer: the user's; None where nothing is trained.
         scheduler: of its learning rate.
+        learning_rate_factor: by which the rates of both are larger than the user's.
         clip_grad_norm: the largest norm of the gradients.
     """
 
@@ -30,8 +31,10 @@ class StageOptimizer:
         optimizer: Optimizer | None,
         scheduler: LRScheduler | None = None,
         *,
+        learning_rate_factor: float = 1.0,
         clip_grad_norm: float | None = None,
     ) -> None:
+        self.learning_rate_factor = learning_rate_factor
         self.parameters = list(parameters)
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -85,5 +88,9 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * learning_rate_factor
     return StageOptimizer(
-        list(trained.values()), optimizer, model_file.scheduler(optimizer), clip_grad_norm=clip_grad_norm
+        list(trained.values()),
+        optimizer,
+        model_file.scheduler(optimizer),
+        learning_rate_factor=learning_rate_factor,
+        clip_grad_norm=clip_grad_norm,
     )

@@ -36,6 +36,7 @@ class OptimizerState(Record):
     """Of one stage."""
 
     kind: str  # the optimizer's class
+    learning_rate_factor: float = 1.0  # of the user's, by which the rates here are larger
     groups: tuple[Group, ...]
     states: dict[str, ParameterState]
 
@@ -45,8 +46,15 @@ def tensor_name(parameter: str, key: str) -> str:
     return f"{parameter}.{key}"
 
 
-def take_state(optimizer: Optimizer, module: nn.Module) -> tuple[OptimizerState, dict[str, Tensor]]:
+def take_state(
+    optimizer: Optimizer, module: nn.Module, learning_rate_factor: float = 1.0
+) -> tuple[OptimizerState, dict[str, Tensor]]:
     """The state of `module`'s optimizer, and its tensors by `tensor_name`; they are not copied.
+
+    Args:
+        optimizer: of `module`'s parameters.
+        module: a stage, or the whole model.
+        learning_rate_factor: by which its rates are larger than the user's.
 
     Raises:
         InputError: when the optimizer keeps what no checkpoint can hold.
@@ -67,11 +75,17 @@ def take_state(optimizer: Optimizer, module: nn.Module) -> tuple[OptimizerState,
         tensors.update({tensor_name(name, key): value for key, value in kept.items()})
         values = {k: to_plain(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
         states[name] = ParameterState(tensors=tuple(kept), values=values)
-    return OptimizerState(kind=type(optimizer).__name__, groups=tuple(groups), states=states), tensors
+    kind = type(optimizer).__name__
+    state = OptimizerState(kind=kind, learning_rate_factor=learning_rate_factor, groups=tuple(groups), states=states)
+    return state, tensors
 
 
 def give_state(
-    optimizer: Optimizer, module: nn.Module, saved: Iterable[OptimizerState], tensors: Mapping[str, Tensor]
+    optimizer: Optimizer,
+    module: nn.Module,
+    saved: Iterable[OptimizerState],
+    tensors: Mapping[str, Tensor],
+    learning_rate_factor: float = 1.0,
 ) -> None:
     """Put `saved`, the states of one or more stages, into `module`'s optimizer.
 
@@ -79,7 +93,8 @@ def give_state(
         optimizer: of `module`'s parameters.
         module: a stage, or the whole model.
         saved: together they have all of the optimizer's parameters, under names in `module`.
-        tensors: by `tensor_name`; they may be used afterwards.
+        tensors: by `tensor_name`; the optimizer may keep them.
+        learning_rate_factor: by which its rates are larger than the user's.
 
     Raises:
         InputError: when the optimizer is another than the one saved.
@@ -97,7 +112,9 @@ def give_state(
                 hint="give the model file the optimizer() that the run began with",
             )
         for group in part.groups:
-            hyperparameters |= {first.get(name, name): group.hyperparameters for name in group.parameters}
+            values = {key: from_plain(value) for key, value in group.hyperparameters.items()}
+            values = rescale_rates(values, learning_rate_factor / part.learning_rate_factor)
+            hyperparameters |= {first.get(name, name): values for name in group.parameters}
         states |= {first.get(name, name): (name, state) for name, state in part.states.items()}
     packed = optimizer.state_dict()
     packed["state"] = {}
@@ -110,6 +127,21 @@ def give_state(
                 kept = {key: tensors[tensor_name(saved_name, key)] for key in state.tensors}
                 packed["state"][number] = kept | {key: from_plain(value) for key, value in state.values.items()}
     optimizer.load_state_dict(packed)
+
+
+def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
+    """The state of a group or a scheduler with its learning rates `ratio` times as large."""
+    if ratio == 1:
+        return state
+    scaled = dict(state)
+    for key, value in state.items():
+        if key in ("lr", "initial_lr"):
+            scaled[key] = value * ratio
+        elif key in ("base_lrs", "_last_lr"):
+            scaled[key] = [rate * ratio for rate in value]
+        elif key == "_schedulers":  # of a scheduler made of schedulers
+            scaled[key] = [rescale_rates(inner, ratio) for inner in value]
+    return scaled
 
 
 def _hyperparameters(packed_group: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,8 +163,8 @@ def _common(names: list[str], hyperparameters: Mapping[str, dict[str, Any]]) -> 
         for key, value in hyperparameters[names[0]].items():
             if hyperparameters[name].get(key) != value:
                 raise InputError(
-                    f"'{name}' was trained with {key} = {from_plain(hyperparameters[name].get(key))}, '{names[0]}' "
-                    f"with {from_plain(value)}, and now they share a group of the optimizer",
+                    f"'{name}' was trained with {key} = {hyperparameters[name].get(key)}, '{names[0]}' with {value}, "
+                    "and now they share a group of the optimizer",
                     hint="go on with a plan that cuts the model as the checkpoint's did, or with other groups",
                 )
-    return {key: from_plain(value) for key, value in hyperparameters[names[0]].items()} if names else {}
+    return hyperparameters[names[0]] if names else {}

@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.executor.checkpoint_index import AUTO, Checkpoint, check_fits, complete, load_index, resolve
+from planner.executor.checkpoint_index import AUTO, check_fits, complete, load_index, resolve
 from planner.executor.job import BaselineName, CheckpointOptions, Job
 from planner.plan_file import Plan
 
 
-def check_resume(options: CheckpointOptions, plan: Plan, baseline: BaselineName | None = None) -> Checkpoint | None:
-    """The index of the checkpoint that a run with `plan` goes on from, if it does.
+def seed_of_run(
+    options: CheckpointOptions, plan: Plan, seed: int | None = None, baseline: BaselineName | None = None
+) -> int:
+    """The seed of a run with `plan`: that of the checkpoint it goes on from, or `seed`, or 0.
 
     Raises:
-        InputError: when there is no such checkpoint, or it is of another model.
+        InputError: when there is no such checkpoint, or it is of another model or seed.
     """
     if options.every is None and options.resume is None:
-        return None
+        return seed or 0
     if baseline is not None:
         raise InputError(
             f"checkpoints are of plans, and --baseline {baseline} trains without one",
@@ -25,10 +27,10 @@ def check_resume(options: CheckpointOptions, plan: Plan, baseline: BaselineName 
         )
     path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
     if path is None:
-        return None
+        return seed or 0
     index = load_index(path)
-    check_fits(index, path, plan)
-    return index
+    check_fits(index, path, plan, seed)
+    return index.seed
 
 
 def after_failure(job: Job) -> Job:

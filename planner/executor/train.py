@@ -254,6 +254,7 @@ class TrainingRun:
                 self.plan.stages[stage].ranks.index(self.rank),
                 module,
                 self.optimizers[stage].optimizer,
+                self.optimizers[stage].learning_rate_factor,
                 self.optimizers[stage].extras,
             )
             for stage, module in self.modules.items()

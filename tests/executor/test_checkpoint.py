@@ -238,7 +238,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process only."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -64,9 +64,11 @@ def test_two_optimizers_become_one_that_goes_on_as_they_would(name: str) -> None
 
 def test_groups_are_found_by_their_parameters() -> None:
     def two_groups(module: nn.Module) -> SGD:
-        matrices = [p for p in module.parameters() if p.dim() > 1]
-        vectors = [p for p in module.parameters() if p.dim() == 1]
-        return SGD([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}], lr=0.1, weight_decay=0.3)
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in module.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in module.parameters() if p.dim() > 1]},
+        ]
+        return SGD(groups, lr=0.1, weight_decay=0.3)
 
     whole = model()
     state, tensors = take_state(two_groups(whole), whole)
