@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -45,6 +46,7 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     from planner.executor.failures import error_of, failure_of, leave_failure
 
     _use_interface(job)
+    _show_warnings(job)
     on_progress = _ProgressLine() if job.show_progress else None
     heart = _start_heart(job)
     watch = None
@@ -72,6 +74,16 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
             watch.stop()
         if on_progress is not None:
             on_progress.end()
+
+
+def _show_warnings(job: Job) -> None:
+    """What goes wrong without ending the run, on a line of its own."""
+    over_progress = "\r\x1b[K" if job.show_progress else ""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{over_progress}warning: %(message)s"))
+    logger = logging.getLogger("planner")
+    logger.addHandler(handler)
+    logger.propagate = False
 
 
 def _use_interface(job: Job) -> None:

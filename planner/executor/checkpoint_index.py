@@ -51,12 +51,10 @@ class StagePart(Record):
     stage: int
     replica: int
     weights: TensorFile
-    aliases: dict[str, str] = Field(default_factory=dict)
+    aliases: dict[str, str]
     optimizer: OptimizerState | None = None
     optimizer_file: TensorFile | None = None
-    extras: dict[str, Any] = Field(
-        default_factory=dict
-    )  # of learning rate schedules and the like; see planner.executor.plain
+    extras: dict[str, Any]  # of learning rate schedules and the like; see planner.executor.plain
 
 
 class Checkpoint(Record):

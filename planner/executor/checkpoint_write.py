@@ -60,6 +60,7 @@ def write_part(folder: Path, own: Restorable) -> StagePart:
         replica=own.replica,
         weights=_write_file(folder, f"{stem}.weights.safetensors", tensors),
         aliases=aliases,
+        extras={},
     )
     if own.replica == 0:
         extras = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,8 +27,8 @@ class Group(Record):
 class ParameterState(Record):
     """What the optimizer keeps of one parameter: the tensors' keys, and everything else."""
 
-    tensors: tuple[str, ...] = ()
-    values: dict[str, Any] = Field(default_factory=dict)
+    tensors: tuple[str, ...]
+    values: dict[str, Any]
 
 
 class OptimizerState(Record):
