@@ -65,6 +65,18 @@ def _profile(model: str, minibatch: int, device: str) -> Profile:
     return profile_of_trace(load_model_file(ROOT / MODELS[model]), _trace(model, minibatch), spec, "float32")
 
 
+def profile_of_row(row: Row) -> Profile:
+    """Estimated, for the row's device and minibatch."""
+    return _profile(row.model, row.minibatch, row.site.device)
+
+
+def implied_bandwidth(row: Row) -> float | None:
+    """The bandwidth at which our price of data parallelism is its published speed-up; None where none is given."""
+    ledger = Ledger(profile_of_row(row))
+    whole = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
+    return _implied_bandwidth(row, ledger, float(whole.compute_s))
+
+
 def answer(row: Row, scan: bool) -> Answer:
     """Solve a row, and price its published configuration."""
     profile = _profile(row.model, row.minibatch, row.site.device)

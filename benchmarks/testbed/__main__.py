@@ -16,8 +16,8 @@ from tabulate import tabulate
 
 from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
-from benchmarks.testbed.measure import DDP_BUCKET_BYTES, described, run_plan, train_s
-from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan
+from benchmarks.testbed.measure import data_parallel_run, described, run_plan
+from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cluster import Cluster, hierarchical_cluster
 from planner.pipedream import read_profile
 from planner.plan_file import Plan, ScheduleName
@@ -47,20 +47,20 @@ def main() -> None:
         links = bed.links(scale.cluster(target))
         plan = _plan(emulated.profile, links, arguments)
         run = run_plan(bed, emulated, plan, described(links), arguments.seconds)
-        dp_s = train_s(bed, emulated, plan, arguments.seconds, "data-parallel") * plan.microbatches
-    bucketed_s = data_parallel_s(emulated.profile, links, DDP_BUCKET_BYTES * scale.byte_factor) / target.gpus
-    predicted_dp_s = run.predicted_s * plan.predicted.speedup_over_data_parallel
+        bsp = data_parallel_run(bed, emulated, links, arguments.seconds)
     print(
         f"{profile.model} emulated on {target.gpus} devices over {run.cluster} as measured: times x "
         f"{scale.time_factor:.3g}, bytes x {scale.byte_factor:.3g}"
     )
+    # Data parallelism trains a microbatch per device and step.
+    both = (run, 1), (bsp, plan.microbatches)
     rows = [
-        [f"{run.config} {run.schedule}", run.predicted_s, run.simulated_s, run.measured_s, run.error],
-        ["DistributedDataParallel", predicted_dp_s, bucketed_s * plan.microbatches, dp_s, predicted_dp_s / dp_s - 1],
+        [f"{r.config} {r.schedule}", count * r.predicted_s, count * r.simulated_s, count * r.measured_s, r.error]
+        for r, count in both
     ]
     headers = ["", "predicted, s", "simulated, s", "measured, s", "error"]
     print(tabulate(rows, headers, floatfmt=("", ".4f", ".4f", ".4f", "+.1%")))
-    print(f"speed-up over data parallelism: measured {dp_s / run.measured_s:.2f}")
+    print(f"speed-up over data parallelism: measured {plan.microbatches * bsp.measured_s / run.measured_s:.2f}")
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

@@ -39,7 +39,7 @@ class Testbed:
 
     __test__ = False  # not a test class, whatever its name begins with
 
-    def links(self, nominal: Cluster, message_bytes: int = 1_000_000) -> Cluster:
+    def links(self, nominal: Cluster, message_bytes: int = 2_000_000) -> Cluster:
         """Shape the links like those of `nominal`, and measure what they give to its workers."""
         rates = tuple(level.bandwidth_bytes_per_s for level in nominal.levels)
         sizes = tuple(level.size for level in nominal.levels)

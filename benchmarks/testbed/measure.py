@@ -9,9 +9,9 @@ from statistics import mean
 
 from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.emulate import Emulated
-from benchmarks.testbed.predict import simulated_s
+from benchmarks.testbed.predict import data_parallel_s, given_plan, simulated_s
 from planner.cluster import Cluster
-from planner.executor.job import BaselineName, Job
+from planner.executor.job import Job
 from planner.plan_file import Plan
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -55,25 +55,44 @@ def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, se
     )
 
 
-def train_s(
-    bed: Testbed, emulated: Emulated, plan: Plan, seconds: float, baseline: BaselineName | None = None
-) -> float:
-    """Measured seconds per minibatch: of the plan, or of data parallelism on as many workers (per microbatch)."""
+def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> float:
+    """Measured seconds per minibatch."""
     predicted_s = plan.predicted.seconds_per_minibatch
     period = math.lcm(*plan.replicas)
-    if baseline is not None:
-        predicted_s *= plan.predicted.speedup_over_data_parallel / plan.microbatches
-        steps = plan.workers * max(ROUNDS, math.ceil(seconds / (predicted_s * plan.workers)))
-    elif plan.microbatches > 1:
+    if plan.microbatches > 1:
         steps = max(ROUNDS, math.ceil(seconds / predicted_s))
     else:
         # The executor leaves out two depths per replica at the start and one at the end.
         first = plan.stages[0]
         steps = 4 * first.in_flight * first.replicas + max(2 * period, math.ceil(seconds / predicted_s))
         steps = math.ceil(steps / period) * period
-    job = Job(model=str(emulated.path), plan=plan, steps=steps, baseline=baseline)
-    timeout_s = 120 + 4 * steps * predicted_s
-    result = bed.train(job, plan.cluster, emulated.scale.byte_factor, timeout_s)
+    return _measured_s(bed, emulated, Job(model=str(emulated.path), plan=plan, steps=steps), predicted_s)
+
+
+def data_parallel_run(bed: Testbed, emulated: Emulated, links: Cluster, seconds: float) -> Measured:
+    """DistributedDataParallel on all devices; what is simulated of it are its buckets."""
+    plan = given_plan(emulated.profile, links, [len(emulated.profile.layers)], (links.gpus,))
+    predicted_s = plan.predicted.seconds_per_minibatch
+    steps = links.gpus * max(ROUNDS, math.ceil(seconds / (predicted_s * links.gpus)))
+    job = Job(model=str(emulated.path), plan=plan, steps=steps, baseline="data-parallel")
+    bucket_bytes = DDP_BUCKET_BYTES * emulated.scale.byte_factor
+    return Measured(
+        model=plan.model,
+        cluster=described(links),
+        config=plan.config,
+        schedule="DistributedDataParallel",
+        predicted_s=predicted_s,
+        simulated_s=data_parallel_s(emulated.profile, links, bucket_bytes) / links.gpus,
+        measured_s=_measured_s(bed, emulated, job, predicted_s),
+    )
+
+
+def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) -> float:
+    assert job.steps is not None
+    timeout_s = 120 + 4 * job.steps * predicted_s
+    result = bed.train(job, job.plan.cluster, emulated.scale.byte_factor, timeout_s)
+    if job.baseline is not None:
+        return result.minibatch_size / result.samples_per_s
     # Completions come in bursts, of which a window may have one more or less: of the mean over the stages less is seen.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:

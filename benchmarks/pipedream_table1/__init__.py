@@ -1,0 +1,1 @@
+"""PipeDream's Table 1, run on emulated devices."""
