@@ -55,7 +55,7 @@ def main() -> None:
     # Data parallelism trains a microbatch per device and step.
     both = (run, 1), (bsp, plan.microbatches)
     rows = [
-        [f"{r.config} {r.schedule}", count * r.predicted_s, count * r.simulated_s, count * r.measured_s, r.error]
+        [f"{r.config} {r.schedule}", *(count * s for s in (r.predicted_s, r.simulated_s, r.measured_s)), r.error]
         for r, count in both
     ]
     headers = ["", "predicted, s", "simulated, s", "measured, s", "error"]

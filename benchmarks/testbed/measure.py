@@ -9,7 +9,7 @@ from statistics import mean
 
 from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.emulate import Emulated
-from benchmarks.testbed.predict import data_parallel_s, given_plan, simulated_s
+from benchmarks.testbed.predict import data_parallel_s, given_plan, shared_links_s, simulated_s
 from planner.cluster import Cluster
 from planner.executor.job import Job
 from planner.plan_file import Plan
@@ -20,7 +20,7 @@ ROUNDS = 6  # of runs that drain: the first is left out
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per minibatch of one run, three times."""
+    """Seconds per minibatch of a run: by the cost model, the simulator, one whose links are shared, and measured."""
 
     model: str
     cluster: str
@@ -28,6 +28,7 @@ class Measured:
     schedule: str
     predicted_s: float
     simulated_s: float
+    shared_s: float
     measured_s: float
 
     @property
@@ -40,6 +41,11 @@ class Measured:
         """Of the simulation."""
         return self.simulated_s / self.measured_s - 1
 
+    @property
+    def shared_error(self) -> float:
+        """Of the simulation with shared links."""
+        return self.shared_s / self.measured_s - 1
+
 
 def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, seconds: float) -> Measured:
     """Train for about `seconds` after the start-up."""
@@ -51,6 +57,7 @@ def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, se
         schedule=plan.schedule if plan.microbatches == 1 else f"{plan.schedule} x{plan.microbatches}",
         predicted_s=plan.predicted.seconds_per_minibatch,
         simulated_s=simulated_s(plan),
+        shared_s=shared_links_s(plan),
         measured_s=measured_s,
     )
 
@@ -76,13 +83,15 @@ def data_parallel_run(bed: Testbed, emulated: Emulated, links: Cluster, seconds:
     steps = links.gpus * max(ROUNDS, math.ceil(seconds / (predicted_s * links.gpus)))
     job = Job(model=str(emulated.path), plan=plan, steps=steps, baseline="data-parallel")
     bucket_bytes = DDP_BUCKET_BYTES * emulated.scale.byte_factor
+    bucketed_s = data_parallel_s(emulated.profile, links, bucket_bytes) / links.gpus
     return Measured(
         model=plan.model,
         cluster=described(links),
         config=plan.config,
         schedule="DistributedDataParallel",
         predicted_s=predicted_s,
-        simulated_s=data_parallel_s(emulated.profile, links, bucket_bytes) / links.gpus,
+        simulated_s=bucketed_s,
+        shared_s=bucketed_s,
         measured_s=_measured_s(bed, emulated, job, predicted_s),
     )
 

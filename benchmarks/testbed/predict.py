@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from benchmarks.testbed.fair import FairEngine
 from planner.cluster import Cluster
 from planner.cost import ASYNCHRONOUS, link_of, ring_all_reduce_s
 from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, candidates, price
 from planner.profile_file import Profile
 from planner.simulator.pipeline import Outcome
-from planner.simulator.plan import simulate
+from planner.simulator.plan import default_minibatches, simulate, stage_times
 from planner.solver.assemble import assemble
 from planner.solver.baselines import equal_time
 from planner.solver.depth import price_with_depths
@@ -50,12 +51,27 @@ def balanced_stages(profile: Profile, count: int) -> list[int]:
 
 def simulated_s(plan: Plan) -> float:
     """Seconds per minibatch in the steady state of the simulated run."""
-    timeline = simulate(plan, MINIBATCHES if plan.schedule in ASYNCHRONOUS else None)
     last = len(plan.stages) - 1
-    ends = sorted(e.end_s for e in timeline.events.rows() if e.kind == "backward" and e.stage == last)
-    replicas = plan.stages[-1].replicas
-    period = plan.microbatches if plan.microbatches > 1 else replicas
-    return Outcome(tuple(ends)).seconds_per_unit(period) * plan.microbatches
+    timeline = simulate(plan, _minibatches(plan))
+    return _steady_s(plan, [e.end_s for e in timeline.events.rows() if e.kind == "backward" and e.stage == last])
+
+
+def shared_links_s(plan: Plan) -> float:
+    """The same where links are shared fairly, instead of in turns."""
+    engine = FairEngine(plan, stage_times(plan), _minibatches(plan))
+    finished = engine.run()
+    assert finished
+    return _steady_s(plan, engine.completions)
+
+
+def _minibatches(plan: Plan) -> int:
+    return MINIBATCHES if plan.schedule in ASYNCHRONOUS else default_minibatches(plan)
+
+
+def _steady_s(plan: Plan, ends_s: Sequence[float]) -> float:
+    """Seconds per minibatch in the middle of a run whose last stage ends its backwards at these times."""
+    period = plan.microbatches if plan.microbatches > 1 else plan.stages[-1].replicas
+    return Outcome(tuple(sorted(ends_s))).seconds_per_unit(period) * plan.microbatches
 
 
 def data_parallel_s(profile: Profile, cluster: Cluster, bucket_bytes: float) -> float:
