@@ -90,6 +90,7 @@ def summarize(timeline: Timeline) -> Summary:
         )
         for row, (rank, (peak, limit)) in enumerate(zip(table.ranks, _peaks(timeline), strict=True))
     )
+    count = table.minibatches or timeline.minibatches  # of a long run perhaps only some were noted
     samples = None if timeline.microbatch_size is None else timeline.microbatch_size * timeline.microbatches
     busiest, busiest_share = _busiest(workers, shared)
     return Summary(
@@ -97,16 +98,16 @@ def summarize(timeline: Timeline) -> Summary:
         model=timeline.model,
         config=timeline.config,
         schedule=timeline.schedule,
-        minibatches=timeline.minibatches,
+        minibatches=count,
         seconds=span,
         start_up_s=table.first_through(),
         drain_s=span - table.last_admitted(),
         steady=pace_s is not None,
         steady_from_s=start,
         steady_to_s=end,
-        seconds_per_minibatch=pace_s or span / timeline.minibatches,
-        samples_per_s=_rate(samples, pace_s or span / timeline.minibatches),
-        samples_per_s_of_run=_rate(samples, span / timeline.minibatches),
+        seconds_per_minibatch=pace_s or span / count,
+        samples_per_s=_rate(samples, pace_s or span / count),
+        samples_per_s_of_run=_rate(samples, span / count),
         bubble_share=1 - _share(float(busy[0].mean()), length),
         bubble_share_of_run=1 - _share(float(table.busy_s(0.0, span)[0].mean()), span),
         busiest=busiest,
@@ -128,6 +129,7 @@ class _Table:
         self.lane = np.array([lane_of[kind] for kind in events.kind], dtype=np.int64)
         self.stage = np.array(events.stage, dtype=np.int64)
         self.ends = np.array([kind in ENDS for kind in events.kind], dtype=np.bool_)
+        self.minibatches = len({m for m, kind in zip(events.minibatch, events.kind, strict=True) if kind == "forward"})
         self.forward = np.array([kind == "forward" for kind in events.kind], dtype=np.bool_)
         self.start_s = np.array(events.start_s, dtype=np.float64)
         self.end_s = np.array(events.end_s, dtype=np.float64)
@@ -164,7 +166,7 @@ def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None
     period = timeline.microbatches
     if timeline.microbatches == 1:
         period = math.lcm(*replicas)
-        if 8 * period > timeline.minibatches:
+        if 8 * period > table.minibatches:
             period = max(replicas)
     slowest: tuple[float, float, float | None] = (0.0, timeline.span_s, None)
     for stage in range(len(replicas)):

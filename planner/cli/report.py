@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--minibatches",
         type=int,
         metavar="N",
-        help="simulate so many (default: the run's, or enough for a steady state)",
+        help="simulate so many (default: enough for a steady state)",
     )
     parser.add_argument(
         "--points",
@@ -83,13 +83,17 @@ def run(args: argparse.Namespace) -> int:
     from planner.report.png import png
     from planner.report.timeline_svg import timeline_svg
     from planner.report.trace import load_run
+    from planner.simulator.beside import simulate_beside
     from planner.simulator.plan import simulate
 
     style, output = _style(args)
     plan = load_plan(args.plan)
     measured = None if args.measured is None else load_run(args.measured)
-    count = args.minibatches if args.minibatches is not None or measured is None else measured.minibatches
-    simulated = simulate(plan, count)
+    if measured is not None and args.minibatches is not None:
+        raise InputError(
+            "--minibatches has no meaning with --run, which says so itself", hint="leave out one of the two"
+        )
+    simulated = simulate(plan, args.minibatches) if measured is None else simulate_beside(plan, measured)
     if style == "html":
         comparison, sweep, why_not = _alternatives(args, plan)
         write_text(output, report_page(Content(plan, simulated, measured, comparison, sweep, why_not)))
