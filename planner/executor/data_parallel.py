@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
@@ -24,7 +25,7 @@ from planner.model.capture import loss_of
 from planner.model.compiling import compiled
 from planner.model.file import ModelFile, load_model_file
 from planner.model.memory_format import lay_out
-from planner.model.options import options_of
+from planner.model.options import StageOptions, options_of
 from planner.schedule.instructions import Unit
 
 
@@ -70,7 +71,9 @@ def _train(
     rounds = -(-data.minibatches(job.steps, job.epochs) // world)
     weights_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     peak = PeakMemory(device, already_bytes=weights_bytes)
-    ddp = DistributedDataParallel(model)
+    # Blocks may leave out weights by the values they see; of other models a step tells.
+    unused = model_file.has_blocks or _leaves_out_weights(model_file, model, batch_size, options, device)
+    ddp = DistributedDataParallel(model, find_unused_parameters=unused)
     optimizer = make_optimizer(
         model_file,
         model,
@@ -115,6 +118,26 @@ def _train(
         weight_versions=1,
     )
     return _result(job, mine, log, seconds, rounds * world, batch_size, data.random, place.wire)
+
+
+def _leaves_out_weights(
+    model_file: ModelFile, model: nn.Module, batch_size: int, options: StageOptions, device: torch.device
+) -> bool:
+    """Whether some weight gets no gradient, for which DistributedDataParallel would wait for ever unless it is told."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng():
+        batch = model_file.example_batch(batch_size).to(device)
+        batch = batch.channels_last() if options.channels_last else batch
+        with autocasting(device.type, options.autocast):
+            own_loss = model_file.loss if model_file.has_loss else None
+            loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, own_loss)
+        torch.autograd.backward(loss)
+    unused = any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    return unused
 
 
 def _result(

@@ -78,6 +78,10 @@ def remarks(plan: Plan, system: str) -> list[str]:
         )
     if plan.autocast is not None and system != "torch.distributed.pipelining":
         said.append(f"The plan is for {plan.autocast} under autocast: set the same here.")
+    if plan.memory_format is not None and system != "torch.distributed.pipelining":
+        said.append(f"The plan is for {plan.memory_format} weights and images: lay them out so.")
+    if plan.compiled and system != "torch.distributed.pipelining":
+        said.append("The plan is for stages through torch.compile: compile them.")
     return said
 
 

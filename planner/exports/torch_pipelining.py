@@ -32,11 +32,14 @@ from planner.model.autocast import autocast_dtype
 from planner.model.file import load_model_file
 from planner.model.load import capture_file
 from planner.model.neighbours import NeighbourStage
+from planner.model.options import StageOptions
 from planner.schedule.instructions import Unit
 
 MODEL = $model_path
 GRAPH_HASH = $graph_hash  # of the model that was planned for
 AUTOCAST = $autocast
+CHANNELS_LAST = $channels_last
+COMPILED = $compiled
 MICROBATCH_SIZE = $microbatch_size
 PIPELINES = $replicas  # copies of every stage
 MICROBATCHES = $microbatches  # between two updates, of each pipeline
@@ -65,12 +68,18 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     model = model_file.build_model()
     example = model_file.example_batch(MICROBATCH_SIZE)
-    graph = capture_file(model_file, example, model, autocast=autocast_dtype(AUTOCAST))
+    options = StageOptions(autocast_dtype(AUTOCAST), CHANNELS_LAST, COMPILED)
+    graph = capture_file(model_file, example, model, options=options)
     if graph.hash != GRAPH_HASH:
         raise SystemExit(f"the plan was made for another model than {MODEL}")
     modules = {
         index: NeighbourStage(
-            graph, STAGES[index], MICROBATCH_SIZE, seed=arguments.seed, recompute=RECOMPUTE[index]
+            graph,
+            STAGES[index],
+            MICROBATCH_SIZE,
+            seed=arguments.seed,
+            recompute=RECOMPUTE[index],
+            compile_=options.compiled,
         ).to(device)
         for index in range(worker, len(STAGES), WORKERS)
     }
@@ -155,6 +164,8 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         model_path=json.dumps(model),
         graph_hash=json.dumps(plan.graph_hash),
         autocast=repr(plan.autocast),
+        channels_last=plan.memory_format == "channels-last",
+        compiled=plan.compiled,
         microbatch_size=plan.microbatch_size,
         microbatches=microbatches,
         replicas=replicas,

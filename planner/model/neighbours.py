@@ -25,6 +25,7 @@ class NeighbourStage(nn.Module):
         microbatch_size: samples.
         seed: of the random numbers inside layers.
         recompute: keep only what was received for the backward.
+        compile_: put the layers through torch.compile.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class NeighbourStage(nn.Module):
         *,
         seed: int = 0,
         recompute: bool = False,
+        compile_: bool = False,
     ) -> None:
         super().__init__()
-        self.stage = build_stage(graph, layers)
+        self.stage = build_stage(graph, layers, compile_=compile_)
         first, last = graph.position[layers[0]], graph.position[layers[-1]]
         self.received, self.sent = cut_values(graph, first), cut_values(graph, last + 1)
         self._size = microbatch_size

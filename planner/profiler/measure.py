@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.errors import ModelFileError
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture import loss_of
@@ -19,7 +18,7 @@ from planner.model.stage import LayerObserver, StageModule, build_stage
 from planner.profiler.clock import Clock, clock_for
 from planner.profiler.compiled import CompiledTimes, as_compiled, measure_compiled, saved_as_compiled
 from planner.profiler.saved import saved_bytes
-from planner.profiler.steps import Effort, Progress, Steps, StepTimes, repeat
+from planner.profiler.steps import Effort, Progress, Steps, StepTimes, repeat, step_failure
 from planner.profiler.update import LayerUpdate, layer_updates, still
 from planner.profiler.workspace import workspace_bytes
 
@@ -65,12 +64,8 @@ def measure(
             return run.measure(effort, progress)
         half = replace(effort, seconds=effort.seconds / 2)
         return run.compiled(run.measure(half, progress), half, progress)
-    except RuntimeError as cause:  # whatever PyTorch raises in the user's model, too little memory included
-        reason = (str(cause).strip().splitlines() or [""])[0]
-        raise ModelFileError(
-            f"a training step of the model fails: {type(cause).__name__}: {reason}",
-            hint="run it on example_batch(n) without planner: forward, loss, backward and the optimizer's step",
-        ) from cause
+    except RuntimeError as cause:
+        raise step_failure(cause) from cause
 
 
 class _Run:

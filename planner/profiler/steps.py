@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from planner.errors import ModelFileError
 from planner.model.stage import LayerObserver
 from planner.profiler.clock import Clock, CpuClock, LayerTimes
 
@@ -42,6 +43,15 @@ class StepTimes:
     # On a CPU, time that the thread had the processor; empty elsewhere.
     forward_thread_s: list[float] = field(default_factory=list)
     backward_thread_s: list[float] = field(default_factory=list)
+
+
+def step_failure(cause: Exception) -> ModelFileError:
+    """The error for whatever PyTorch raises in a step of the user's model, too little memory included."""
+    reason = (str(cause).strip().splitlines() or [""])[0]
+    return ModelFileError(
+        f"a training step of the model fails: {type(cause).__name__}: {reason}",
+        hint="run it on example_batch(n) without planner: forward, loss, backward and the optimizer's step",
+    )
 
 
 class Steps:

@@ -33,6 +33,7 @@ from planner.profiler.clock import LayerTimes
 from planner.profiler.devices import DeviceSpec, DType
 from planner.profiler.operations import Costs, Recorder, recurrent_workspace
 from planner.profiler.saved import saved_bytes
+from planner.profiler.steps import step_failure
 from planner.profiler.update import LayerUpdate, state_bytes_of, still
 
 T = TypeVar("T")
@@ -171,7 +172,10 @@ class _Tracer:
             marks.start()
             loss = stage(batch, {})["loss"]
             marks.start_backward()
-            loss.backward()
+            try:
+                loss.backward()
+            except RuntimeError as cause:
+                raise step_failure(cause) from cause
             marks.end()
         trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
         updates = _trace_updates(graph, self.model_file, trained)

@@ -23,6 +23,30 @@ from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import delayed_updates
 
+GATES = """
+import torch
+from torch import nn
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh((self.one if x.mean() > 0 else self.other)(x))
+
+def build_model():
+    return nn.Sequential(Gate(), Gate(), nn.Linear(8, 3))
+
+def blocks(model):
+    return list(model)
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 8), torch.randint(0, 3, (batch_size,))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+"""
 BATCH_SIZE, SEED, MINIBATCHES = 4, 3, 7
 
 
@@ -68,6 +92,15 @@ def test_compiled_to_rounding(tmp_path: Path) -> None:
         expected = _reference(job, StageOptions())
         assert [entry.loss for entry in result.losses] == pytest.approx(expected, rel=1e-4), job.model
         assert max(report.weight_versions for report in result.reports) > 1
+
+
+@pytest.mark.slow
+def test_the_baseline_trains_weights_that_some_steps_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "gates.py"
+    path.write_text(GATES, encoding="utf-8")
+    plan = make_plan(structural_profile(path, BATCH_SIZE), (1, 1))
+    result = train(path, plan, steps=8, seed=SEED, baseline="data-parallel")
+    assert len(result.losses) == 8
 
 
 def _data_parallel(file: ModelFile) -> list[float]:

@@ -336,6 +336,15 @@ def test_optimizers_that_look_at_numbers_are_refused(tmp_path: Path) -> None:
         estimate_profile(written(tmp_path, source), BATCH, device="cpu")
 
 
+def test_a_step_that_fails_is_said_as_when_it_is_measured(tmp_path: Path) -> None:
+    source = CHAIN.replace("self.next(self.act(self.conv(images)))", "self.next(self.act(self.conv(images)).add_(1))")
+    words = "training step of the model fails: RuntimeError: one of the variables"
+    with pytest.raises(ModelFileError, match=words):
+        estimate_profile(written(tmp_path, source), 2, device="cpu")
+    with pytest.raises(ModelFileError, match=words):
+        profile_model(written(tmp_path, source), 2, repeats=1)
+
+
 def test_mistakes_in_the_model_file_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="batch size 0"):
         estimate_profile(written(tmp_path, CHAIN), 0, device="cpu")
