@@ -141,6 +141,8 @@ def _type(schema: dict[str, Any]) -> str:
         return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "prefixItems" in schema:
+        return f"{len(schema['prefixItems'])} of {_type(schema['prefixItems'][0])}"
     if schema["type"] == "array":
         least = f", at least {schema['minItems']}" if "minItems" in schema else ""
         return f"list of {_type(schema['items'])}{least}"

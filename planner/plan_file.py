@@ -75,6 +75,14 @@ class Transfer(Record):
     gradient_bytes: Bytes
 
 
+class Shared(Record):
+    """Weights that two stages hold, each a copy of its own, and whose gradients they tell each other."""
+
+    stages: tuple[int, int]
+    weights: Annotated[tuple[str, ...], Field(min_length=1)]
+    gradient_bytes: Bytes  # at most: profiles know the bytes of layers, not of single weights
+
+
 class Bottleneck(Record):
     """The resource that limits the pipeline."""
 
@@ -126,6 +134,7 @@ class Plan(Record):
     vertical_sync: bool = False  # under 1f1b: all stages use the weight version of the first stage
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     transfers: tuple[Transfer, ...]
+    shared: tuple[Shared, ...] = ()
     contiguous: bool = True  # False: values go back and forth between stages, which no schedule runs
     predicted: Prediction
     solver: SolverReport

@@ -129,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.pipedream import read_profile
     from planner.plan_file import save_plan
     from planner.report.plan import plan_report
-    from planner.sharing import shared_weight
+    from planner.sharing import obstacle, shared_weights, trained_parameters
+    from planner.units import format_bytes
 
     profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
     profile = profiles[0]
@@ -141,8 +142,15 @@ def run(args: argparse.Namespace) -> int:
     save_plan(plan, args.output)
     print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
     print(f"written to {args.output}", file=sys.stderr)
-    if shared := shared_weight(plan, {layer.name: layer.parameters for layer in profile.layers}):
-        print(f"warning: {shared.sentence}\nhint: {shared.hint}", file=sys.stderr)
+    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
+    if problem := obstacle(plan, shared):
+        print(f"warning: {problem[0]}\nhint: {problem[1]}", file=sys.stderr)
+    elif shared:
+        size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
+        text = shared[0].sentence(
+            f"; they exchange gradients of up to {size} per update, which the prediction leaves out"
+        )
+        print(f"note: {text}", file=sys.stderr)
     if args.verify is not None:
         profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)
         # With --json stdout holds the plan alone.

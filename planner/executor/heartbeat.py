@@ -19,12 +19,14 @@ from enum import IntEnum
 from pathlib import Path
 
 from planner.schedule.instructions import (
+    AddShared,
     AllReduce,
     Instruction,
     Receive,
     ReceiveActivation,
     Send,
     SendActivation,
+    SendGradient,
     Unit,
     Update,
 )
@@ -155,7 +157,7 @@ class Heart:
             peer_rank, peer_stage = instruction.peer_rank, instruction.peer_stage
         elif isinstance(instruction, AllReduce):
             state = State.REDUCING
-        if isinstance(instruction, AllReduce | Update):
+        if isinstance(instruction, AllReduce | AddShared | Update):
             minibatch, microbatch = instruction.round, 0
         else:
             minibatch, microbatch = instruction.unit.minibatch, instruction.unit.microbatch
@@ -164,8 +166,7 @@ class Heart:
         )
         self._write(state, activity, instruction.stage, minibatch, microbatch, peer_rank, peer_stage)
         self._began_s = time.perf_counter()
-        if state is State.SENDING:
-            assert isinstance(instruction, Send)
+        if isinstance(instruction, SendActivation | SendGradient):
             activation = isinstance(instruction, SendActivation)
             place = self._sent_at.get((instruction.stage, activation))
             if place is not None:

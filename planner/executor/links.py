@@ -21,9 +21,9 @@ from planner.executor.setup import Place
 from planner.schedule.instructions import (
     Instruction,
     Receive,
-    ReceiveActivation,
+    ReceiveShared,
     Send,
-    SendActivation,
+    SendShared,
     matching_receive,
 )
 from planner.schedule.streams import PipelineShape
@@ -84,7 +84,7 @@ class LinkGroups:
 
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
-    own: Mapping[tuple[int, int, bool], dist.ProcessGroup] = field(default_factory=dict)
+    own: Mapping[tuple[int, int, bool, bool], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -102,13 +102,17 @@ class LinkGroups:
             for channel in shape.channels:
                 ranks = sorted({*shape.ranks[channel.source], *shape.ranks[channel.target]})
                 for activation in (True, False):
-                    own[channel.source, channel.target, activation] = new_group(ranks)
+                    own[channel.source, channel.target, activation, False] = new_group(ranks)
+        for source, target in () if tags else shape.shared:
+            ranks = sorted({*shape.ranks[source], *shape.ranks[target]})
+            for forward in (True, False):
+                own[source, target, forward, True] = new_group(ranks)
         return cls(new_group(None), new_group(None), own)
 
     def of(self, link: Link) -> dist.ProcessGroup:
         """The group of a link's messages."""
-        group = self.own.get((link.source, link.target, link.activation))
-        return group or (self.activations if link.activation else self.gradients)
+        group = self.own.get((link.source, link.target, link.forward, link.shared))
+        return group or (self.activations if link.forward else self.gradients)
 
 
 class Links:
@@ -186,26 +190,29 @@ class Links:
 class Link:
     """What keeps messages in order: one direction between two stages, from or to one peer."""
 
-    activation: bool
+    forward: bool  # from the earlier of the two stages to the later
     sends: bool
     source: int  # the earlier of the two stages
     target: int
     peer_rank: int
+    shared: bool  # gradients of weights that both stages hold
 
     @property
     def tag(self) -> int:
-        return self.source * 10_000 + self.target
+        """What tells its messages from those of other stages of the same two workers."""
+        return (self.shared * 10_000 + self.source) * 10_000 + self.target
 
 
 def link_of(message: Receive | Send) -> Link:
     """The link that a message takes."""
     source, target = sorted((message.stage, message.peer_stage))
     return Link(
-        isinstance(message, (ReceiveActivation, SendActivation)),
+        (message.stage == source) == isinstance(message, Send),
         isinstance(message, Send),
         source,
         target,
         message.peer_rank,
+        isinstance(message, (ReceiveShared, SendShared)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -45,9 +45,11 @@ class StageOptimizer:
         """What a checkpoint holds beside the optimizer, by name."""
         return {} if self.scheduler is None else {"scheduler": self.scheduler}
 
-    def squared_norm(self) -> float:
+    def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
         """The square of the norm of all gradients; it has the exact root in float32 that the norm was."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        left_out = set(leave_out)
+        counted = [parameter for parameter in self.parameters if parameter not in left_out]
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
 
     def step(self, squared_norm: float | None) -> None:

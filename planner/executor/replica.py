@@ -12,6 +12,7 @@ from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
 from planner.executor.optimizer import StageOptimizer
 from planner.executor.recompute import Buffers, ChangingBuffers
+from planner.executor.shared import SharedGradients
 from planner.executor.split_backward import WeightGradients, input_gradients
 from planner.executor.versions import WeightVersions
 from planner.model.batch import Batch
@@ -43,6 +44,7 @@ class StageReplica:
         data: where the stage reads model inputs and targets.
         seed: of the random numbers inside layers.
         recompute: keep only what was received for the backward, and run the forward again for the rest.
+        shared: the gradients of weights that other stages hold, too.
         counts_in_norm: whether it is the replica of the stage that adds its gradients to the norm of all.
     """
 
@@ -59,6 +61,7 @@ class StageReplica:
         seed: int = 0,
         recompute: bool = False,
         counts_in_norm: bool = True,
+        shared: SharedGradients | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -71,6 +74,7 @@ class StageReplica:
         self._seed = seed
         self._recompute = recompute
         self._counts_in_norm = counts_in_norm
+        self._shared = shared if shared is not None else SharedGradients(index, ())
         self._buffers = ChangingBuffers(module)
         self._units: dict[Unit, _InFlight] = {}
         self._averaged = 1  # minibatches whose gradients the next update averages
@@ -177,9 +181,21 @@ class StageReplica:
             gradients = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
             torch._foreach_div_(gradients, divisor)
 
+    def shared_gradients(self, round_: int, peer: int) -> dict[str, Tensor]:
+        """This stage's gradients of the weights that stage `peer` holds, too; its own updates step with sums only."""
+        return self._shared.take(round_, peer)
+
+    def accept_shared(self, round_: int, peer: int, values: dict[str, Tensor]) -> None:
+        """Take those of stage `peer`."""
+        self._shared.accept(round_, peer, values)
+
+    def add_shared(self, round_: int) -> None:
+        """Let the next update step with the sums of `round_`."""
+        self._shared.add(round_)
+
     def norm_share(self) -> float:
         """What this replica adds to the squared norm of all gradients: those of a replicated stage count once."""
-        return self.optimizer.squared_norm() if self._counts_in_norm else 0.0
+        return self.optimizer.squared_norm(self._shared.counted_elsewhere) if self._counts_in_norm else 0.0
 
     def update(self, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
         """Step the optimizer: this makes a new weight version, beside those `kept` for forwards to come.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from planner.cost import ASYNCHRONOUS
 from planner.errors import ModelFileError, PlanError
+from planner.executor.job import TrainingOptions
+from planner.executor.shared import separate_copies, use_parameters
 from planner.model.deferred import build_deferred, materialize
 from planner.model.evaluation import EvaluationStages, build_evaluation
 from planner.model.file import ModelFile
@@ -16,15 +19,21 @@ from planner.model.load import capture_file
 from planner.model.options import options_of
 from planner.model.stage import StageModule, build_stage
 from planner.plan_file import Plan, Transfer
-from planner.sharing import shared_weight
+from planner.sharing import obstacle, shared_weights
+
+Shared = Mapping[tuple[int, int], Collection[str]]  # by two stages, the trained weights that both hold
 
 
 @dataclass(frozen=True)
 class Modules:
-    """A worker's stages by number; `evaluation` has those of the evaluation graph, with the same weights."""
+    """A worker's stages by number; `evaluation` has those of the evaluation graph, with the same weights.
+
+    `shared`: what any two stages of the plan share, be they this worker's or not.
+    """
 
     training: dict[int, StageModule]
     evaluation: EvaluationStages | None
+    shared: Shared
 
 
 def build_modules(
@@ -42,7 +51,7 @@ def build_modules(
 
     Raises:
         PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
-            stages share a weight that is trained.
+            stages share a weight whose copies the schedule cannot keep equal.
     """
     if plan.graph_hash is None or plan.microbatch_size is None:
         raise PlanError(
@@ -59,7 +68,7 @@ def build_modules(
             f"{graph.hash} captured",
             hint="profile and solve again: plan profile, plan solve",
         )
-    _check_sharing(plan, graph)
+    shared = _shared(plan, graph)
     evaluation = None
     if evaluate:
         evaluation = capture_file(model_file, example, model, training=False, options=options_of(plan))
@@ -68,16 +77,45 @@ def build_modules(
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
         materialize(graph.model, model_file.build_model, seed, set(graph.names_of(wanted)))
     modules = {stage: build_stage(graph, plan.stages[stage].layers, compile_=plan.compiled) for stage in stages}
+    separate_copies(list(modules.values()))
     if evaluation is None:
-        return Modules(modules, None)
+        return Modules(modules, None, shared)
     cut = [stage.layers for stage in plan.stages]
-    return Modules(modules, build_evaluation(graph, cut, evaluation, stages, output=model_file.has_metrics))
+    evaluated = build_evaluation(graph, cut, evaluation, stages, output=model_file.has_metrics)
+    for stage, module in evaluated.modules.items():
+        use_parameters(module, modules[stage])
+    return Modules(modules, evaluated, shared)
 
 
-def _check_sharing(plan: Plan, graph: LayerGraph) -> None:
+def _shared(plan: Plan, graph: LayerGraph) -> Shared:
     trained = {name for name, parameter in graph.model.named_parameters() if parameter.requires_grad}
-    if shared := shared_weight(plan, {layer.name: trained.intersection(layer.parameters) for layer in graph.layers}):
-        raise PlanError(shared.sentence, hint=shared.hint)
+    layers = [stage.layers for stage in plan.stages]
+    weights = list(shared_weights(layers, {each.name: trained.intersection(each.parameters) for each in graph.layers}))
+    if problem := obstacle(plan, weights):
+        raise PlanError(problem[0], hint=problem[1])
+    found: dict[tuple[int, int], set[str]] = {}
+    for weight in weights:
+        found.setdefault(weight.stages, set()).add(weight.name)
+    return found
+
+
+def check_shared(plan: Plan, shared: Shared, model_file: ModelFile, options: TrainingOptions) -> None:
+    """The copies of a shared weight must all take the same steps.
+
+    Raises:
+        PlanError: where options or the model file would have them take others.
+    """
+    if not shared or plan.schedule not in ASYNCHRONOUS:
+        return
+    (stages, names), *_ = sorted(shared.items())
+    sentence = f"stages {stages[0]} and {stages[1]} share the weight '{min(names)}' under {plan.schedule}"
+    hint = "take a schedule that drains, such as 1f1b-flush; or keep the weight in one stage with --colocate"
+    if options.clip_grad_norm is not None:
+        raise PlanError(f"{sentence}, whose stages clip their gradients each by its own norm", hint=hint)
+    if plan.schedule == "1f1b" and model_file.has_scheduler:
+        raise PlanError(
+            f"{sentence}, whose stages are at different steps of scheduler() when they update it", hint=hint
+        )
 
 
 def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:

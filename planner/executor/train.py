@@ -29,7 +29,8 @@ from planner.executor.optimizer import make_optimizer
 from planner.executor.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.replica import StageReplica
 from planner.executor.setup import Place, check_schedule, check_world, join_group, local_place, message_timeout
-from planner.executor.stages import build_modules, check_sizes, transferred
+from planner.executor.shared import SharedGradients, shared_parameters
+from planner.executor.stages import build_modules, check_shared, check_sizes, transferred
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.compiling import check_compiler
 from planner.model.evaluation import share_buffers
@@ -39,8 +40,10 @@ from planner.schedule.instructions import (
     Instruction,
     Receive,
     ReceiveActivation,
+    ReceiveShared,
     Send,
     SendActivation,
+    SendShared,
     Unit,
     Update,
 )
@@ -110,6 +113,7 @@ class TrainingRun:
             defer_weights=job.defer_weights,
             evaluate=job.options.evaluate_every is not None,
         )
+        check_shared(self.plan, built.shared, model_file, job.options)
         self.evaluation = built.evaluation
         self.transfers = transferred(self.plan, built.training)
         self.modules = {stage: module.to(place.compute) for stage, module in built.training.items()}
@@ -122,7 +126,11 @@ class TrainingRun:
         if self.plan.compiled:
             self._compile(model_file)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
-        self.shape = replace(shape_of(self.plan), accumulate=job.options.accumulate)
+        self.shape = replace(shape_of(self.plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
+        self.shared = {
+            stage: SharedGradients(stage, shared_parameters(stage, module, built.shared))
+            for stage, module in self.modules.items()
+        }
         self.optimizers = {
             stage: make_optimizer(
                 model_file,
@@ -302,6 +310,7 @@ class TrainingRun:
             seed=self.job.seed,
             recompute=self.plan.stages[stage].recompute,
             counts_in_norm=self.rank == self.plan.stages[stage].ranks[0],
+            shared=self.shared[stage],
         )
 
     def _segments(self) -> Iterator[tuple[int, int]]:
@@ -314,6 +323,8 @@ class TrainingRun:
             yield from segment_stream(self.shape, self.stages[0], self.rank, first, last)
 
     def _layout(self, message: Receive | Send) -> Layout:
+        if isinstance(message, (ReceiveShared, SendShared)):
+            return layout_of(self.shared[message.stage].specs(message.peer_stage), 1)
         activation = isinstance(message, (ReceiveActivation, SendActivation))
         source, target = sorted((message.stage, message.peer_stage))
         samples = self.data.size(message.unit)

@@ -17,6 +17,7 @@ from planner.executor.heartbeat import Heart
 from planner.executor.joint import JointNorm
 from planner.executor.replica import StageReplica
 from planner.schedule.instructions import (
+    AddShared,
     AllReduce,
     Backward,
     BackwardInput,
@@ -27,9 +28,11 @@ from planner.schedule.instructions import (
     Receive,
     ReceiveActivation,
     ReceiveGradient,
+    ReceiveShared,
     Send,
     SendActivation,
     SendGradient,
+    SendShared,
     Unit,
     Update,
 )
@@ -146,6 +149,12 @@ class Worker:
                 stage.backward_weight(unit, last_of_round=instruction.last_of_round)
             case SendGradient(unit=unit, peer_stage=source):
                 self._messenger.send(instruction, stage.gradient(unit, source))
+            case SendShared(unit=unit, peer_stage=peer):
+                self._messenger.send(instruction, stage.shared_gradients(unit.minibatch, peer))
+            case ReceiveShared(unit=unit, peer_stage=peer):
+                stage.accept_shared(unit.minibatch, peer, self._messenger.receive(instruction))
+            case AddShared(round=round_):
+                stage.add_shared(round_)
             case AllReduce():
                 stage.average(instruction.divisor)
             case Update():

@@ -126,6 +126,11 @@ class ModelFile:
             )
         return optimizer
 
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether the file has a learning-rate scheduler."""
+        return hasattr(self.module, "scheduler")
+
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """The user's learning-rate scheduler; None where the file has none.
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from typing_extensions import assert_never
 
 from planner.schedule.instructions import (
+    AddShared,
     AllReduce,
     Backward,
     BackwardInput,
@@ -22,16 +24,19 @@ from planner.schedule.instructions import (
     Receive,
     ReceiveActivation,
     ReceiveGradient,
+    ReceiveShared,
     Send,
     SendActivation,
     SendGradient,
+    SendShared,
     Unit,
     Update,
     matching_receive,
 )
 from planner.schedule.streams import PipelineShape, stream
 
-_Datum = tuple[bool, Unit, int]  # an activation, or a gradient; of a unit; and the stage at its other end
+# What messages carry: which kind of it, of which unit, and the stage at its other end.
+_Datum = tuple[Literal["activation", "gradient", "shared"], Unit, int]
 
 
 class ScheduleError(AssertionError):
@@ -51,7 +56,7 @@ def check_streams(shape: PipelineShape, minibatches: int) -> None:
 
 class _Run:
     def __init__(self, shape: PipelineShape, minibatches: int) -> None:
-        self.shape = shape
+        self.shape, self.minibatches = shape, minibatches
         self.stage_of = shape.first_stages
         self.streams: Mapping[int, Iterator[Instruction]] = {
             rank: stream(shape, stage, rank, minibatches) for rank, stage in self.stage_of.items()
@@ -72,8 +77,13 @@ class _Run:
         if left:
             raise ScheduleError(f"nobody takes {left[0]}")
         for (rank, stage), replica in self.replicas.items():
-            if replica.here or replica.owed or replica.used:
+            rounds = self._rounds(stage)
+            done = replica.updates >= rounds and (not self.shape.sharers(stage) or replica.added == rounds - 1)
+            if replica.here or replica.owed or replica.used or not done:
                 raise ScheduleError(f"rank {rank} leaves work of stage {stage} undone: {replica}")
+
+    def _rounds(self, stage: int) -> int:
+        return -(-self.minibatches // self.shape.minibatches_per_update(stage))
 
     def _advance(self, rank: int) -> bool:
         """Run `rank` until it waits; whether it got anywhere."""
@@ -85,11 +95,11 @@ class _Run:
 
     def _execute(self, rank: int, instruction: Instruction) -> bool:
         match instruction:
-            case SendActivation() | SendGradient():
+            case SendActivation() | SendGradient() | SendShared():
                 self._hand_over(rank, instruction)
                 receive = matching_receive(instruction, rank)
                 self.mail.setdefault(_link(rank, instruction.peer_rank, receive), deque()).append(receive)
-            case ReceiveActivation() | ReceiveGradient():
+            case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
                 box = self.mail.get(_link(instruction.peer_rank, rank, instruction))
                 if not box:
                     return False
@@ -100,6 +110,7 @@ class _Run:
             case AllReduce():
                 here = self.arrived.setdefault(instruction, set())
                 here.add(rank)
+                self._finish_round(rank, instruction.stage, instruction.round)
                 return here == set(self.shape.ranks[instruction.stage])
             case Forward():
                 self._forward(rank, instruction)
@@ -115,6 +126,13 @@ class _Run:
                     raise ScheduleError(f"rank {rank} runs {instruction} without the first part")
                 replica.half_done.remove(unit)
                 del replica.used[unit]
+            case AddShared(round=round_):
+                replica = self.replicas[rank, instruction.stage]
+                peers = self.shape.sharers(instruction.stage)
+                self._take(rank, instruction, {("shared", Unit(round_), peer) for peer in peers})
+                if replica.added != round_ - 1:
+                    raise ScheduleError(f"rank {rank} runs {instruction} after that of round {replica.added}")
+                replica.added = round_
             case Update():
                 self._update(rank, instruction)
             case _:
@@ -123,8 +141,8 @@ class _Run:
 
     def _forward(self, rank: int, forward: Forward) -> None:
         replica = self.replicas[rank, forward.stage]
-        self._take(rank, forward, {(True, forward.unit, c.source) for c in self.shape.arriving(forward.stage)})
-        replica.owed |= {(True, forward.unit, c.target) for c in self.shape.leaving(forward.stage)}
+        self._take(rank, forward, {("activation", forward.unit, c.source) for c in self.shape.arriving(forward.stage)})
+        replica.owed |= {("activation", forward.unit, c.target) for c in self.shape.leaving(forward.stage)}
         version = replica.updates if forward.version is None else forward.version
         if version != replica.updates and version not in replica.kept:
             raise ScheduleError(f"rank {rank} runs {forward} after {replica.updates} updates, with {replica.kept} kept")
@@ -137,10 +155,18 @@ class _Run:
         replica = self.replicas[rank, stage]
         if unit not in replica.used or unit in replica.half_done:
             raise ScheduleError(f"rank {rank} runs {backward} without its forward")
-        self._take(rank, backward, {(False, unit, c.target) for c in self.shape.leaving(stage) if c.gradient})
-        replica.owed |= {(False, unit, c.source) for c in self.shape.arriving(stage) if c.gradient}
+        self._take(rank, backward, {("gradient", unit, c.target) for c in self.shape.leaving(stage) if c.gradient})
+        replica.owed |= {("gradient", unit, c.source) for c in self.shape.arriving(stage) if c.gradient}
 
-    def _take(self, rank: int, instruction: Forward | Backward | BackwardInput, needed: set[_Datum]) -> None:
+    def _finish_round(self, rank: int, stage: int, round_: int) -> None:
+        """Gradients of the round are complete: nothing of it may be in flight."""
+        replica, per_round = self.replicas[rank, stage], self.shape.minibatches_per_update(stage)
+        if late := [unit for unit in replica.used if unit.minibatch // per_round <= round_]:
+            raise ScheduleError(f"rank {rank} ends round {round_} of stage {stage} before {late} are done")
+
+    def _take(
+        self, rank: int, instruction: Forward | Backward | BackwardInput | AddShared, needed: set[_Datum]
+    ) -> None:
         """Use up what has come for a computation."""
         replica = self.replicas[rank, instruction.stage]
         if missing := needed - replica.here:
@@ -149,6 +175,9 @@ class _Run:
 
     def _hand_over(self, rank: int, send: Send) -> None:
         replica = self.replicas[rank, send.stage]
+        if isinstance(send, SendShared):
+            self._finish_round(rank, send.stage, send.unit.minibatch)
+            return
         if _datum(send) not in replica.owed:
             raise ScheduleError(f"rank {rank} runs {send} before there is anything to send")
         replica.owed.remove(_datum(send))
@@ -158,6 +187,14 @@ class _Run:
         older = {replica.updates, *replica.kept, *replica.used.values()}
         if update.round != replica.updates or not older.issuperset(update.kept):
             raise ScheduleError(f"rank {rank} runs {update} after {replica.updates} updates, with {older} left")
+        rounds, lag = self._rounds(update.stage), self.shape.lag(update.stage)
+        due = max(-1, update.round - lag)  # whose gradients of shared weights it steps with
+        if update.round < rounds:
+            self._finish_round(rank, update.stage, update.round)
+        else:
+            due = max(0, rounds - lag) + update.round - rounds
+        if self.shape.sharers(update.stage) and replica.added != due:
+            raise ScheduleError(f"rank {rank} runs {update} with shared gradients of round {replica.added}, not {due}")
         replica.updates += 1
         replica.kept = update.kept
         held = {replica.updates, *replica.kept, *replica.used.values()}
@@ -170,6 +207,7 @@ class _Replica:
     """One replica of a stage: updates done, older versions kept for forwards to come, and of units in flight."""
 
     updates: int = 0
+    added: int = -1  # the last round whose gradients of shared weights were added up
     kept: tuple[int, ...] = ()
     used: dict[Unit, int] = field(default_factory=dict)
     half_done: set[Unit] = field(default_factory=set)  # the first part of whose backward is done
@@ -178,7 +216,13 @@ class _Replica:
 
 
 def _datum(message: Send | Receive) -> _Datum:
-    return isinstance(message, (ReceiveActivation, SendActivation)), message.unit, message.peer_stage
+    match message:
+        case ReceiveActivation() | SendActivation():
+            return "activation", message.unit, message.peer_stage
+        case ReceiveGradient() | SendGradient():
+            return "gradient", message.unit, message.peer_stage
+        case _:
+            return "shared", message.unit, message.peer_stage
 
 
 def _link(sender: int, receiver: int, receive: Receive) -> tuple[int, int, type, int, int]:

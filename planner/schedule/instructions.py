@@ -127,14 +127,49 @@ class Update:
     kept: tuple[int, ...] = ()
 
 
-Receive = ReceiveActivation | ReceiveGradient
-Send = SendActivation | SendGradient
+@dataclass(frozen=True, slots=True)
+class SendShared:
+    """Hand the stage's gradients of the weights that it shares with `peer_stage` to `peer_rank`; never waits for it.
+
+    They are those of a round: `unit.minibatch` is its number, `unit.microbatch` 0.
+    """
+
+    stage: int
+    unit: Unit
+    peer_stage: int
+    peer_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveShared:
+    """Take the gradients of the weights shared with `peer_stage`, of the round `unit.minibatch`."""
+
+    stage: int
+    unit: Unit
+    peer_stage: int
+    peer_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddShared:
+    """Add up the gradients of round `round` of all stages that share weights: the next update steps with the sums."""
+
+    stage: int
+    round: int
+
+
+Receive = ReceiveActivation | ReceiveGradient | ReceiveShared
+Send = SendActivation | SendGradient | SendShared
 Message = Receive | Send
 Compute = Forward | Backward | BackwardInput | BackwardWeight | Update
-Instruction = Message | Compute | AllReduce
+Instruction = Message | Compute | AllReduce | AddShared
 
 
 def matching_receive(send: Send, sender_rank: int) -> Receive:
     """The instruction at the other end of `send`."""
-    kind = ReceiveActivation if isinstance(send, SendActivation) else ReceiveGradient
-    return kind(stage=send.peer_stage, unit=send.unit, peer_stage=send.stage, peer_rank=sender_rank)
+    kinds: dict[type[Send], type[Receive]] = {
+        SendActivation: ReceiveActivation,
+        SendGradient: ReceiveGradient,
+        SendShared: ReceiveShared,
+    }
+    return kinds[type(send)](stage=send.peer_stage, unit=send.unit, peer_stage=send.stage, peer_rank=sender_rank)

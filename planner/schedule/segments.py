@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.schedule.instructions import AllReduce, Instruction, Unit, Update
+from planner.schedule.instructions import AddShared, AllReduce, Instruction, Unit, Update
 from planner.schedule.streams import PipelineShape, stream
 
 
@@ -36,7 +36,7 @@ def segment_stream(shape: PipelineShape, stage: int, rank: int, first: int, last
 
 
 def _later(instruction: Instruction, minibatches: int) -> Instruction:
-    if isinstance(instruction, (AllReduce, Update)):
+    if isinstance(instruction, (AllReduce, AddShared, Update)):
         return replace(instruction, round=instruction.round + minibatches)
     unit = Unit(instruction.unit.minibatch + minibatches, instruction.unit.microbatch)
     return replace(instruction, unit=unit)

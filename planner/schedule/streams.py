@@ -40,6 +40,7 @@ from planner.schedule.instructions import (
     Update,
 )
 from planner.schedule.interleaved import chunks_in_flight, interleave
+from planner.schedule.shared import add_shared, lag, send_shared, sharers
 from planner.schedule.vertical_sync import Entry, versions_held
 
 
@@ -63,6 +64,7 @@ class PipelineShape:
         microbatches: per minibatch; 1 for "1f1b" and "naive".
         depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
         vertical_sync: under "1f1b", a minibatch uses the same version of the weights at every stage.
+        shared: pairs of stages that hold the same weights (see `planner.schedule.shared`).
         accumulate: minibatches per replica between two updates of "1f1b"; the others divide minibatches for that.
     """
 
@@ -73,6 +75,7 @@ class PipelineShape:
     depths: tuple[int, ...] | None = None
     vertical_sync: bool = False
     accumulate: int = 1
+    shared: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"):
@@ -83,6 +86,8 @@ class PipelineShape:
             raise ValueError(f"schedule '{self.schedule}' has one microbatch per minibatch, not {self.microbatches}")
         if self.vertical_sync and self.accumulate != 1:
             raise ValueError("vertical sync counts versions by rounds of one minibatch per replica")
+        if self.vertical_sync and self.shared:
+            raise ValueError("with vertical sync shared weights would be at another version than the others")
         if self.vertical_sync and self.schedule != "1f1b":
             raise ValueError(f"vertical sync is for the schedule '1f1b', not '{self.schedule}'")
 
@@ -118,6 +123,17 @@ class PipelineShape:
     def leaving(self, stage: int) -> tuple[Channel, ...]:
         """The channels that activations of `stage` leave by."""
         return self._by_end[1].get(stage, ())
+
+    def sharers(self, stage: int) -> tuple[int, ...]:
+        """The stages that hold weights of `stage` too."""
+        return sharers(self.shared, stage) if self.shared else ()
+
+    def lag(self, stage: int) -> int:
+        """Rounds by which gradients of shared weights are applied later than those of other weights."""
+        if self.schedule != "1f1b" or not self.sharers(stage):
+            return 0
+        depths = [self.in_flight(other) for other in range(len(self.ranks))]
+        return lag(self.shared, depths, self.accumulate, stage)
 
     def minibatches_per_update(self, stage: int) -> int:
         """Minibatches whose gradients one update of `stage` averages: a round."""
@@ -236,11 +252,15 @@ def _asynchronous(shape: PipelineShape, stage: int, rank: int, minibatches: int)
                 kept: tuple[int, ...] = ()
                 if shape.entry is not None:
                     kept = shape.entry.to_come(mine[index + shape.in_flight(stage) :], len(replicas), round_ + 1)
-                yield from _finish_round(shape, stage, round_, minibatches, kept)
+                yield from _finish_round(shape, stage, rank, round_, minibatches, kept)
     # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
     last_round = (minibatches - 1) // per_round
     if minibatches and (not mine or mine[-1] // per_round < last_round):
-        yield from _finish_round(shape, stage, last_round, minibatches)
+        yield from _finish_round(shape, stage, rank, last_round, minibatches)
+    rounds, behind = -(-minibatches // per_round), shape.lag(stage)
+    for number, round_ in enumerate(range(max(0, rounds - behind), rounds)):
+        yield from add_shared(shape.ranks, shape.sharers(stage), stage, rank, round_)
+        yield Update(stage, rounds + number)
 
 
 def _double_buffered(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
@@ -259,24 +279,33 @@ def _double_buffered(shape: PipelineShape, stage: int, rank: int, minibatches: i
                 # What is left of the next minibatch runs at the version that this update replaces.
                 ahead = index + shape.in_flight(stage)
                 more = ahead < len(mine) and mine[ahead] // shape.microbatches == unit.minibatch + 1
-                yield from _finish_minibatch(shape, stage, unit.minibatch, (unit.minibatch,) if more else ())
+                kept = (unit.minibatch,) if more else ()
+                yield from _finish_minibatch(shape, [stage], rank, unit.minibatch, kept)
 
 
 def _finish_minibatch(
-    shape: PipelineShape, stage: int, minibatch: int, kept: tuple[int, ...] = ()
+    shape: PipelineShape, stages: Sequence[int], rank: int, minibatch: int, kept: tuple[int, ...] = ()
 ) -> Iterator[Instruction]:
     """Losses are scaled to sum to the minibatch's: no division here."""
-    if len(shape.ranks[stage]) > 1:
-        yield AllReduce(stage, minibatch, divisor=1)
-    yield Update(stage, minibatch, kept)
+    for stage in stages:
+        if len(shape.ranks[stage]) > 1:
+            yield AllReduce(stage, minibatch, divisor=1)
+        yield from send_shared(shape.ranks, shape.sharers(stage), stage, rank, minibatch)
+    for stage in stages:
+        yield from add_shared(shape.ranks, shape.sharers(stage), stage, rank, minibatch)
+        yield Update(stage, minibatch, kept)
 
 
 def _finish_round(
-    shape: PipelineShape, stage: int, round_: int, minibatches: int, kept: tuple[int, ...] = ()
+    shape: PipelineShape, stage: int, rank: int, round_: int, minibatches: int, kept: tuple[int, ...] = ()
 ) -> Iterator[Instruction]:
     per_round = shape.minibatches_per_update(stage)
     if per_round > 1:
         yield AllReduce(stage, round_, divisor=min(per_round, minibatches - round_ * per_round))
+    if peers := shape.sharers(stage):
+        yield from send_shared(shape.ranks, peers, stage, rank, round_)
+        if round_ >= shape.lag(stage):
+            yield from add_shared(shape.ranks, peers, stage, rank, round_ - shape.lag(stage))
     yield Update(stage, round_, kept)
 
 
@@ -289,7 +318,7 @@ def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
             yield from _forward(shape, stage, mine[index])
         else:
             yield from _backward(shape, stage, mine[index], last_of_round=index == len(mine) - 1)
-    yield from _finish_minibatch(shape, stage, minibatch)
+    yield from _finish_minibatch(shape, [stage], rank, minibatch)
 
 
 def _zero_bubble(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
@@ -307,7 +336,7 @@ def _zero_bubble(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
                 yield BackwardWeight(stage, mine[index - behind], last_of_round=index - behind == len(mine) - 1)
     for index in range(max(0, len(mine) - behind), len(mine)):
         yield BackwardWeight(stage, mine[index], last_of_round=index == len(mine) - 1)
-    yield from _finish_minibatch(shape, stage, minibatch)
+    yield from _finish_minibatch(shape, [stage], rank, minibatch)
 
 
 def _interleaved(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
@@ -321,8 +350,8 @@ def _interleaved(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
             yield from _forward(shape, own[chunk], mine[index])
         else:
             yield from _backward(shape, own[chunk], mine[index], last_of_round=index == len(mine) - 1)
-    for each in reversed(own):  # in the order in which their gradients are complete
-        yield from _finish_minibatch(shape, each, minibatch)
+    # In the order in which their gradients are complete.
+    yield from _finish_minibatch(shape, own[::-1], rank, minibatch)
 
 
 def _forward(shape: PipelineShape, stage: int, unit: Unit, version: int | None = None) -> Iterator[Instruction]:

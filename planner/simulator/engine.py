@@ -19,6 +19,7 @@ from typing_extensions import assert_never
 
 from planner.cost import WEIGHT_SHARE
 from planner.schedule.instructions import (
+    AddShared,
     AllReduce,
     Backward,
     BackwardInput,
@@ -28,9 +29,11 @@ from planner.schedule.instructions import (
     Receive,
     ReceiveActivation,
     ReceiveGradient,
+    ReceiveShared,
     Send,
     SendActivation,
     SendGradient,
+    SendShared,
     Unit,
     Update,
     matching_receive,
@@ -148,12 +151,14 @@ class Engine:
                 self._backward_weight(rank, instruction)
             case Update(stage=stage, round=round_):
                 self._compute(rank, "update", stage, Unit(round_), self.stages[stage].update_s)
-            case SendActivation() | SendGradient():
+            case SendActivation() | SendGradient() | SendShared():
                 self._send(rank, instruction)
-            case ReceiveActivation() | ReceiveGradient():
+            case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
                 return self._receive(rank, instruction)
             case AllReduce():
                 return self._wait_for_ring(rank, instruction)
+            case AddShared():
+                pass  # as quick as the rest of the update
             case _:
                 assert_never(instruction)
         return True
@@ -195,7 +200,7 @@ class Engine:
             end = self.clock[rank]  # to another stage of the same worker
         else:
             start, end = self.links.send(send, rank, self.clock[rank])
-            if self.events is not None:
+            if self.events is not None and not isinstance(send, SendShared):  # of no unit that could be drawn
                 self._record_message(rank, send, start, end)
         self.arrived[peer, receive] = end
         if (peer, receive) in self.awaited:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from planner.cluster import Cluster
 from planner.cost import BUCKETS, ring_all_reduce_s
 from planner.plan_file import Plan, Stage
-from planner.schedule.instructions import Send, SendActivation
+from planner.schedule.instructions import Send, SendActivation, SendShared
 from planner.simulator.engine import StageTimes
 from planner.timeline import LinkUse
 from planner.topology import Topology
@@ -83,6 +83,7 @@ class ClusterLinks:
         self._topology = Topology(plan.cluster)
         self._overlap = plan.cluster.overlap
         self._bytes = {(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in plan.transfers}
+        self._shared_bytes = {ends: s.gradient_bytes for s in plan.shared for ends in (s.stages, s.stages[::-1])}
         own = _own_bandwidth(plan.cluster)
         ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
         self._own = {
@@ -102,7 +103,9 @@ class ClusterLinks:
 
     def send(self, send: Send, rank: int, now_s: float) -> tuple[float, float]:
         """As soon as all links on the way are free."""
-        if isinstance(send, SendActivation):
+        if isinstance(send, SendShared):
+            size = self._shared_bytes[send.stage, send.peer_stage]
+        elif isinstance(send, SendActivation):
             size = self._bytes[send.stage, send.peer_stage][0]
         else:
             size = self._bytes[send.peer_stage, send.stage][1]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.schedule.instructions import Send, SendActivation
+from planner.schedule.instructions import Send, SendActivation, SendShared
 from planner.schedule.streams import PipelineShape
 from planner.simulator.engine import Engine, StageTimes
 from planner.steady import steady_range
@@ -85,6 +85,7 @@ class _PairLinks:
 
     def send(self, send: Send, rank: int, now_s: float) -> tuple[float, float]:
         """As soon as both ends are free."""
+        assert not isinstance(send, SendShared), "only whole plans know of shared weights"
         source, target = sorted((send.stage, send.peer_stage))
         times = self.transfers[source, target]
         seconds = times.activation_s if isinstance(send, SendActivation) else times.gradient_s

@@ -14,6 +14,7 @@ from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price
 from planner.profile_file import REMEDY, Profile
 from planner.solver.assemble import assemble
+from planner.solver.copies import price_with_copies
 from planner.solver.deadline import Deadline
 from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.infeasible import explain
@@ -86,6 +87,8 @@ def solve(
         found, cost = solve_synced(request, depth, lambda r, rule: _found(r, solver, deadline, rule, chunks))
     else:
         found, cost = _found(request, solver, deadline, depth, chunks)
+    if cost_model != "max-load":
+        cost = price_with_copies(request.ledger, found.stages, cluster, cost, schedule)
     bound_s = min(found.bound_s, cost.seconds_per_minibatch)
     seconds = cost.seconds_per_minibatch
     optimal = seconds <= bound_s * (1 + _ROUNDING)

@@ -8,8 +8,10 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.cost import cost_model, link_of
-from planner.plan_file import Plan, Prediction, ScheduleName, SolverReport, Stage, Transfer, config_of
+from planner.plan_file import Plan, Prediction, ScheduleName, Shared, SolverReport, Stage, Transfer, config_of
 from planner.pricing import Candidate, Ledger, Price, messages
+from planner.sharing import SharedWeight
+from planner.solver.copies import shared_in
 
 
 def assemble(
@@ -39,6 +41,7 @@ def assemble(
         microbatches=microbatches,
         stages=_stages(ledger, stages, price),
         transfers=transfers(ledger, stages, contiguous=contiguous),
+        shared=_shared(ledger, stages),
         contiguous=contiguous,
         predicted=_prediction(ledger, cluster, stages, price, microbatches, report),
         solver=report,
@@ -57,6 +60,23 @@ def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool =
             gradient_bytes=sum(value.gradient_bytes for value in values),
         )
         for (source, target), values in sorted(messages(ledger, stages, contiguous=contiguous).items())
+    )
+
+
+def _shared(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
+    """The weights that two stages train, for each two of them."""
+    layers = {layer.name: layer for layer in ledger.profile.layers}
+    found: dict[tuple[int, int], list[SharedWeight]] = {}
+    for weight in shared_in(ledger, stages):
+        found.setdefault(weight.stages, []).append(weight)
+    return tuple(
+        Shared(
+            stages=ends,
+            weights=tuple(weight.name for weight in weights),
+            # A weight is counted in the first layer that has it.
+            gradient_bytes=sum(layers[name].gradient_bytes for name in {weight.layers[0] for weight in weights}),
+        )
+        for ends, weights in sorted(found.items())
     )
 
 

@@ -1,4 +1,4 @@
-"""A weight that two stages would share: said when solving, refused when training."""
+"""A weight that two stages share: said when solving, trained as one, refused where its copies would differ."""
 
 from __future__ import annotations
 
@@ -41,19 +41,21 @@ def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_weight_of_two_stages_is_named_when_solving_and_refused_when_training(tmp_path: Path) -> None:
+def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     assert plan(tmp_path, "profile", "model.py", "--batch-size", "4", "--repeats", "3").returncode == 0
     solve = ("solve", "--gpus", "2", "--bandwidth", "100Gbps")
     pinned = plan(tmp_path, *solve, "--pin", "embedding=0", "--pin", "head=1")
     assert pinned.returncode == 0, pinned.stderr
-    assert "stages 0 and 1 share the weight 'embedding.weight'" in pinned.stderr
+    assert "note: stages 0 and 1 share the weight 'embedding.weight'" in pinned.stderr
+    trained = plan(tmp_path, "train", "model.py", "--steps", "3")
+    assert trained.returncode == 0, trained.stderr
+    synced = plan(tmp_path, *solve, "--pin", "embedding=0", "--pin", "head=1", "--vertical-sync")
+    assert "warning: stages 0 and 1 share the weight 'embedding.weight'" in synced.stderr
     refused = plan(tmp_path, "train", "model.py", "--steps", "2")
     assert refused.returncode == 2
     assert "error: stages 0 and 1 share the weight 'embedding.weight'" in refused.stderr
-    assert "hint: keep them in one stage: plan solve --colocate embedding,head" in refused.stderr
+    assert "hint: plan solve --colocate embedding,head; or leave --vertical-sync out" in refused.stderr
     together = plan(tmp_path, *solve, "--colocate", "embedding,head")
     assert together.returncode == 0, together.stderr
     assert "share" not in together.stderr
-    trained = plan(tmp_path, "train", "model.py", "--steps", "2")
-    assert trained.returncode == 0, trained.stderr

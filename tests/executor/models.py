@@ -169,13 +169,56 @@ def metrics(output, target):
     return {"accuracy": right.float().mean(), "largest": output.abs().mean().item()}
 """
 
+# The embedding is the head's weight, and the first layer of every block the same: COPIES makes copies of them.
+TIED = """
+import copy
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(19, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh()) for _ in range(4)])
+        self.drop = nn.Dropout(0.2)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 19, bias=False)
+        self.head.weight = self.embed.weight
+        for block in self.blocks[1:]:
+            block[0].weight = self.blocks[0][0].weight
+        if COPIES:
+            self.head.weight = copy.deepcopy(self.embed.weight)
+            for block in self.blocks[1:]:
+                block[0].weight = copy.deepcopy(self.blocks[0][0].weight)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + self.drop(block(x))
+        return self.head(self.norm(x))
+
+def build_model():
+    return Net()
+
+def example_batch(batch_size):
+    tokens = torch.randint(0, 19, (batch_size, 7))
+    return (tokens,), tokens.roll(-1, 1)
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def optimizer(parameters):
+    return OPTIMIZER
+"""
+
 MODELS = {"convolutional": CONVOLUTIONAL, "language": LANGUAGE, "blocks": BLOCKS}
+SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True")}
 
 
 def write_model(folder: Path, model: str, optimizer: str, *, samples: int | None = None, more: str = "") -> Path:
     """Write the model file, with a dataset of so many samples and `more` source, and return its path."""
     path = folder / f"{model}_{optimizer}.py"
-    source = MODELS[model].replace("OPTIMIZER", OPTIMIZERS[optimizer])
+    source = (MODELS | SHARING)[model].replace("OPTIMIZER", OPTIMIZERS[optimizer])
     if samples is not None:
         source += DATASET.replace("SAMPLES", str(samples))
     path.write_text(source + more, encoding="utf-8")

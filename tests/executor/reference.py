@@ -32,7 +32,7 @@ class _Loss(nn.Module):
 
 @dataclass
 class _ReferenceStage:
-    names: list[str]
+    parts: list[list[str]]  # parameters whose gradients are added up first: one each, or a stage's copies of one
     replicas: int
     depth: int
     newest: dict[str, nn.Parameter]
@@ -52,13 +52,15 @@ class _ReferenceStage:
         return self.history[last]
 
     def finish_round(self) -> None:
-        for name, parameter in self.newest.items():
-            total = self.pending[0][name]
+        for part in self.parts:
+            parameter, total = self.newest[part[0]], self.pending[0][part[0]]
             for gradients in self.pending[1:]:
-                total = total + gradients[name]
-            parameter.grad = total / len(self.pending)
+                total = total + gradients[part[0]]
+            mean = total / len(self.pending)
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean  # of an earlier stage's copies
         if self.optimizer is not None:
             self.optimizer.step()
+            self.optimizer.zero_grad()
         self.pending.clear()
         self.remember()
 
@@ -76,18 +78,22 @@ def delayed_updates(
     depths: Sequence[int] | None = None,
     *,
     vertical_sync: bool = False,
+    copies: Sequence[Sequence[str]] = (),
 ) -> tuple[list[float], Weights]:
     """Losses by minibatch, and the weights at the end, of asynchronous 1F1B with weight stashing.
 
     `depths` are the d_s of the formula where they are not the published ones. With `vertical_sync` a minibatch sees at
-    every stage the last weights that no minibatch has changed that the first stage's do not know.
+    every stage the last weights that no minibatch has changed that the first stage's do not know. Each of `copies` are
+    parameters, in the order of their stages, that step as one: with the sum of their gradients, at the depth of the
+    deepest of their stages.
     """
     by_name = dict(model.named_parameters())
+    copied = {name for group in copies for name in group}
     stages = []
     for index, names in enumerate(stage_parameters):
-        newest = {name: nn.Parameter(by_name[name].detach().clone()) for name in names}
+        newest = {name: nn.Parameter(by_name[name].detach().clone()) for name in names if name not in copied}
         stage = _ReferenceStage(
-            names=list(names),
+            parts=[[name] for name in newest],
             replicas=replicas[index],
             depth=-(-sum(replicas[index:]) // replicas[index]) if depths is None else depths[index],
             newest=newest,
@@ -95,6 +101,19 @@ def delayed_updates(
         )
         stage.remember()
         stages.append(stage)
+    for group in copies:
+        parts = [[name for name in group if name in names] for names in stage_parameters]
+        holders = [stage for stage, part in zip(stages, parts, strict=False) if part]
+        one = nn.Parameter(by_name[group[0]].detach().clone())
+        together = _ReferenceStage(
+            parts=[part for part in parts if part],
+            replicas=holders[0].replicas,
+            depth=max(holder.depth for holder in holders),
+            newest=dict.fromkeys(group, one),
+            optimizer=make_optimizer([one]),
+        )
+        together.remember()
+        stages.append(together)
     losses = []
     module = _Loss(model, forward_loss)
     for minibatch in range(minibatches):
@@ -113,7 +132,9 @@ def delayed_updates(
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
         for stage in stages:
-            stage.pending.append({name: _gradient(weights[name]) for name in stage.names})
+            stage.pending.append(
+                {part[0]: _sum([_gradient(weights[name]) for name in reversed(part)]) for part in stage.parts}
+            )
             if len(stage.pending) == stage.replicas or minibatch == minibatches - 1:
                 stage.finish_round()
     return losses, {name: tensor for stage in stages for name, tensor in stage.history[-1].items()}
@@ -192,6 +213,14 @@ def plain_training(
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _sum(gradients: Sequence[Tensor]) -> Tensor:
+    """One after the other; a backward comes to the last use of a weight first."""
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""What stages hold of weights that an earlier one has, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.cluster import flat_cluster
+from planner.errors import InfeasibleError
+from planner.profile_file import Profile
+from planner.simulator.plan import simulate
+from planner.solver import solve
+from tests.samples import layer, profile
+
+
+def tied() -> Profile:
+    """An embedding whose weight the head uses, too, and two layers between; the weight counts in the embedding."""
+    made = profile(
+        layer("embedding", 1, 1, output_bytes=8, weight_bytes=10**6),
+        layer("one", 1, 2, output_bytes=8, weight_bytes=10**6),
+        layer("two", 1, 2, output_bytes=8, weight_bytes=10**6),
+        layer("head", 1, 2),
+    )
+    names = (("embed.weight",), ("one.weight",), ("two.weight",), ("embed.weight",))
+    layers = tuple(
+        each.model_copy(update={"parameters": own, "optimizer_bytes": 2 * each.weight_bytes})
+        for each, own in zip(made.layers, names, strict=True)
+    )
+    return made.model_copy(update={"layers": layers})
+
+
+def test_a_copy_is_in_the_plan_and_in_its_memory() -> None:
+    plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
+    assert plan.config == "1-1-1-1"
+    (shared,) = plan.shared
+    assert (shared.stages, shared.weights, shared.gradient_bytes) == ((0, 3), ("embed.weight",), 10**6)
+    head = plan.stages[3].memory
+    assert (head.weights_bytes, head.gradients_bytes, head.optimizer_bytes) == (10**6, 2 * 10**6, 2 * 10**6)
+    assert plan.stages[2].memory.weights_bytes == 10**6
+
+
+def test_a_copy_that_does_not_fit_is_no_plan() -> None:
+    plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
+    limit = plan.stages[3].memory.total_bytes - 1
+    assert plan.stages[0].memory.total_bytes <= limit
+    with pytest.raises(InfeasibleError, match="the copy in stage 3 does not fit") as raised:
+        solve(tied(), flat_cluster(4, 1e3, limit), schedule="gpipe", microbatches=4)
+    assert "--colocate embedding,head" in raised.value.hint
+
+
+def test_the_simulation_sends_the_gradients_of_copies() -> None:
+    """1 kB/s: a megabyte each way at the end of every minibatch, before anything of the next can begin."""
+    slow = flat_cluster(4, 1e3)
+    plan = solve(tied(), slow, schedule="gpipe", microbatches=4)
+    without = plan.model_copy(update={"shared": ()})
+    ends = [simulate(each).span_s for each in (plan, without)]
+    assert ends[0] > ends[1]
