@@ -11,9 +11,10 @@ import pytest
 from planner.files import Record
 from planner.plan_file import Plan
 from planner.profile_file import Profile
+from planner.timeline import Timeline
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-VERBS = ("profile", "solve", "show", "train", "export", "quickstart")
+VERBS = ("profile", "solve", "show", "simulate", "report", "train", "export", "quickstart")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def hooks() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("record", [Profile, Plan])
+@pytest.mark.parametrize("record", [Profile, Plan, Timeline])
 def test_every_field_has_a_row(hooks: ModuleType, record: type[Record]) -> None:
     text = hooks.field_tables(f"{record.__module__}.{record.__name__}")
     for name in record.model_fields:
