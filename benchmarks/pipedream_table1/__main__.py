@@ -62,7 +62,7 @@ def main() -> None:
     """Run the rows, print the table, and keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", help="these only, counted from 0")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each run, after its start-up")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
     parser.add_argument(
         "--nominal", action="store_true", help="links at their nominal rate, instead of what the published BSP got"
     )

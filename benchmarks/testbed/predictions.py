@@ -27,7 +27,9 @@ from planner.solver import solve
 from planner.units import parse_bandwidth
 
 TABLE = Path(__file__).with_name("predictions.md")
-PICTURE = ROOT / "docs" / "testbed-predictions.svg"
+PICTURE = ROOT / "docs" / "images" / "testbed-predictions.svg"
+PAGE = ROOT / "docs" / "benchmarks.md"
+MARKS = "<!-- predictions: written by benchmarks.testbed.predictions -->", "<!-- end of predictions -->"
 HEADERS = ("model", "devices", "plan", "predicted, s", "measured, s", "predicted", "simulated", "with shared links")
 FORMATS = ("", "", "", ".4f", ".4f", "+.1%", "+.1%", "+.1%")
 
@@ -84,7 +86,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run, after its start-up")
     parser.add_argument("--cases", type=int, nargs="+", help="run these only, counted from 0")
-    parser.add_argument("--save", action="store_true", help=f"write {TABLE.name} and {PICTURE.name}")
+    parser.add_argument(
+        "--save", action="store_true", help=f"write {TABLE.name} and, in docs/, the table and a picture"
+    )
     arguments = parser.parse_args()
     cases = CASES if arguments.cases is None else [CASES[index] for index in arguments.cases]
     runs = measure(cases, arguments.seconds)
@@ -93,6 +97,16 @@ def main() -> None:
     if arguments.save:
         TABLE.write_text(text + "\n", encoding="utf-8")
         PICTURE.write_text(scatter_svg(runs), encoding="utf-8")
+        image = f"![Predicted against measured seconds per minibatch](images/{PICTURE.name})"
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(between_marks(page, f"{text}\n\n{image}"), encoding="utf-8")
+
+
+def between_marks(page: str, content: str) -> str:
+    """The page with this between its marks, in place of what is there."""
+    first, last = MARKS
+    before, rest = page.split(first)
+    return f"{before}{first}\n\n{content}\n\n{last}{rest.split(last)[1]}"
 
 
 def measure(cases: Sequence[Case], seconds: float) -> list[Measured]:

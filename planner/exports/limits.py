@@ -41,7 +41,7 @@ def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
     Raises:
         PlanError: when the plan's do not divide.
     """
-    if never_drains(plan):
+    if plan.schedule == "1f1b":
         return LEAST_PER_STAGE * len(plan.stages) if len(plan.stages) > 1 else 1
     if plan.microbatches % replicas:
         raise PlanError(

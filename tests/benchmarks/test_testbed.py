@@ -20,7 +20,7 @@ from benchmarks.testbed.fair import FairNetwork
 from benchmarks.testbed.measure import Measured, data_parallel_run, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan, shared_links_s, simulated_s
-from benchmarks.testbed.predictions import report
+from benchmarks.testbed.predictions import MARKS, PAGE, between_marks, report
 from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
 from planner.cluster import flat_cluster, hierarchical_cluster
 from planner.profile_file import Profile
@@ -145,6 +145,13 @@ def test_the_table_and_the_picture_have_every_run() -> None:
     assert "predicted: median error 3.9%, worst 5.3% over 2 runs" in text
     picture = ElementTree.fromstring(scatter_svg(runs))
     assert len(picture.findall("{*}circle/{*}title")) == 2
+
+
+def test_the_page_in_the_docs_has_a_place_for_the_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    once = between_marks(page, "| a table |")
+    assert f"{MARKS[0]}\n\n| a table |\n\n{MARKS[1]}" in once
+    assert between_marks(once, "") == between_marks(page, "")
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -100,5 +100,11 @@ def test_stashing_becomes_a_flush_and_is_said() -> None:
     compile(text, "train_pipelining.py", "exec")
 
 
+def test_2bw_keeps_its_microbatches() -> None:
+    text = planner.export(trainable(plan_of([["a"], ["b"]], (2, 2), "2bw", 8)), "torch-pipelining", model="model.py")
+    assert "MICROBATCHES = 4 " in text
+    assert "# The plan's schedule, 2bw, keeps the pipeline full" in text
+
+
 def trainable(plan: Plan) -> Plan:
     return plan.model_copy(update={"graph_hash": "0123", "microbatch_size": 4})
