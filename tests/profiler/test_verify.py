@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.cli.main import main
 from planner.cluster import flat_cluster
 from planner.errors import InputError, PlanError
 from planner.model.file import load_model_file
+from planner.model.load import capture_file
+from planner.model.stage import build_stage
 from planner.profiler import profile_model
-from planner.profiler.verify import verify
+from planner.profiler.clock import clock_for
+from planner.profiler.verify import _return_gradients, _runs, verify
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
 
@@ -59,6 +63,48 @@ def test_skips_integers_and_blocks(model: str, tmp_path: Path) -> None:
     assert all(
         time.measured_s > 0 for time in verify(file, profile, [stage.layers for stage in plan.stages], seconds=0.1)
     )
+
+
+SKIPS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        a = self.layers[0](x)
+        b = self.layers[1](a).tanh()
+        return self.layers[3](self.layers[2](b) * a) + a
+
+def build_model():
+    return Net()
+
+def example_batch(batch_size):
+    return (torch.randn(batch_size, 8),), torch.randn(batch_size, 8)
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+"""
+
+
+def test_stages_get_the_gradients_that_they_get_in_training(tmp_path: Path) -> None:
+    path = tmp_path / "skips.py"
+    path.write_text(SKIPS, encoding="utf-8")
+    file = load_model_file(path)
+    torch.manual_seed(0)
+    batch = file.example_batch(4)
+    graph = capture_file(file, batch)
+    names = [layer.name for layer in graph.layers]
+    runs = _runs([build_stage(graph, [name]) for name in names], file, batch)
+    _return_gradients(runs, clock_for(torch.device("cpu")))
+    split = {name: parameter.grad for name, parameter in graph.model.named_parameters()}
+    graph.model.zero_grad()
+    file.loss(graph.model(*batch.args), batch.target).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in graph.model.named_parameters():
+        torch.testing.assert_close(split[name], parameter.grad)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

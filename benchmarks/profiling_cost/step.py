@@ -1,0 +1,33 @@
+"""`python -m benchmarks.profiling_cost.step MODEL BATCH [--keep]`: plain training steps, for their peak memory."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from planner.executor.memory import keep_freed_pages
+from planner.model.capture import loss_of
+from planner.model.file import load_model_file
+
+STEPS = 4
+
+
+def main() -> None:
+    """Nothing of the planner's but the reading of the model file."""
+    path, batch_size, *keep = sys.argv[1:]
+    if keep:
+        keep_freed_pages()
+    torch.set_num_threads(1)
+    file = load_model_file(path)
+    model, batch = file.build_model(), file.example_batch(int(batch_size))
+    optimizer = file.optimizer(dict(model.named_parameters()))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        output = model(*batch.args, **batch.kwargs)
+        loss_of(output, batch.target, file.loss if file.has_loss else None).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
