@@ -109,7 +109,7 @@ class Evaluator:
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
         for instruction in evaluation_stream(self._shape, self._rank, self._data.batches):
             assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
-            self._heart.enter("evaluating", meeting=True)
+            self._heart.begin(instruction, evaluating=True)
             values = known.setdefault((instruction.stage, instruction.unit), {})
             match instruction:
                 case ReceiveActivation():

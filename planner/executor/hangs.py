@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from planner.executor.heartbeat import Beat, State, waits_for_activation
+from planner.executor.heartbeat import Beat, State
+from planner.schedule.instructions import ReceiveActivation, ReceiveGradient
 
+_ACTIVATION, _GRADIENT = ReceiveActivation.__name__, ReceiveGradient.__name__
 BUSY_SHARE = 0.05  # of one processor: a preparing worker that uses more is at work
 
 
@@ -112,9 +114,9 @@ class Watch:
 
     def _was_sent(self, beat: Beat) -> bool:
         peer = self._seen.get(-1 if beat.peer_rank is None else beat.peer_rank)
-        if peer is None or beat.peer_stage is None:
-            return False
-        last = peer.sign.beat.sent.get((beat.peer_stage, waits_for_activation(beat)))
+        if peer is None or beat.peer_stage is None or beat.activity not in (_ACTIVATION, _GRADIENT):
+            return False  # what an evaluation sends is not noted
+        last = peer.sign.beat.sent.get((beat.peer_stage, beat.activity == _ACTIVATION))
         unit = beat.unit
         return last is not None and (last.minibatch, last.microbatch) >= (unit.minibatch, unit.microbatch)
 

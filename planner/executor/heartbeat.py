@@ -12,8 +12,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -23,7 +22,6 @@ from planner.schedule.instructions import (
     AllReduce,
     Instruction,
     Receive,
-    ReceiveActivation,
     Send,
     SendActivation,
     SendGradient,
@@ -35,6 +33,7 @@ _PAGE = struct.Struct("<qqiiiiqid40s")
 _SENT = struct.Struct("<iiqq")
 _SENT_START = 128
 _NO_STAGE = -1
+_EVALUATION = "Evaluation:"
 _FIRST = Unit(0)
 
 
@@ -100,9 +99,10 @@ class Beat:
 
     def describe(self) -> str:
         """For a sentence: "in the forward of minibatch 17", "waiting for ... from worker 0"."""
-        unit = f"minibatch {self.unit.minibatch}" + (
-            f", microbatch {self.unit.microbatch}" if self.unit.microbatch else ""
-        )
+        of_evaluation = self.activity.startswith(_EVALUATION)
+        unit = f"minibatch {self.unit.minibatch}" + (" of the evaluation" if of_evaluation else "")
+        if self.unit.microbatch:
+            unit += f", microbatch {self.unit.microbatch}"
         kind = "activations" if "Activation" in self.activity else "gradients"
         match self.state:
             case State.PREPARING | State.MEETING:
@@ -116,7 +116,9 @@ class Beat:
             case State.COMPUTING:
                 if self.activity == "Update":
                     return f"in the update after round {self.unit.minibatch}"
-                words = "".join(f" {c.lower()}" if c.isupper() else c for c in self.activity).strip()
+                words = "".join(
+                    f" {c.lower()}" if c.isupper() else c for c in self.activity.removeprefix(_EVALUATION)
+                ).strip()
                 return f"in the {words} of {unit}"
 
 
@@ -147,8 +149,8 @@ class Heart:
             for activation in (False, True)
         }
 
-    def begin(self, instruction: Instruction) -> None:
-        """The worker starts `instruction`."""
+    def begin(self, instruction: Instruction, *, evaluating: bool = False) -> None:
+        """The worker starts `instruction`; `evaluating`: of an evaluation's stream, which has a count of its own."""
         self._end_last()
         peer_rank = peer_stage = _NO_STAGE
         state = State.COMPUTING
@@ -161,32 +163,25 @@ class Heart:
             minibatch, microbatch = instruction.round, 0
         else:
             minibatch, microbatch = instruction.unit.minibatch, instruction.unit.microbatch
-        activity = _NAMES.get(type(instruction)) or _NAMES.setdefault(
-            type(instruction), type(instruction).__name__.encode()
-        )
+        kind = type(instruction)
+        activity = _NAMES.get(kind) or _NAMES.setdefault(kind, kind.__name__.encode())
+        if evaluating:
+            activity = _EVALUATION.encode() + activity
         self._write(state, activity, instruction.stage, minibatch, microbatch, peer_rank, peer_stage)
         self._began_s = time.perf_counter()
-        if isinstance(instruction, SendActivation | SendGradient):
+        if isinstance(instruction, SendActivation | SendGradient) and not evaluating:
             activation = isinstance(instruction, SendActivation)
             place = self._sent_at.get((instruction.stage, activation))
             if place is not None:
                 _SENT.pack_into(self._page, place, instruction.stage + 1, activation, minibatch, microbatch)
 
-    @contextmanager
-    def phase(self, activity: str, *, meeting: bool = False) -> Iterator[None]:
-        """The worker does something outside of its schedule.
+    def enter(self, activity: str, *, meeting: bool = False) -> None:
+        """The worker does something outside of its schedule, until it says otherwise.
 
         Args:
-            activity: for a sentence after "while": "saving a checkpoint".
+            activity: for a sentence after "while": "writing a checkpoint".
             meeting: it needs all workers, and each waits for the last one.
         """
-        self.enter(activity, meeting=meeting)
-        yield
-        # An exception leaves the page as it is, so that it can be told what failed.
-        self.enter("between two phases")
-
-    def enter(self, activity: str, *, meeting: bool = False) -> None:
-        """Like `phase`, until the next one."""
         self._end_last()
         self._write(State.MEETING if meeting else State.PREPARING, activity.encode()[:40], _NO_STAGE, 0, 0, -1, -1)
 
@@ -230,11 +225,6 @@ class Heart:
             self._slowest_s,
             activity,
         )
-
-
-def waits_for_activation(beat: Beat) -> bool:
-    """Whether a receiving worker waits for activations, not gradients."""
-    return beat.activity == ReceiveActivation.__name__
 
 
 _NAMES: dict[type, bytes] = {}

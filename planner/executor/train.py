@@ -185,6 +185,7 @@ class TrainingRun:
             joint_norm=self._joint_norm(),
         )
         evaluator = self._evaluator()
+        self.heart.enter("waiting for the others to start", meeting=True)
         dist.barrier()
         start = time.perf_counter()
         for first, last in self._segments():

@@ -70,16 +70,17 @@ def test_a_page_says_what_its_worker_does(tmp_path: Path, instruction: Instructi
     assert beat.stage == instruction.stage
 
 
-def test_a_phase_ends_and_an_exception_leaves_it_on_the_page() -> None:
-    heart = Heart()
-    with heart.phase("saving a checkpoint"):
-        assert heart.read().describe() == "while saving a checkpoint"
-        assert heart.read().state is State.PREPARING
-    assert "checkpoint" not in heart.read().describe()
-    with pytest.raises(OSError, match="full"), heart.phase("saving a checkpoint", meeting=True):
-        raise OSError("full")
-    assert heart.read().describe() == "while saving a checkpoint"
-    assert heart.read().state is State.MEETING
+def test_a_phase_and_an_evaluation_are_told_apart_from_training() -> None:
+    heart = Heart(stages=(0,))
+    heart.begin(SendActivation(0, Unit(4), 1, 1))
+    heart.enter("writing a checkpoint")
+    assert heart.read().describe() == "while writing a checkpoint"
+    assert heart.read().state is State.PREPARING
+    heart.begin(SendActivation(0, Unit(9), 1, 1), evaluating=True)
+    assert heart.read().describe() == "sending the activations of minibatch 9 of the evaluation to worker 1"
+    assert heart.read().sent == {(0, True): Unit(4)}
+    heart.begin(Forward(0, Unit(2)), evaluating=True)
+    assert heart.read().describe() == "in the forward of minibatch 2 of the evaluation"
 
 
 def test_a_page_remembers_what_was_sent_and_the_slowest_instruction() -> None:
