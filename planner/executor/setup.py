@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from planner import __version__
 from planner.errors import PlanError
+from planner.executor.job import Job
 from planner.plan_file import Plan
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.shape import shape_of
@@ -52,6 +55,27 @@ def message_timeout(hang_timeout_s: float) -> timedelta:
 def join_group(place: Place, timeout: timedelta = TIMEOUT) -> None:
     """Join the group that torchrun's environment describes."""
     dist.init_process_group(place.backend, timeout=timeout)
+
+
+def check_same_job(job: Job, wire: torch.device) -> None:
+    """All workers must run the same job: all-reduces carry no header, and pair by their order alone.
+
+    Raises:
+        PlanError: when hosts were given different plans or options.
+    """
+    own: dict[str, bool | set[str]] = dict.fromkeys(("model", "result_path", "failure_folder", "show_progress"), True)
+    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # which each host may have its own of
+    text = f"{__version__} {torch.__version__} {job.model_dump_json(exclude=own)}"
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    mine = torch.tensor([digest], dtype=torch.int64, device=wire)
+    all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_digests, mine)
+    for rank, other in enumerate(all_digests):
+        if int(other) != int(all_digests[0]):
+            raise PlanError(
+                f"worker {rank} was started with another plan, other arguments or other versions than worker 0",
+                hint="give all hosts the same plan, the same arguments, and the same versions of planner and torch",
+            )
 
 
 def check_world(plan: Plan) -> None:

@@ -28,7 +28,7 @@ from planner.executor.messages import Layout, layout_of
 from planner.executor.optimizer import make_optimizer
 from planner.executor.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.replica import StageReplica
-from planner.executor.setup import Place, check_schedule, check_world, join_group, local_place, message_timeout
+from planner.executor.setup import Place, check_same_job, check_schedule, check_world, join_group, local_place, message_timeout
 from planner.executor.shared import SharedGradients, shared_parameters
 from planner.executor.stages import build_modules, check_shared, check_sizes, transferred
 from planner.executor.worker import Worker, WorkerLog
@@ -82,6 +82,7 @@ def train_worker(
     heart.enter("joining the other workers", meeting=True)
     join_group(place, message_timeout(job.run_options.hang_timeout_s))
     try:
+        check_same_job(job, place.wire)
         return run.run(on_progress, on_timeline)
     finally:
         dist.destroy_process_group()

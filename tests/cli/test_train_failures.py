@@ -157,3 +157,21 @@ def test_restarts_need_checkpoints(folder: Path) -> None:
     code, lines = failing(folder, "", "--max-restarts", "1")
     assert code == 2
     assert lines[0] == "error: --max-restarts 1 has no checkpoint to go on from"
+
+
+@pytest.mark.slow
+def test_hosts_with_different_arguments_are_refused(folder: Path) -> None:
+    (folder / "each.py").write_text(
+        "import os, sys\n"
+        "sys.argv = ['plan', 'train', 'model.py', '--steps', str(5 + int(os.environ['RANK']))]\n"
+        "from planner.cli.main import main\n"
+        "sys.exit(main())\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "each.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
+    )
+    assert done.returncode != 0
+    assert "error: worker 1 was started with another plan, other arguments or other versions" in done.stderr

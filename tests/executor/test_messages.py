@@ -96,3 +96,28 @@ def test_what_is_expanded_travels_once() -> None:
     layout = layout_of([spec.of_gradient], 2)
     got = unpack(layout, Unit(0), pack(layout, Unit(0), {"keys": gradient}, CPU), "rank 0")["keys"]
     assert torch.equal(got, gradient)
+
+
+def test_another_batch_size_is_an_error() -> None:
+    """gloo fills the beginning of a buffer that is larger than the message, without a word."""
+    sent = pack(layout_of(SPECS, 2), Unit(3), make_values(2), CPU)
+    layout = layout_of(SPECS, 3)
+    received = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    received[: len(sent)] = sent
+    with pytest.raises(WorkerError, match="layout"):
+        unpack(layout, Unit(3), received, "rank 5")
+
+
+def test_another_dtype_of_the_same_size_is_an_error() -> None:
+    message = pack(layout_of([make_spec("h", torch.float32, (4,))], 2), Unit(3), {"h": torch.ones(2, 4)}, CPU)
+    with pytest.raises(WorkerError, match="layout"):
+        unpack(layout_of([make_spec("h", torch.int32, (4,))], 2), Unit(3), message, "rank 5")
+
+
+def test_another_microbatch_and_a_message_of_somebody_else_are_errors() -> None:
+    layout = layout_of(SPECS, 2)
+    message = pack(layout, Unit(3, 1), make_values(2), CPU)
+    with pytest.raises(WorkerError, match=r"microbatch 1, .* microbatch 0"):
+        unpack(layout, Unit(3, 0), message, "rank 5")
+    with pytest.raises(WorkerError, match="rank 5 sent"):
+        unpack(layout, Unit(3, 1), torch.zeros_like(message), "rank 5")
