@@ -104,6 +104,8 @@ class Beat:
         if self.unit.microbatch:
             unit += f", microbatch {self.unit.microbatch}"
         kind = "activations" if "Activation" in self.activity else "gradients"
+        if "Shared" in self.activity:
+            kind, unit = "shared weights' gradients", f"round {self.unit.minibatch}"
         match self.state:
             case State.PREPARING | State.MEETING:
                 return f"while {self.activity}"
@@ -114,6 +116,8 @@ class Beat:
             case State.REDUCING:
                 return f"in the all-reduce of round {self.unit.minibatch}"
             case State.COMPUTING:
+                if self.activity == "AddShared":
+                    return f"adding up the shared weights' gradients of round {self.unit.minibatch}"
                 if self.activity == "Update":
                     return f"in the update after round {self.unit.minibatch}"
                 words = "".join(

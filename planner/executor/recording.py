@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from planner.executor.collect import gather_bytes
 from planner.plan_file import Plan
-from planner.schedule.instructions import Instruction, Message, Receive, Send, Unit
+from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 from planner.timeline import LANES, Event, Events, Kind, Timeline
 
 _ROUNDS = 8  # messages there and back, per worker, to compare clocks
@@ -73,8 +74,9 @@ class TraceRecorder:
         """What was noted, in this worker's time."""
         for minibatch, instruction, start_s, end_s in self._notes:
             own = isinstance(instruction, Message) and instruction.peer_rank == self._rank
-            if minibatch >= first_noted and not own:  # between two stages of one worker nothing travels
-                yield _event(self._rank, instruction, start_s, end_s)
+            kind = _kind_of(type(instruction))
+            if kind is not None and minibatch >= first_noted and not own:  # within one worker nothing travels
+                yield _event(self._rank, instruction, kind, start_s, end_s)
 
     def _wanted(self, minibatch: int) -> bool:
         return minibatch >= self._window.first and (self._window.end is None or minibatch < self._window.end)
@@ -148,15 +150,22 @@ def _clock_offsets(wire: torch.device) -> Sequence[float]:
 
 
 def _minibatch(instruction: Instruction, newest: int) -> int:
+    if isinstance(instruction, SendShared | ReceiveShared):
+        return newest  # their unit is a round
     unit = getattr(instruction, "unit", None)
     return unit.minibatch if isinstance(unit, Unit) else newest
 
 
-def _event(rank: int, instruction: Instruction, start_s: float, end_s: float) -> Event:
-    kind = cast(Kind, re.sub(r"(?<!^)(?=[A-Z])", "_", type(instruction).__name__).lower())
-    assert kind in LANES, kind
+def _event(rank: int, instruction: Instruction, kind: Kind, start_s: float, end_s: float) -> Event:
     unit = getattr(instruction, "unit", None)
     if not isinstance(unit, Unit):
         unit = Unit(getattr(instruction, "round"))  # noqa: B009 - an attribute of those that have no unit
     peer = (instruction.peer_rank, instruction.peer_stage) if isinstance(instruction, Send | Receive) else (None, None)
     return Event(rank, kind, instruction.stage, unit.minibatch, unit.microbatch, start_s, end_s, *peer)
+
+
+@cache
+def _kind_of(instruction: type) -> Kind | None:
+    """None for what timelines do not draw: the gradients of weights that stages share."""
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", instruction.__name__).lower()
+    return cast(Kind, name) if name in LANES else None

@@ -28,7 +28,15 @@ from planner.executor.messages import Layout, layout_of
 from planner.executor.optimizer import make_optimizer
 from planner.executor.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.replica import StageReplica
-from planner.executor.setup import Place, check_same_job, check_schedule, check_world, join_group, local_place, message_timeout
+from planner.executor.setup import (
+    Place,
+    check_same_job,
+    check_schedule,
+    check_world,
+    join_group,
+    local_place,
+    message_timeout,
+)
 from planner.executor.shared import SharedGradients, shared_parameters
 from planner.executor.stages import build_modules, check_shared, check_sizes, transferred
 from planner.executor.worker import Worker, WorkerLog
