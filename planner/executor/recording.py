@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -74,7 +73,7 @@ class TraceRecorder:
         """What was noted, in this worker's time."""
         for minibatch, instruction, start_s, end_s in self._notes:
             own = isinstance(instruction, Message) and instruction.peer_rank == self._rank
-            kind = _kind_of(type(instruction))
+            kind = _kind_of(type(instruction).__name__)
             if kind is not None and minibatch >= first_noted and not own:  # within one worker nothing travels
                 yield _event(self._rank, instruction, kind, start_s, end_s)
 
@@ -165,7 +164,7 @@ def _event(rank: int, instruction: Instruction, kind: Kind, start_s: float, end_
 
 
 @cache
-def _kind_of(instruction: type) -> Kind | None:
+def _kind_of(name: str) -> Kind | None:
     """None for what timelines do not draw: the gradients of weights that stages share."""
-    name = re.sub(r"(?<!^)(?=[A-Z])", "_", instruction.__name__).lower()
-    return cast(Kind, name) if name in LANES else None
+    words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    return next((kind for kind in LANES if kind == words), None)
