@@ -212,7 +212,38 @@ def optimizer(parameters):
 """
 
 MODELS = {"convolutional": CONVOLUTIONAL, "language": LANGUAGE, "blocks": BLOCKS}
-SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True")}
+# GPT-2, whose head is its embedding.
+GPT2 = """
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        config = GPT2Config(
+            vocab_size=19, n_positions=8, n_embd=16, n_layer=3, n_head=2, attn_implementation="eager", use_cache=False
+        )
+        self.gpt = GPT2LMHeadModel(config)
+
+    def forward(self, tokens):
+        return self.gpt(tokens).logits
+
+def build_model():
+    return Net()
+
+def example_batch(batch_size):
+    tokens = torch.randint(0, 19, (batch_size, 7))
+    return (tokens,), tokens.roll(-1, 1)
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def optimizer(parameters):
+    return OPTIMIZER
+"""
+
+SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}
 
 
 def write_model(folder: Path, model: str, optimizer: str, *, samples: int | None = None, more: str = "") -> Path:

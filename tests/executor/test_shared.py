@@ -30,19 +30,24 @@ LINEARS = [f"blocks.{block}.0.weight" for block in range(4)]
 
 
 def plan_for(
-    folder: Path, replicas: tuple[int, ...], schedule: ScheduleName, microbatches: int = 1, chunks: int = 1
+    folder: Path,
+    replicas: tuple[int, ...],
+    schedule: ScheduleName,
+    microbatches: int = 1,
+    chunks: int = 1,
+    model: str = "tied",
 ) -> Plan:
-    profile = structural_profile(write_model(folder, "tied", "sgd"), BATCH_SIZE)
+    profile = structural_profile(write_model(folder, model, "sgd"), BATCH_SIZE)
     return make_plan(profile, replicas, schedule, microbatches, chunks=chunks)
 
 
 def train(
-    folder: Path, plan: Plan, minibatches: int, clip: float | None = None
+    folder: Path, plan: Plan, minibatches: int, clip: float | None = None, model: str = "tied"
 ) -> list[tuple[Job, list[float | None], Weights]]:
     """With each optimizer."""
     jobs = []
     for optimizer in OPTIMIZERS:
-        path = write_model(folder, "tied", optimizer)
+        path = write_model(folder, model, optimizer)
         weights = str(folder / f"{optimizer}.pt")
         options = TrainingOptions(clip_grad_norm=clip)
         jobs.append(
@@ -95,6 +100,30 @@ def test_schedules_that_drain_equal_plain_training(
         assert torch.equal(weights[HEAD], weights["embed.weight"])
         for name in LINEARS:
             assert torch.equal(weights[name], weights[LINEARS[0]])
+
+
+@pytest.mark.slow
+def test_gpt2_trains_as_without_stages(tmp_path: Path) -> None:
+    """Three stages, of which the first has the embedding and the last the head."""
+    plan = plan_for(tmp_path, (1, 1, 1), "1f1b-flush", 4, model="gpt2")
+    assert [shared.stages for shared in plan.shared] == [(0, 2)]
+    for job, losses, weights in train(tmp_path, plan, 5, model="gpt2"):
+        model_file = load_model_file(job.model)
+        data = make_batches(model_file, BATCH_SIZE, 4, SEED)
+
+        def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
+            assert isinstance(model, StageModule)
+            found = []
+            for microbatch in range(4):
+                model.set_random_key(SEED, minibatch, microbatch)
+                found.append(model(data.batch(Unit(minibatch, microbatch)), {})["loss"])
+            return found
+
+        expected_losses, expected = plain_training(unsplit(model_file), model_file.optimizer, microbatch_losses, 5)
+        assert losses == pytest.approx(expected_losses, rel=1e-4), job.model
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=2e-3, atol=2e-5, msg=f"{job.model} {name}")
+        assert torch.equal(weights["gpt.lm_head.weight"], weights["gpt.transformer.wte.weight"])
 
 
 def clipped(model_file: ModelFile, limit: float | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
