@@ -9,6 +9,7 @@ from planner.errors import InputError, PlanError
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.executor.resume import seed_of_run
+from planner.executor.watchers import check_tensorboard
 from planner.model.file import load_model_file
 from planner.plan_file import Plan
 from planner.profile_file import MemoryFormat, Profile
@@ -181,14 +182,6 @@ def check_trainable(plan: Plan) -> None:
         )
 
 
-def _check_precision(plan: Plan) -> None:
-    if plan.autocast == "float16":
-        raise PlanError(
-            "the plan is for float16, whose gradients vanish without loss scaling, and `plan train` does none yet",
-            hint="make it from a profile of --dtype bfloat16",
-        )
-
-
 def make_job(
     model: str | Path,
     plan: Plan,
@@ -212,7 +205,6 @@ def make_job(
     """
     if baseline is None:
         check_trainable(plan)
-    _check_precision(plan)
     for option, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and value < 1:
             raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")
@@ -223,6 +215,8 @@ def make_job(
             f"{baseline or plan.schedule}",
             hint="other schedules divide a minibatch, which may be as large as you like: plan solve --microbatches",
         )
+    if options.tensorboard is not None:
+        check_tensorboard()
     if options.evaluate_every is not None and baseline is not None:
         raise InputError(f"--evaluate-every is for plans, not for {baseline}", hint="leave out one of the two")
     if defer_weights and baseline is not None:

@@ -92,6 +92,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="evaluate on evaluation_dataset() after every N minibatches, and at the end; training goes on as without",
     )
+    group.add_argument("--tensorboard", metavar="DIR", help="write losses, rates and evaluations there for TensorBoard")
     group.add_argument(
         "--scale-lr",
         action="store_true",

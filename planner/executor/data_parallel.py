@@ -79,6 +79,7 @@ def _train(
         model,
         learning_rate_factor=world if job.options.scale_lr else 1,
         clip_grad_norm=job.options.clip_grad_norm,
+        scale_loss=job.plan.autocast == "float16",
     )
     forward = compiled(ddp) if options.compiled else ddp
     own_loss = model_file.loss if model_file.has_loss else None
@@ -95,7 +96,7 @@ def _train(
         batch = batch.channels_last() if options.channels_last else batch
         with autocasting(device.type, options.autocast):
             loss = loss_of(forward(*batch.args, **batch.kwargs), batch.target, own_loss)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss if optimizer.scaler is None else loss * optimizer.scaler.scale)
         optimizer.step(None)
         optimizer.advance(world)
         model.zero_grad(set_to_none=True)

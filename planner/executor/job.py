@@ -21,6 +21,7 @@ class TrainingOptions(Record):
     evaluate_every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None does not evaluate
     scale_lr: bool = False  # multiply a stage's learning rate by the minibatches that its updates average
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
+    tensorboard: str | None = None  # folder for TensorBoard
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
+from planner.executor.loss_scaler import SCALE
 from planner.executor.optimizer import StageOptimizer
 from planner.executor.recompute import Buffers, ChangingBuffers
 from planner.executor.shared import SharedGradients
@@ -118,7 +119,11 @@ class StageReplica:
         return values
 
     def accept_gradient(self, unit: Unit, values: dict[str, Tensor]) -> None:
-        """Take the gradients of outputs of `unit` that a later stage returned."""
+        """Take the gradients of outputs of `unit` that a later stage returned, and bring them to this stage's scale."""
+        if self.optimizer.scaler is not None:
+            ratio = self.optimizer.scaler.scale / float(values.pop(SCALE))
+            if ratio != 1:
+                values = {name: value * ratio for name, value in values.items()}
         self._units[unit].gradients.update(values)
 
     def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> float | None:
@@ -138,7 +143,8 @@ class StageReplica:
             if self._recompute:
                 record.outputs = self._run(unit, record)
             loss = record.outputs["loss"] * self._share(unit) if self.module.has_loss else None
-            roots, gradients = _roots(loss, record)
+            scaled = loss if loss is None or self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
+            roots, gradients = _roots(scaled, record)
             if self._averager is not None and last_of_round:
                 self._averager.begin()
             wanted = [value for value in record.received.values() if value.requires_grad]
@@ -170,6 +176,9 @@ class StageReplica:
                 value = record.received.pop(spec.name)
                 values[spec.name] = value.grad if value.grad is not None else torch.zeros_like(value)
         self._forget_if_done(unit, record)
+        self.optimizer.note_sent(values.values())
+        if self.optimizer.scaler is not None:
+            values[SCALE] = torch.tensor(self.optimizer.scaler.scale)
         return values
 
     def average(self, divisor: int) -> None:
@@ -208,6 +217,8 @@ class StageReplica:
             self.versions.update(lambda: self.optimizer.step(squared_norm), kept)
             for parameter in self.optimizer.parameters:
                 parameter.grad = None
+        else:
+            self.optimizer.step(squared_norm)
         self.optimizer.advance(self._averaged)
         self._averaged = 1
 

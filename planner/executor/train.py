@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.executor.checkpoint import Checkpointer, DataPosition
 from planner.executor.checkpoint_write import Restorable
 from planner.executor.collect import encode_losses, gather_bytes, gather_state, merge_losses, save_state
@@ -22,6 +22,7 @@ from planner.executor.heartbeat import Heart
 from planner.executor.job import Evaluation, Job, TrainResult, WorkerReport
 from planner.executor.joint import JointNorm
 from planner.executor.links import LinkGroups, Links
+from planner.executor.loss_scaler import SCALE
 from planner.executor.measure import ProgressCallback, evaluated, progress_reporter, steady_state
 from planner.executor.memory import PeakMemory
 from planner.executor.messages import Layout, layout_of
@@ -39,10 +40,12 @@ from planner.executor.setup import (
 )
 from planner.executor.shared import SharedGradients, shared_parameters
 from planner.executor.stages import build_modules, check_shared, check_sizes, transferred
+from planner.executor.watchers import all_of, hook, tensorboard
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.compiling import check_compiler
 from planner.model.evaluation import share_buffers
 from planner.model.file import ModelFile, load_model_file
+from planner.model.graph import ValueSpec
 from planner.model.rehearsal import rehearse
 from planner.schedule.instructions import (
     Instruction,
@@ -136,6 +139,12 @@ class TrainingRun:
             self._compile(model_file)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
         self.shape = replace(shape_of(self.plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
+        self.scale_loss = self.plan.autocast == "float16"
+        if self.scale_loss and self.shape.asynchronous and built.shared:
+            raise PlanError(
+                "under asynchronous schedules each stage scales float16 losses by itself, but stages share a weight",
+                hint="make a plan for bfloat16, or for a schedule that drains the pipeline: plan solve --schedule zb-h1",
+            )
         self.shared = {
             stage: SharedGradients(stage, shared_parameters(stage, module, built.shared))
             for stage, module in self.modules.items()
@@ -146,6 +155,7 @@ class TrainingRun:
                 module,
                 learning_rate_factor=self.shape.minibatches_per_update(stage) if job.options.scale_lr else 1,
                 clip_grad_norm=job.options.clip_grad_norm,
+                scale_loss=self.scale_loss,
             )
             for stage, module in self.modules.items()
         }
@@ -166,6 +176,10 @@ class TrainingRun:
         self, on_progress: ProgressCallback | None, on_timeline: Callable[[Timeline], None] | None = None
     ) -> TrainResult | None:
         """Train, and gather what all workers measured on rank 0."""
+        if self.rank == self.plan.stages[-1].ranks[0]:
+            folder = self.job.options.tensorboard
+            written = tensorboard(folder) if folder is not None else None
+            on_progress = all_of(on_progress, hook(self.model_file), written)
         groups = LinkGroups.create(self.shape, self._new_group, tags=self.place.backend == "gloo")
         replicas = self._replica_groups()
         checkpointer = self._restore()
@@ -302,8 +316,8 @@ class TrainingRun:
         return group
 
     def _joint_norm(self) -> JointNorm | None:
-        """Stages that never drain the pipeline update one by one, and clip their own gradients."""
-        if self.job.options.clip_grad_norm is None or self.shape.asynchronous:
+        """For clipping, and to leave out an update everywhere; under asynchronous schedules each stage is alone."""
+        if (self.job.options.clip_grad_norm is None and not self.scale_loss) or self.shape.asynchronous:
             return None
         return JointNorm(self._new_group(None), self.place.wire)
 
@@ -343,6 +357,8 @@ class TrainingRun:
             specs = self.transfers[source, target]
             if not activation:
                 specs = [spec.of_gradient for spec in specs if spec.requires_grad]
+                if self.scale_loss:
+                    specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))
             self._layouts[kind] = layout_of(specs, samples)
         return self._layouts[kind]
 

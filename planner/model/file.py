@@ -201,6 +201,19 @@ class ModelFile:
                 hint='for example: return {"accuracy": (output.argmax(1) == target).float().mean()}',
             ) from None
 
+    @property
+    def has_hook(self) -> bool:
+        """Whether the file wants to know of updates."""
+        return hasattr(self.module, "on_update")
+
+    def on_update(self, minibatch: int, loss: float, metrics: Mapping[str, float | None]) -> None:
+        """Call the file's hook; only where `has_hook`.
+
+        Raises:
+            ModelFileError: when it fails.
+        """
+        self._call("on_update", minibatch, loss, dict(metrics))
+
     def _call(self, name: str, *args: Any) -> Any:
         try:
             with _on_path(self.path.parent):
@@ -240,19 +253,21 @@ def load_model_file(spec: str | Path) -> ModelFile:
         ("dataset", False),
         ("evaluation_dataset", False),
         ("metrics", False),
+        ("on_update", False),
         ("blocks", False),
     ):
         _check_function(module, path, name, required)
     return ModelFile(path, builder, module)
 
 
-_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "metrics": 2, "blocks": 1}
+_ARGUMENTS = {"example_batch": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "metrics": 2, "on_update": 3, "blocks": 1}
 _SIGNATURES = {
     "example_batch": "example_batch(batch_size)",
     "loss": "loss(output, target)",
     "optimizer": "optimizer(parameters)",
     "scheduler": "scheduler(optimizer)",
     "metrics": "metrics(output, target)",
+    "on_update": "on_update(minibatch, loss, metrics)",
     "blocks": "blocks(model)",
 }
 

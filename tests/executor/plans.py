@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from planner.cluster import flat_cluster
+from planner.model.autocast import autocast_name
 from planner.model.file import load_model_file
 from planner.model.graph import ValueSpec
 from planner.model.load import capture_file
@@ -49,6 +50,7 @@ def structural_profile(path: Path, batch_size: int, options: StageOptions = PLAI
     return Profile(
         model=model_file.name,
         graph_hash=graph.hash,
+        autocast=autocast_name(options.autocast),
         memory_format="channels-last" if options.channels_last else None,
         compiled=Compiled(**dict.fromkeys(_OF_COMPILED, 0.0), runs=()) if options.compiled else None,
         device=Device(kind="cpu", name="any", threads=1),
