@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
     from planner.executor.job import CheckpointOptions, TrainingOptions
+    from planner.executor.own_loop import in_memory, pipeline
     from planner.executor.trained_weights import export_weights, load_weights
     from planner.exports import export
     from planner.model.file import load_model_file
@@ -54,11 +55,13 @@ _HOMES = {
     "explain": ("planner.answers.explain", "explain"),
     "export_weights": ("planner.executor.trained_weights", "export_weights"),
     "flat_cluster": ("planner.cluster", "flat_cluster"),
+    "in_memory": ("planner.executor.own_loop", "in_memory"),
     "load_model_file": ("planner.model.file", "load_model_file"),
     "load_plan": ("planner.plan_file", "load_plan"),
     "load_timeline": ("planner.timeline", "load_timeline"),
     "load_profile": ("planner.pipedream", "read_profile"),
     "load_weights": ("planner.executor.trained_weights", "load_weights"),
+    "pipeline": ("planner.executor.own_loop", "pipeline"),
     "profile": ("planner.api", "profile"),
     "save_plan": ("planner.plan_file", "save_plan"),
     "save_profile": ("planner.profile_file", "save_profile"),
@@ -88,11 +91,13 @@ __all__ = [
     "export",
     "export_weights",
     "flat_cluster",
+    "in_memory",
     "load_model_file",
     "load_plan",
     "load_profile",
     "load_timeline",
     "load_weights",
+    "pipeline",
     "profile",
     "save_plan",
     "save_profile",

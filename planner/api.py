@@ -10,7 +10,7 @@ from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOption
 from planner.executor.launch import launch
 from planner.executor.resume import seed_of_run
 from planner.executor.watchers import check_tensorboard
-from planner.model.file import load_model_file
+from planner.model.file import ModelFile, load_model_file
 from planner.plan_file import Plan
 from planner.profile_file import MemoryFormat, Profile
 from planner.profiler import profile_model
@@ -24,7 +24,7 @@ DEFAULT_BATCH_SIZE = 32
 
 
 def profile(
-    model: str | Path,
+    model: str | Path | ModelFile,
     *,
     batch_size: int = DEFAULT_BATCH_SIZE,
     device: str = "cpu",
@@ -39,7 +39,7 @@ def profile(
     """Measure what each layer of a model costs in training on this device.
 
     Args:
-        model: "model.py", or "model.py:builder" for another function than build_model.
+        model: "model.py", or "model.py:builder" for another function than build_model; or what `in_memory` gives.
         batch_size: samples per minibatch, or per microbatch where a schedule divides minibatches.
         device: "cpu", "cuda" or "cuda:N".
         threads: intra-op threads on a CPU: the cores that one worker will have.
@@ -55,7 +55,7 @@ def profile(
         InputError: when there is no such device, or a number makes no sense.
     """
     return profile_model(
-        load_model_file(model),
+        model if isinstance(model, ModelFile) else load_model_file(model),
         batch_size,
         device=device,
         threads=threads,

@@ -55,8 +55,10 @@ class _Inbox:
     def post(self) -> None:
         """Post the next receive, if the stream has one."""
         receive = next(self._upcoming, None)
-        if receive is None:
-            return
+        if receive is not None:
+            self._post(receive)
+
+    def _post(self, receive: Receive) -> None:
         layout = self._layout_of(receive)
         buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._place.wire)
         work = dist.irecv(buffer, receive.peer_rank, self._group, tag=self._tag)
@@ -65,6 +67,8 @@ class _Inbox:
 
     def take(self, receive: Receive) -> dict[str, Tensor]:
         """Wait for `receive` and return its values."""
+        if not self._posted:
+            self._post(receive)  # nobody knew of it before
         posted = self._posted.popleft()
         assert posted.receive == receive, (posted.receive, receive)
         _wait(posted.work, receive.peer_rank)

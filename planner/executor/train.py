@@ -15,7 +15,7 @@ from planner.errors import InputError, PlanError
 from planner.executor.checkpoint import Checkpointer, DataPosition
 from planner.executor.checkpoint_write import Restorable
 from planner.executor.collect import encode_losses, gather_bytes, gather_state, merge_losses, save_state
-from planner.executor.data import EvaluationBatches, make_batches
+from planner.executor.data import BatchSource, EvaluationBatches, make_batches
 from planner.executor.evaluator import Evaluator, evaluation_points, until_updated
 from planner.executor.gradients import GradientAverager
 from planner.executor.heartbeat import Heart
@@ -107,9 +107,17 @@ class TrainingRun:
         model_file: of `job.model`.
         place: where this worker computes.
         heart: where it tells what it does.
+        data: in place of the model file's dataset.
     """
 
-    def __init__(self, job: Job, model_file: ModelFile, place: Place, heart: Heart | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model_file: ModelFile,
+        place: Place,
+        heart: Heart | None = None,
+        data: BatchSource | None = None,
+    ) -> None:
         self.job = job
         self.heart = heart if heart is not None else Heart()
         self.plan = job.plan
@@ -131,7 +139,7 @@ class TrainingRun:
         self.modules = {stage: module.to(place.compute) for stage, module in built.training.items()}
         assert self.plan.microbatch_size is not None  # or building the modules had failed
         self.microbatch_size = self.plan.microbatch_size
-        self.data = make_batches(
+        self.data = data or make_batches(
             model_file, self.microbatch_size, self.plan.microbatches, job.seed, drop_last=job.options.drop_last
         )
         check_sizes(self.modules.values(), self.data.last_sizes)
@@ -186,14 +194,7 @@ class TrainingRun:
         states = (tensor for module in self.modules.values() for tensor in module.state_dict().values())
         weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
         peak = PeakMemory(self.place.compute, already_bytes=weights_bytes)
-        links = Links(
-            groups,
-            self._instructions,
-            self._layout,
-            rank=self.rank,
-            keep=max(self.shape.in_flight(stage) for stage in range(len(self.plan.stages))),
-            place=self.place,
-        )
+        links = self._links(groups, self._instructions)
         stages = {stage: self._replica(stage, replicas.get(stage)) for stage in self.stages}
         options = self.job.run_options
         window = Window.of(options.trace_minibatches)
@@ -228,6 +229,24 @@ class TrainingRun:
             if timeline is not None and on_timeline is not None:
                 on_timeline(timeline)
         return result
+
+    def prepare(self) -> tuple[Worker, dict[int, StageReplica], Links]:
+        """For who runs the instructions himself: the worker, its stages and its messages; in a joined group."""
+        groups = LinkGroups.create(self.shape, self._new_group, tags=self.place.backend == "gloo")
+        replicas = self._replica_groups()
+        links = self._links(groups, lambda: ())
+        stages = {stage: self._replica(stage, replicas.get(stage)) for stage in self.stages}
+        return Worker(stages, links, heart=self.heart, joint_norm=self._joint_norm()), stages, links
+
+    def _links(self, groups: LinkGroups, instructions: Callable[[], Iterable[Instruction]]) -> Links:
+        return Links(
+            groups,
+            instructions,
+            self._layout,
+            rank=self.rank,
+            keep=max(self.shape.in_flight(stage) for stage in range(len(self.plan.stages))),
+            place=self.place,
+        )
 
     def _train(
         self, worker: Worker, evaluator: Evaluator | None, on_progress: ProgressCallback | None, first: int, last: int
