@@ -33,7 +33,7 @@ from planner.executor.train import TrainingRun
 from planner.model.batch import Batch, make_batch
 from planner.model.file import ModelFile, load_model_file
 from planner.plan_file import Plan
-from planner.schedule.instructions import AllReduce, Instruction, Unit, Update
+from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Unit, Update
 from planner.schedule.segments import segment_stream
 
 _ENDLESS = 2**40  # minibatches of a stream whose end is not known
@@ -208,10 +208,15 @@ class Pipeline:
         return iter(allowed)
 
     def _allows(self, instruction: Instruction) -> bool:
-        if isinstance(instruction, (AllReduce, Update)):
-            per_round = self._run.shape.minibatches_per_update(instruction.stage)
-            return self._base + (instruction.round - self._base + 1) * per_round <= self._data.count
-        return instruction.unit.minibatch < self._data.count
+        match instruction:
+            case AllReduce(round=round_) | AddShared(round=round_) | Update(round=round_):
+                pass
+            case SendShared(unit=unit) | ReceiveShared(unit=unit):
+                round_ = unit.minibatch
+            case _:
+                return instruction.unit.minibatch < self._data.count
+        per_round = self._run.shape.minibatches_per_update(instruction.stage)
+        return self._base + (round_ - self._base + 1) * per_round <= self._data.count
 
     def _newest_loss(self) -> float | None:
         """Of the newest minibatch of which all losses of this worker are there: the mean over its samples here."""

@@ -151,7 +151,7 @@ class TrainingRun:
         if self.scale_loss and self.shape.asynchronous and built.shared:
             raise PlanError(
                 "under asynchronous schedules each stage scales float16 losses by itself, but stages share a weight",
-                hint="make a plan for bfloat16, or for a schedule that drains the pipeline: plan solve --schedule zb-h1",
+                hint="make a plan for bfloat16, or for a schedule that drains: plan solve --schedule zb-h1",
             )
         self.shared = {
             stage: SharedGradients(stage, shared_parameters(stage, module, built.shared))
