@@ -165,6 +165,7 @@ class Plan(Record):
         if self.vertical_sync and self.schedule != "1f1b":
             raise ValueError(f"vertical_sync is for the schedule 1f1b, not {self.schedule}")
         _check_config(self)
+        _check_microbatches(self)
         _check_ranks(self)
         _check_layers(self)
         _check_transfers(self)
@@ -179,6 +180,16 @@ def config_of(replicas: tuple[int, ...]) -> str:
 def _check_config(plan: Plan) -> None:
     if plan.config != config_of(plan.replicas):
         raise ValueError(f"config '{plan.config}' contradicts the stages, whose ranks make {config_of(plan.replicas)}")
+
+
+def _check_microbatches(plan: Plan) -> None:
+    if plan.schedule in ("1f1b", "naive") and plan.microbatches != 1:
+        raise ValueError(f"schedule {plan.schedule} has one microbatch per minibatch, not {plan.microbatches}")
+    if plan.schedule == "2bw" and plan.microbatches < max(plan.replicas):
+        raise ValueError(
+            f"schedule 2bw gives every replica of {plan.config} a microbatch of each minibatch, which has only "
+            f"{plan.microbatches}"
+        )
 
 
 def _check_ranks(plan: Plan) -> None:

@@ -46,6 +46,8 @@ def test_properties(plan: Plan) -> None:
         (["stages", 0, "in_flight"], 0, "stages[0].in_flight = 0"),
         (["cluster", "levels", 0, "size"], 2, "3 workers do not fit a cluster of 2 GPUs"),
         (["transfers", 0, "target"], 0, "transfer 0 -> 0 is not from a stage to a later one"),
+        (["microbatches"], 4, "schedule 1f1b has one microbatch per minibatch, not 4"),
+        (["schedule"], "2bw", "schedule 2bw gives every replica of 2-1 a microbatch of each minibatch"),
         (["schedule"], "chimera", "schedule = 'chimera'"),
         (["predicted", "seconds_per_minibatch"], -1, "predicted.seconds_per_minibatch = -1"),
         (["schema_version"], 2, "schema_version 2, this version reads 1"),
