@@ -67,7 +67,7 @@ CASES = (
     Case("resnet50", (4,), ("1Gbps",)),
     Case("resnet50", (4,), ("1Gbps",), (2, 2)),
     Case("resnet50", (4,), ("1Gbps",), (1, 1, 1, 1), "gpipe", 8),
-    Case("resnet50", (8,), ("100Mbps",), (2, 2, 2, 2)),
+    Case("resnet50", (8,), ("500Mbps",), (2, 2, 2, 2)),
     Case("alexnet", (4,), ("1Gbps",)),
     Case("alexnet", (8,), ("10Gbps",)),
     Case("gnmt8", (4,), ("1Gbps",), (1, 1, 1, 1)),
