@@ -20,6 +20,8 @@ from planner.executor.job import Job, TrainResult
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
+MESSAGE_BYTES = 2_000_000  # that links are measured with
+FEW = 8  # hosts; the links of more take longer, one after the other
 FIRST_PORT = 20_000
 BURST = "16kb"  # of the shapers: what passes unshaped after a pause must be little beside a message
 
@@ -39,8 +41,14 @@ class Testbed:
 
     __test__ = False  # not a test class, whatever its name begins with
 
-    def links(self, nominal: Cluster, message_bytes: int = 2_000_000) -> Cluster:
-        """Shape the links like those of `nominal`, and measure what they give to its workers."""
+    def links(self, nominal: Cluster, message_bytes: int | None = None) -> Cluster:
+        """Shape the links like those of `nominal`, and measure what they give to its workers.
+
+        Args:
+            nominal: what the shapers are told.
+            message_bytes: of the long messages; None for some that do not take long.
+        """
+        message_bytes = message_bytes or (MESSAGE_BYTES if nominal.gpus <= FEW else MESSAGE_BYTES // 2)
         rates = tuple(level.bandwidth_bytes_per_s for level in nominal.levels)
         sizes = tuple(level.size for level in nominal.levels)
         key = (rates, sizes)

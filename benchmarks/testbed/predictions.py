@@ -84,7 +84,7 @@ CASES = (
 def main() -> None:
     """Run all cases, print the table, and keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each run, after its start-up")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each run, after its start-up")
     parser.add_argument("--cases", type=int, nargs="+", help="run these only, counted from 0")
     parser.add_argument(
         "--save", action="store_true", help=f"write {TABLE.name} and, in docs/, the table and a picture"
