@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="1Gbps", help="of the devices that are emulated (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--plans", type=int, default=PLANS)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each run, after its start-up")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
     parser.add_argument("--save", action="store_true", help=f"write {TABLE.name}")
     arguments = parser.parse_args()
     profile = read_profile(ROOT / "profiles" / arguments.model / "cpu.json")
