@@ -1,0 +1,119 @@
+"""Does communication hide behind computation? See README.md in this folder.
+
+python -m benchmarks.overlap --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.testbed.bed import Testbed, testbed
+from benchmarks.testbed.emulate import Scale, emulate
+from planner.cluster import Cluster, flat_cluster
+from planner.executor.job import Job
+from planner.plan_file import Plan, SolverReport
+from planner.pricing import Ledger, candidates, price
+from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.solver.assemble import assemble
+from planner.solver.depth import price_with_depths
+
+COMPUTE_S = 0.12  # of one stage for one minibatch: a late sleep is little beside it
+NOMINAL_BYTES_PER_S = 12.5e6
+FAST_BYTES_PER_S = 1e9  # "no link to speak of"
+SHARES = (0.2, 0.5, 0.8, 0.9)
+RESULTS = Path(__file__).parent / "results.json"
+
+
+def main() -> None:
+    """Measure samples/s at each share of the link, and without a link to speak of."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--minibatches", type=int, default=60)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="seconds on the link per one computed")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} beside this file")
+    arguments = parser.parse_args()
+    rows = []
+    with testbed(arguments.stages) as bed, tempfile.TemporaryDirectory(prefix="overlap-") as folder:
+        link = bed.links(flat_cluster(arguments.stages, NOMINAL_BYTES_PER_S))
+        for share in arguments.shares:
+            size = round(share * COMPUTE_S * link.slowest_bandwidth_bytes_per_s)
+            own = Path(folder) / str(share)
+            own.mkdir()
+            bound = _measure(bed, _fast(arguments.stages), size, arguments, own)
+            shared = _measure(bed, flat_cluster(arguments.stages, NOMINAL_BYTES_PER_S), size, arguments, own)
+            rows.append({"share": share, "message_bytes": size, "no_link": bound, "link": shared})
+    if arguments.save:
+        load = Path("/proc/loadavg").read_text(encoding="utf-8").split()[0]
+        content = {"date": time.strftime("%Y-%m-%d"), "load": load, "stages": arguments.stages, "rows": rows}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    shown = [
+        [f"{r['share']:.0%}", f"{r['message_bytes'] / 1e6:.2f}", f"{r['no_link']:.2f}", f"{r['link']:.2f}",
+         f"{r['link'] / r['no_link']:.1%}"]
+        for r in rows
+    ]  # fmt: skip
+    headers = ["link needs, of compute", "MB each way", "minibatches/s, no link", "with the link", "of it"]
+    print(tabulate(shown, headers, tablefmt="github", disable_numparse=True))
+
+
+def _fast(stages: int) -> Cluster:
+    return flat_cluster(stages, FAST_BYTES_PER_S)
+
+
+def _measure(bed: Testbed, cluster: Cluster, message_bytes: int, arguments: argparse.Namespace, folder: Path) -> float:
+    """Minibatches per second in steady state, over links like those of `cluster`."""
+    measured = bed.links(cluster)
+    emulated = emulate(_profile(arguments.stages, message_bytes), Scale(1.0, 1.0), folder)
+    plan = _plan(emulated.profile, measured, arguments.stages)
+    job = Job(model=str(emulated.path), plan=plan, steps=arguments.minibatches)
+    return bed.train(job, cluster, 1.0, 60 + 10 * COMPUTE_S * arguments.minibatches).samples_per_s
+
+
+def _profile(stages: int, message_bytes: int) -> Profile:
+    """A layer per stage, of which each hands on so many bytes and gets as many back."""
+    layers = tuple(
+        Layer(
+            name=f"layer{index}",
+            op="sleep",
+            forward_s=COMPUTE_S / 3,
+            backward_s=COMPUTE_S * 2 / 3,
+            update_s=0.0,
+            outputs=(Value(name=f"value{index}", output_bytes=message_bytes, gradient_bytes=message_bytes),),
+            weight_bytes=4,
+            gradient_bytes=4,
+            parameters=(f"{index}.weight",),
+        )
+        for index in range(stages)
+    )
+    return Profile(
+        model="overlap",
+        graph_hash="made-up",
+        device=Device(kind="cpu", name="emulated", threads=1),
+        dtype="float32",
+        microbatch_size=1,
+        layers=layers,
+        edges=tuple(Edge(source=f"layer{k}", value=f"value{k}", target=f"layer{k + 1}") for k in range(stages - 1)),
+        provenance=Provenance(tool="benchmarks.overlap", source="estimated"),
+    )
+
+
+def _plan(profile: Profile, cluster: Cluster, stages: int) -> Plan:
+    """One layer each, the loss with the last, as many minibatches in flight as the link needs."""
+    ledger = Ledger(profile)
+    groups = [[index] for index in range(stages)]
+    groups[-1] += range(stages, len(profile.layers))
+    chosen = candidates(groups, [1] * stages)
+    cost = price_with_depths(ledger, chosen, cluster, price(ledger, chosen, cluster), "auto")
+    report = SolverReport(
+        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
+    )
+    return assemble(ledger, cluster, chosen, cost, "1f1b", 1, report)
+
+
+if __name__ == "__main__":
+    main()
