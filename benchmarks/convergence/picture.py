@@ -1,0 +1,46 @@
+"""Curves as an SVG, written by hand so that no plotting is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from planner.report.sweep_svg import COLOURS
+
+WIDTH, HEIGHT = 860, 480
+LEFT, RIGHT, TOP, BOTTOM = 70, 200, 56, 64
+_FONT = 'font-family="Helvetica, Arial, sans-serif"'
+
+
+def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """A line for each curve of (minibatches, loss)."""
+    points = [point for curve in curves.values() for point in curve]
+    right, top = max(x for x, _ in points), max(y for _, y in points) * 1.05
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        x, y = point
+        return LEFT + (WIDTH - LEFT - RIGHT) * x / right, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * y / top
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        _text(LEFT, 28, title, 17),
+        _text(LEFT, HEIGHT - 20, "minibatches", 13),
+    ]
+    for step in range(6):
+        x, y = place((right * step / 5, top * step / 5))
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(_text(24, y + 4, f"{top * step / 5:.2f}", 12))
+        parts.append(_text(x - 12, HEIGHT - BOTTOM + 20, f"{right * step / 5:.0f}", 12))
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in curve)
+        dashes = ' stroke-dasharray="6 4"' if number == 0 else ""
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+        parts.append(f'<rect x="{WIDTH - RIGHT + 16}" y="{TOP + 22 * number}" width="14" height="4" fill="{colour}"/>')
+        parts.append(_text(WIDTH - RIGHT + 38, TOP + 22 * number + 7, name, 13))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _text(x: float, y: float, content: str, size: int) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" {_FONT}>{escape(content)}</text>'
