@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,7 @@ class Checkpointer:
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self._problem: str | None = None  # of the last checkpoint
         self.newest: Path | None = None  # on rank 0
+        self.seconds = 0.0  # spent in `save`
         self._start = self._agree()
         self.resumed_from = None if self._start.resume is None else Path(self._start.resume)
 
@@ -126,6 +128,7 @@ class Checkpointer:
         Raises:
             InputError: when the model or optimizer keeps what no checkpoint can hold.
         """
+        began_s = time.perf_counter()
         folder = self._folder / partial_name(minibatch, self._start.token)
         self._heart.enter("writing a checkpoint")
         try:
@@ -138,6 +141,7 @@ class Checkpointer:
         if self._rank == 0:
             self._heart.enter("completing a checkpoint")
             self._complete(minibatch, folder, [_Written.model_validate_json(reply) for reply in replies])
+        self.seconds += time.perf_counter() - began_s
 
     def check_last(self) -> None:
         """To be called at the end.

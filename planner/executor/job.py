@@ -117,6 +117,7 @@ class TrainResult(Record):
     resumed_from: str | None = None  # checkpoint
     restarts: tuple[str, ...] = ()  # why the workers were started again; what is measured is since the last time
     checkpoint: str | None = None  # the newest that this run wrote
+    checkpoint_s: float = 0.0  # seconds in which worker 0 wrote checkpoints or waited for their other parts
 
 
 class Failure(Record):

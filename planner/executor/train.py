@@ -436,6 +436,7 @@ class TrainingRun:
             saved_weights=self.job.save_weights,
             resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
             checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
+            checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
         )
 
     def _report(self, worker: Worker, stages: dict[int, StageReplica], peak_bytes: int) -> WorkerReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.optim import Optimizer
 
 import planner
@@ -165,6 +167,21 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(mode
     optimizer = model_file.optimizer(trained)
     fill_optimizer(optimizer, whole, tmp_path / "19", load_index(tmp_path / "19"))
     assert_equal({k: v.clone() for k, v in whole.state_dict().items()} | _optimizer_content(optimizer, whole), expected)
+
+
+def test_torchs_own_reader_of_safetensors_reads_a_checkpoint(tmp_path: Path) -> None:
+    storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="this torch has no such reader")
+    pytest.importorskip("safetensors", reason="which that reader needs")
+    model_file = load_model_file(write_model(tmp_path, "convolutional", "momentum"))
+    split = Split(model_file, [capture_file(model_file, model_file.example_batch(4))], [3])
+    split.train()
+    split.save(tmp_path / "checkpoint")
+    found = {name: torch.zeros_like(tensor) for name, tensor in split.content().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        reader = storage.HuggingFaceStorageReader(str(tmp_path / "checkpoint"))
+        load_distributed(found, storage_reader=reader)
+    assert_equal(found, split.content())
 
 
 def test_each_replica_gets_its_own_buffers_back_and_a_further_one_the_firsts(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def assert_same_weights(one: Job, other: Job) -> None:
         pytest.param("gpipe", 3, (1, 1), id="gpipe 1-1", marks=pytest.mark.slow),
         pytest.param("1f1b-flush", 4, (1, 2), id="1f1b-flush 1-2", marks=pytest.mark.slow),
         pytest.param("2bw", 2, (1, 1), id="2bw 1-1", marks=pytest.mark.slow),
+        pytest.param("zb-h1", 3, (1, 1), id="zb-h1", marks=pytest.mark.slow),
         pytest.param("interleaved", 3, (1, 1, 1, 1), id="interleaved", marks=pytest.mark.slow),
         pytest.param("naive", 1, (1, 1), id="naive 1-1", marks=pytest.mark.slow),
     ],

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
 
 from planner.errors import InputError
-from planner.executor.optimizer_state import OptimizerState, give_state, take_state
+from planner.executor.optimizer_state import OptimizerState, give_state, rescale_rates, take_state
 from planner.executor.plain import from_plain, to_plain
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -133,6 +133,21 @@ def test_schedulers_go_on_where_they_were(index: int) -> None:
     other.load_state_dict(states[0])
     other_optimizer.load_state_dict(states[1])
     assert rates(optimizer, scheduler, 8) == rates(other_optimizer, other, 8)
+
+
+def test_rates_follow_the_factor_of_the_plan_that_goes_on() -> None:
+    """Linear scaling: a stage of two replicas trained at twice the user's rate, one of three goes on at thrice."""
+    whole = model()
+    optimizer = SGD(whole.parameters(), lr=0.2, momentum=0.9)
+    state, tensors = take_state(optimizer, whole, 2.0)
+    other = SGD(whole.parameters(), lr=99.0)
+    give_state(other, whole, [through_json(state)], tensors, 3.0)
+    assert other.param_groups[0]["lr"] == pytest.approx(0.3)
+    scheduler = schedulers.SequentialLR(
+        optimizer, [schedulers.ConstantLR(optimizer, 1.0), schedulers.ConstantLR(optimizer, 1.0)], [3]
+    )
+    scaled = rescale_rates(scheduler.state_dict(), 1.5)
+    assert scaled["_last_lr"] == scaled["_schedulers"][1]["base_lrs"] == [pytest.approx(0.3)]
 
 
 def test_nothing_else_comes_out_of_json() -> None:
