@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +14,19 @@ import torch.distributed as dist
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint import Checkpointer, DataPosition
 from planner.executor.checkpoint_write import Restorable
-from planner.executor.collect import encode_losses, gather_bytes, gather_state, merge_losses, save_state
+from planner.executor.collect import gather_state, save_state
 from planner.executor.data import BatchSource, EvaluationBatches, make_batches
 from planner.executor.evaluator import Evaluator, evaluation_points, until_updated
 from planner.executor.gradients import GradientAverager
 from planner.executor.heartbeat import Heart
-from planner.executor.job import Evaluation, Job, TrainResult, WorkerReport
+from planner.executor.job import Job, TrainResult
 from planner.executor.joint import JointNorm
+from planner.executor.layouts import Layouts
 from planner.executor.links import LinkGroups, Links
-from planner.executor.loss_scaler import SCALE
-from planner.executor.measure import ProgressCallback, evaluated, progress_reporter, steady_state
+from planner.executor.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.memory import PeakMemory
-from planner.executor.messages import Layout, layout_of
 from planner.executor.optimizer import make_optimizer
+from planner.executor.outcome import gather, report_of
 from planner.executor.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.replica import StageReplica
 from planner.executor.setup import (
@@ -45,17 +45,9 @@ from planner.executor.worker import Worker, WorkerLog
 from planner.model.compiling import check_compiler
 from planner.model.evaluation import share_buffers
 from planner.model.file import ModelFile, load_model_file
-from planner.model.graph import ValueSpec
 from planner.model.rehearsal import rehearse
 from planner.schedule.instructions import (
     Instruction,
-    Receive,
-    ReceiveActivation,
-    ReceiveShared,
-    Send,
-    SendActivation,
-    SendShared,
-    Unit,
     Update,
 )
 from planner.schedule.segments import segment_stream, segments
@@ -168,7 +160,7 @@ class TrainingRun:
             for stage, module in self.modules.items()
         }
         self.first = 0  # minibatches done in earlier runs
-        self._layouts: dict[tuple[int, int, bool, int], Layout] = {}
+        self.layouts = Layouts(self.transfers, self.shared, self.data, with_scale=self.scale_loss)
 
     def _compile(self, model_file: ModelFile) -> None:
         """Now, because a worker that compiled in the middle of a run would look as if it stood still."""
@@ -222,7 +214,14 @@ class TrainingRun:
         links.drain()
         dist.barrier()
         done = [] if evaluator is None else evaluator.done
-        result = self._result(worker, stages, peak.bytes(), time.perf_counter() - start, checkpointer, done)
+        seconds = time.perf_counter() - start
+        report = report_of(self.plan, self.shape, self.rank, worker, stages, peak.bytes())
+        gathered = gather(report, worker.log, done, self.place.wire)
+        if self.job.save_weights is not None:
+            self._save_weights(Path(self.job.save_weights))
+        if checkpointer is not None:
+            checkpointer.check_last()
+        result = None if gathered is None else gathered.result(self.job, self.data, self.first, seconds, checkpointer)
         if recorder is not None:
             self.heart.enter("gathering the trace", meeting=True)
             timeline = gather_timeline(recorder, self.plan, self.minibatches, window, self.place.wire)
@@ -242,7 +241,7 @@ class TrainingRun:
         return Links(
             groups,
             instructions,
-            self._layout,
+            self.layouts.of,
             rank=self.rank,
             keep=max(self.shape.in_flight(stage) for stage in range(len(self.plan.stages))),
             place=self.place,
@@ -365,21 +364,14 @@ class TrainingRun:
         for first, last in self._segments():
             yield from segment_stream(self.shape, self.stages[0], self.rank, first, last)
 
-    def _layout(self, message: Receive | Send) -> Layout:
-        if isinstance(message, (ReceiveShared, SendShared)):
-            return layout_of(self.shared[message.stage].specs(message.peer_stage), 1)
-        activation = isinstance(message, (ReceiveActivation, SendActivation))
-        source, target = sorted((message.stage, message.peer_stage))
-        samples = self.data.size(message.unit)
-        kind = (source, target, activation, samples)
-        if kind not in self._layouts:
-            specs = self.transfers[source, target]
-            if not activation:
-                specs = [spec.of_gradient for spec in specs if spec.requires_grad]
-                if self.scale_loss:
-                    specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))
-            self._layouts[kind] = layout_of(specs, samples)
-        return self._layouts[kind]
+    def _save_weights(self, path: Path) -> None:
+        mine = [module for stage, module in self.modules.items() if self.rank == self.plan.stages[stage].ranks[0]]
+        state = gather_state(
+            {n: tensor for module in mine for n, tensor in module.state_dict().items()}, self.place.wire
+        )
+        if self.rank == 0:
+            self.heart.enter("writing the weights")
+            save_state(state, path)
 
     def _progress(self, on_progress: ProgressCallback | None) -> Callable[[Update, WorkerLog], None] | None:
         number, last = len(self.plan.stages) - 1, self.plan.stages[-1]
@@ -390,76 +382,3 @@ class TrainingRun:
             on_progress, self.minibatches, per_update, self.microbatch_size * self.plan.microbatches
         )
         return lambda update, log: report(log) if update.stage == number else None
-
-    def _result(
-        self,
-        worker: Worker,
-        stages: dict[int, StageReplica],
-        peak_bytes: int,
-        seconds: float,
-        checkpointer: Checkpointer | None,
-        evaluations: Sequence[Evaluation],
-    ) -> TrainResult | None:
-        wire = self.place.wire
-        reports = gather_bytes(self._report(worker, stages, peak_bytes).model_dump_json().encode(), wire)
-        losses = gather_bytes(encode_losses(worker.log.losses), wire)
-        lines = "\n".join(evaluation.model_dump_json() for evaluation in evaluations)
-        evaluated_there = [text for part in gather_bytes(lines.encode(), wire) for text in part.splitlines()]
-        if self.job.save_weights is not None:
-            mine = [module for stage, module in self.modules.items() if self.rank == self.plan.stages[stage].ranks[0]]
-            state = gather_state({name: t for module in mine for name, t in module.state_dict().items()}, wire)
-            if self.rank == 0:
-                self.heart.enter("writing the weights")
-                save_state(state, Path(self.job.save_weights))
-        if checkpointer is not None:
-            checkpointer.check_last()
-        if self.rank != 0:
-            return None
-        workers = tuple(WorkerReport.model_validate_json(report) for report in reports)
-        minibatch_size = self.microbatch_size * self.plan.microbatches
-        last = self.plan.stages[-1].ranks
-        return TrainResult(
-            config=self.plan.config,
-            schedule=self.plan.schedule,
-            workers=len(workers),
-            minibatches=self.minibatches - self.first,
-            first_minibatch=self.first,
-            minibatch_size=minibatch_size,
-            samples=sum(self.data.minibatch_size(minibatch) for minibatch in range(self.first, self.minibatches)),
-            seconds=seconds,
-            samples_per_s=sum(worker.samples_per_s for worker in workers if worker.rank in last),
-            predicted_samples_per_s=self.plan.predicted.samples_per_s,
-            random_data=self.data.random,
-            losses=merge_losses(losses),
-            evaluations=tuple(Evaluation.model_validate_json(text) for text in evaluated_there),
-            reports=workers,
-            saved_weights=self.job.save_weights,
-            resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
-            checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
-            checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
-        )
-
-    def _report(self, worker: Worker, stages: dict[int, StageReplica], peak_bytes: int) -> WorkerReport:
-        depth = self.shape.in_flight(0)
-        units = [Unit(0, microbatch) for microbatch in range(self.plan.microbatches)]
-        mine = sum(self.shape.rank_of(stage, unit) == self.rank for stage in self.stages for unit in units)
-        steady = steady_state(
-            worker.log.completions,
-            start_up=2 * depth * len(self.stages),
-            drain=depth * len(self.stages) if self.shape.asynchronous else 0,
-            per_round=self.shape.accumulate if self.plan.schedule == "1f1b" else mine,
-        )
-        return WorkerReport(
-            rank=self.rank,
-            stage=self.stages[0],
-            busy_share=steady.busy_share,
-            # Backwards of all the worker's stages are counted, and each unit has one in every stage.
-            samples_per_s=steady.units_per_s * self.microbatch_size / len(self.stages),
-            peak_memory_bytes=peak_bytes,
-            predicted_memory_bytes=self.plan.memory_bytes(self.stages[0]),
-            weight_versions=max(replica.versions.most_versions for replica in stages.values()),
-        )
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -1,0 +1,58 @@
+"""The layout of every message of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from planner.executor.data import BatchSource
+from planner.executor.loss_scaler import SCALE
+from planner.executor.messages import Layout, layout_of
+from planner.executor.shared import SharedGradients
+from planner.model.graph import ValueSpec
+from planner.schedule.instructions import Receive, ReceiveActivation, ReceiveShared, Send, SendActivation, SendShared
+
+
+class Layouts:
+    """Fixed by the plan and the size of a microbatch, so that both ends of a message know its layout.
+
+    Args:
+        transfers: by (source, target) stage, the values that travel to and from this worker's stages.
+        shared: by stage, the weights that it shares with others.
+        data: knows how many samples a unit has.
+        with_scale: whether each message of gradients says what factor they carry.
+    """
+
+    def __init__(
+        self,
+        transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
+        shared: Mapping[int, SharedGradients],
+        data: BatchSource,
+        *,
+        with_scale: bool,
+    ) -> None:
+        self._transfers = transfers
+        self._shared = shared
+        self._data = data
+        self._with_scale = with_scale
+        self._made: dict[tuple[int, int, bool, int], Layout] = {}
+
+    def of(self, message: Receive | Send) -> Layout:
+        """The layout of `message`."""
+        if isinstance(message, (ReceiveShared, SendShared)):
+            return layout_of(self._shared[message.stage].specs(message.peer_stage), 1)
+        activation = isinstance(message, (ReceiveActivation, SendActivation))
+        source, target = sorted((message.stage, message.peer_stage))
+        key = (source, target, activation, self._data.size(message.unit))
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, source: int, target: int, activation: bool, samples: int) -> Layout:
+        specs = list(self._transfers[source, target])
+        if not activation:
+            specs = [spec.of_gradient for spec in specs if spec.requires_grad]
+            if self._with_scale:
+                specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))
+        return layout_of(specs, samples)

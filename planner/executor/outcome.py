@@ -1,0 +1,109 @@
+"""What a run came to: each worker's report, and all of them on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from planner.executor.checkpoint import Checkpointer
+from planner.executor.collect import encode_losses, gather_bytes, merge_losses
+from planner.executor.data import BatchSource
+from planner.executor.job import Evaluation, Job, Loss, TrainResult, WorkerReport
+from planner.executor.measure import steady_state
+from planner.executor.replica import StageReplica
+from planner.executor.worker import Worker, WorkerLog
+from planner.plan_file import Plan
+from planner.schedule.instructions import Unit
+from planner.schedule.streams import PipelineShape
+
+
+def report_of(
+    plan: Plan,
+    shape: PipelineShape,
+    rank: int,
+    worker: Worker,
+    stages: Mapping[int, StageReplica],
+    peak_memory_bytes: int,
+) -> WorkerReport:
+    """What the worker `rank` measured of its `stages`."""
+    depth, first = shape.in_flight(0), min(stages)
+    units = [Unit(0, microbatch) for microbatch in range(plan.microbatches)]
+    mine = sum(shape.rank_of(stage, unit) == rank for stage in stages for unit in units)
+    steady = steady_state(
+        worker.log.completions,
+        start_up=2 * depth * len(stages),
+        drain=depth * len(stages) if shape.asynchronous else 0,
+        per_round=shape.accumulate if plan.schedule == "1f1b" else mine,
+    )
+    assert plan.microbatch_size is not None
+    return WorkerReport(
+        rank=rank,
+        stage=first,
+        busy_share=steady.busy_share,
+        # Backwards of all the worker's stages are counted, and each unit has one in every stage.
+        samples_per_s=steady.units_per_s * plan.microbatch_size / len(stages),
+        peak_memory_bytes=peak_memory_bytes,
+        predicted_memory_bytes=plan.memory_bytes(first),
+        weight_versions=max(replica.versions.most_versions for replica in stages.values()),
+    )
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What all workers have to tell, on rank 0."""
+
+    reports: tuple[WorkerReport, ...]
+    losses: tuple[Loss, ...]
+    evaluations: tuple[Evaluation, ...]
+
+    def result(
+        self, job: Job, data: BatchSource, first: int, seconds: float, checkpointer: Checkpointer | None
+    ) -> TrainResult:
+        """The result of a run from minibatch `first` on that took `seconds`."""
+        plan, minibatches = job.plan, data.minibatches(job.steps, job.epochs)
+        assert plan.microbatch_size is not None
+        last = plan.stages[-1].ranks
+        return TrainResult(
+            config=plan.config,
+            schedule=plan.schedule,
+            workers=len(self.reports),
+            minibatches=minibatches - first,
+            first_minibatch=first,
+            minibatch_size=plan.microbatch_size * plan.microbatches,
+            samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, minibatches)),
+            seconds=seconds,
+            samples_per_s=sum(report.samples_per_s for report in self.reports if report.rank in last),
+            predicted_samples_per_s=plan.predicted.samples_per_s,
+            random_data=data.random,
+            losses=self.losses,
+            evaluations=self.evaluations,
+            reports=self.reports,
+            saved_weights=job.save_weights,
+            resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
+            checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
+            checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
+        )
+
+
+def gather(
+    report: WorkerReport, log: WorkerLog, evaluations: Sequence[Evaluation], wire: torch.device
+) -> Gathered | None:
+    """Everything on rank 0, None elsewhere; all workers call it."""
+    reports = gather_bytes(report.model_dump_json().encode(), wire)
+    losses = gather_bytes(encode_losses(log.losses), wire)
+    lines = "\n".join(evaluation.model_dump_json() for evaluation in evaluations)
+    evaluated = [line for part in gather_bytes(lines.encode(), wire) for line in part.splitlines()]
+    if report.rank != 0:
+        return None
+    return Gathered(
+        tuple(WorkerReport.model_validate_json(text) for text in reports),
+        merge_losses(losses),
+        tuple(Evaluation.model_validate_json(line) for line in evaluated),
+    )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
