@@ -20,6 +20,8 @@ from pathlib import Path
 from planner.schedule.instructions import (
     AddShared,
     AllReduce,
+    Backward,
+    BackwardInput,
     Instruction,
     Receive,
     Send,
@@ -119,7 +121,7 @@ class Beat:
                 if self.activity == "AddShared":
                     return f"adding up the shared weights' gradients of round {self.unit.minibatch}"
                 if self.activity == "Update":
-                    return f"in the update after round {self.unit.minibatch}"
+                    return f"in the update after minibatch {self.unit.minibatch}"
                 words = "".join(
                     f" {c.lower()}" if c.isupper() else c for c in self.activity.removeprefix(_EVALUATION)
                 ).strip()
@@ -146,7 +148,7 @@ class Heart:
         self._beats = 0
         self._slowest_s = 0.0
         self._began_s: float | None = None
-        self._state = State.PREPARING
+        self._last_backward = 0  # its minibatch
         self._sent_at = {
             (stage, activation): _SENT_START + _SENT.size * (2 * index + activation)
             for index, stage in enumerate(stages)
@@ -163,10 +165,15 @@ class Heart:
             peer_rank, peer_stage = instruction.peer_rank, instruction.peer_stage
         elif isinstance(instruction, AllReduce):
             state = State.REDUCING
-        if isinstance(instruction, AllReduce | AddShared | Update):
+        if isinstance(instruction, AllReduce | AddShared):
             minibatch, microbatch = instruction.round, 0
+        elif isinstance(instruction, Update):
+            # A round has a minibatch for each replica; this worker's last one says more than the round's number.
+            minibatch, microbatch = self._last_backward, 0
         else:
             minibatch, microbatch = instruction.unit.minibatch, instruction.unit.microbatch
+        if isinstance(instruction, Backward | BackwardInput):
+            self._last_backward = minibatch
         kind = type(instruction)
         activity = _NAMES.get(kind) or _NAMES.setdefault(kind, kind.__name__.encode())
         if evaluating:

@@ -115,7 +115,7 @@ def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Pat
     ("fault", "start", "end"),
     [
         ("target", "worker 1 (stage 1), in the forward of minibatch ", f"IndexError: Target 9 is out of bounds. (loss() at model.py:{line_of('def loss')})"),  # noqa: E501
-        ("step", "worker ", f"in the update after round 4: ValueError: no step (model.py:{line_of('no step')})"),
+        ("step", "worker ", f"in the update after minibatch 4: ValueError: no step (model.py:{line_of('no step')})"),
         ("nan", "worker 1 (stage 1), in the backward of minibatch ", " is nan"),
     ],
 )  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint(folder: Path) -> None:
     assert done.stderr.startswith("restart 1 of 1: worker ")
     result = json.loads(done.stdout)
     assert len(result["restarts"]) == 1
-    assert "in the update after round 14: ValueError: failed once" in result["restarts"][0]
+    assert "in the update after minibatch 14: ValueError: failed once" in result["restarts"][0]
     assert result["first_minibatch"] == 10
     assert [entry["minibatch"] for entry in result["losses"]] == list(range(10, 24))
 

@@ -53,7 +53,6 @@ def judge(beats: dict[int, Beat], *, ranks: tuple[tuple[int, ...], ...] = ((0,),
     [
         (Forward(0, Unit(3)), "in the forward of minibatch 3"),
         (Backward(0, Unit(3, 2)), "in the backward of minibatch 3, microbatch 2"),
-        (Update(0, 5), "in the update after round 5"),
         (AllReduce(0, 5, 2), "in the all-reduce of round 5"),
         (RECEIVE, "waiting for the activations of minibatch 17 from worker 0"),
         (SendGradient(1, Unit(4), 0, 0), "sending the gradients of minibatch 4 to worker 0"),
@@ -68,6 +67,13 @@ def test_a_page_says_what_its_worker_does(tmp_path: Path, instruction: Instructi
     assert beat == heart.read()
     assert beat.describe() == words
     assert beat.stage == instruction.stage
+
+
+def test_an_update_is_told_by_the_workers_last_minibatch() -> None:
+    heart = Heart(stages=(0,))
+    heart.begin(Backward(0, Unit(11)))
+    heart.begin(Update(0, 5))
+    assert heart.read().describe() == "in the update after minibatch 11"
 
 
 def test_a_phase_and_an_evaluation_are_told_apart_from_training() -> None:
