@@ -183,7 +183,9 @@ class Footprint:
         return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
 
 
-def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats) -> tuple[Floats, Floats]:
+def working_bytes(
+    saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats, update_workspace_bytes: Floats
+) -> tuple[Floats, Floats]:
     """`Footprint.working_bytes` and `accumulating_bytes` of the stages of the first 1, 2, ... of some layers in order.
 
     While layer k of n runs its forward or its backward, there are
@@ -192,12 +194,16 @@ def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: 
 
     because the backward frees what was saved as it goes from the last layer to the first, and makes the gradients.
     With several microbatches per minibatch all gradients are there, and those of layer k once more until they are
-    added. The peak is that of the layer with the most.
+    added. The peak is that of the layer with the most. While the optimizer steps, nothing is left of the microbatch,
+    and what the step works in comes to all gradients.
     """
     saved = np.cumsum(saved_bytes)
+    update = np.maximum.accumulate(update_workspace_bytes)
     at_work = saved + workspace_bytes
     missing = np.cumsum(gradient_bytes) - gradient_bytes
-    return np.maximum.accumulate(at_work - missing) - saved, np.maximum.accumulate(at_work + gradient_bytes) - saved
+    whole = np.maximum.accumulate(at_work - missing)
+    accumulating = np.maximum.accumulate(at_work + gradient_bytes)
+    return np.maximum(whole, update) - saved, np.maximum(accumulating, update) - saved
 
 
 def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:

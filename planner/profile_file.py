@@ -54,6 +54,8 @@ class Layer(Record):
     # The most that its forward or its backward has allocated at once, beyond the weights, the gradients of weights, and
     # what is kept of this layer and of earlier ones: gradients of activations, results not kept, what kernels work in.
     workspace_bytes: Bytes = 0  # for one microbatch; 0 also where it was not measured
+    # The most that the optimizer's step on its weights has allocated at once, beyond what it keeps.
+    update_workspace_bytes: Bytes = 0
     parameters: tuple[str, ...] = ()  # fully qualified names
 
 

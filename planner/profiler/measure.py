@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,11 @@ from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph
 from planner.model.parts import LOSS
 from planner.model.stage import LayerObserver, StageModule, build_stage
-from planner.profiler.clock import Clock, clock_for
+from planner.profiler.clock import clock_for
 from planner.profiler.compiled import CompiledTimes, as_compiled, measure_compiled, saved_as_compiled
 from planner.profiler.saved import saved_bytes
 from planner.profiler.steps import Effort, Progress, Steps, StepTimes, repeat, step_failure
-from planner.profiler.update import LayerUpdate, layer_updates, still
+from planner.profiler.update import LayerUpdate, layer_updates, still, update_workspaces
 from planner.profiler.workspace import workspace_bytes
 
 
@@ -33,6 +32,7 @@ class Measurement:
         updates: per layer, of the optimizer.
         saved_bytes: per layer.
         workspace_bytes: per layer, uncompiled; None where nothing was run.
+        update_workspace_bytes: per layer, of the optimizer; likewise.
         compiled: where stages are to be compiled, how the above was made.
     """
 
@@ -41,6 +41,7 @@ class Measurement:
     updates: list[LayerUpdate]
     saved_bytes: list[int]
     workspace_bytes: list[int] | None = None
+    update_workspace_bytes: list[int] | None = None
     compiled: CompiledTimes | None = None
 
 
@@ -58,7 +59,7 @@ def measure(
     graph.model.to(device)
     batch = batch.to(device)
     stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True).to(device)
-    run = _Run(graph, stage, model_file, batch, clock_for(device))
+    run = _Run(graph, stage, model_file, batch, device)
     try:
         if not compiled:
             return run.measure(effort, progress)
@@ -70,21 +71,23 @@ def measure(
 
 class _Run:
     def __init__(
-        self, graph: LayerGraph, stage: StageModule, model_file: ModelFile, batch: Batch, clock: Clock[Any]
+        self, graph: LayerGraph, stage: StageModule, model_file: ModelFile, batch: Batch, device: torch.device
     ) -> None:
         self._graph = graph
         self._stage = stage
         self._model_file = model_file
         self._batch = batch
+        self._device = device
         self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
-        self._steps = Steps(clock, list(self._parameters.values()))
+        self._steps = Steps(clock_for(device), list(self._parameters.values()))
 
     def measure(self, effort: Effort, progress: Progress) -> Measurement:
         saved = saved_bytes(self._stage, self._batch)
         layers, whole = self._measure_steps(effort, progress)
         progress("measuring updates", 1.0)
         updates = layer_updates(self._model_file, self._trained_by_layer(), self._steps.clock)
-        return Measurement(layers, whole, updates, saved, self._workspaces(saved))
+        of_updates = update_workspaces(self._model_file, self._trained_by_layer(), self._device)
+        return Measurement(layers, whole, updates, saved, self._workspaces(saved), of_updates)
 
     def _workspaces(self, saved_bytes: list[int]) -> list[int]:
         self._steps.drop_gradients()
@@ -114,7 +117,7 @@ class _Run:
             self._graph, self._batch, plain.layers, plain.whole, self._steps, update, effort, progress
         )
         layers, saved = as_compiled(plain.layers, times), saved_as_compiled(plain.saved_bytes, times)
-        return Measurement(layers, times.whole, plain.updates, saved, plain.workspace_bytes, times)
+        return replace(plain, layers=layers, whole=times.whole, saved_bytes=saved, compiled=times)
 
     def _plain_forward(self) -> Tensor:
         batch = self._batch.channels_last() if self._graph.channels_last else self._batch

@@ -125,14 +125,16 @@ def make_profile(
     # Stepping layer by layer pays the optimizer's overhead per layer; a stage pays it once.
     share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
     held = _Held(graph, batch_size)
+    unknown = [0] * len(graph.layers)
     layers = tuple(
-        held.layer(layer, times, update.seconds * share, update.state_bytes, saved, workspace)
-        for layer, times, update, saved, workspace in zip(
+        held.layer(layer, times, update.seconds * share, update.state_bytes, saved, *workspaces)
+        for layer, times, update, saved, *workspaces in zip(
             graph.layers,
             measured.layers,
             measured.updates,
             measured.saved_bytes,
-            measured.workspace_bytes or [0] * len(graph.layers),
+            measured.workspace_bytes or unknown,
+            measured.update_workspace_bytes or unknown,
             strict=True,
         )
     )
@@ -177,6 +179,7 @@ class _Held:
         optimizer_bytes: int,
         saved_bytes: int,
         workspace_bytes: int,
+        update_workspace_bytes: int,
     ) -> Layer:
         weights = [self.parameters[name] for name in self._new(layer.parameters)]
         buffers = [self._buffers[name] for name in self._new(layer.buffers)]
@@ -197,6 +200,7 @@ class _Held:
             buffer_bytes=sum(buffer.nbytes for buffer in buffers),
             saved_bytes=saved_bytes,
             workspace_bytes=workspace_bytes,
+            update_workspace_bytes=update_workspace_bytes,
             parameters=layer.parameters,
         )
 

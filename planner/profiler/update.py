@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from planner.model.file import ModelFile
 from planner.profiler.clock import Clock, MarkT
+from planner.profiler.workspace import meter_for
 
 _REPEATS = 3
+_LEAST_METERED_BYTES = 10**6
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,29 @@ def _layer_update(model_file: ModelFile, parameters: Mapping[str, nn.Parameter],
         clock.wait()
         times.append(clock.seconds(start, end))
     return LayerUpdate(sorted(times)[_REPEATS // 2], state_bytes_of(optimizer))
+
+
+def update_workspaces(
+    model_file: ModelFile, layers: Sequence[Mapping[str, nn.Parameter]], device: torch.device
+) -> list[int]:
+    """The most that the step on each layer's parameters, whose gradients must be there, allocates beyond its state."""
+    # Profiling a step costs more than a small step does, and what it works in is of the size of a parameter.
+    large = [sum(p.nbytes for p in parameters.values()) >= _LEAST_METERED_BYTES for parameters in layers]
+    return [
+        _update_workspace(model_file, parameters, device) if metered else 0
+        for parameters, metered in zip(layers, large, strict=True)
+    ]
+
+
+def _update_workspace(model_file: ModelFile, parameters: Mapping[str, nn.Parameter], device: torch.device) -> int:
+    optimizer = still(model_file.optimizer(parameters))
+    optimizer.step()  # makes the state
+    meter = meter_for(device)
+    with meter:
+        meter.mark()
+        optimizer.step()
+        meter.mark()
+    return meter.peaks()[1]
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:

@@ -37,7 +37,7 @@ def workspace_bytes(
         gradient_bytes: of the weights, by layer.
     """
     device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
-    meter = _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+    meter = meter_for(device)
     marks = _Marks(meter, len(saved_bytes))
     stage.set_observer(marks)
     with meter:
@@ -58,7 +58,7 @@ def workspace_bytes(
     return most
 
 
-class _Meter(Protocol):
+class Meter(Protocol):
     """Knows the bytes allocated within its context, relative to the beginning."""
 
     def __enter__(self) -> object: ...
@@ -73,6 +73,11 @@ class _Meter(Protocol):
     def peaks(self) -> list[int]:
         """The most within each span."""
         ...
+
+
+def meter_for(device: torch.device) -> Meter:
+    """What measures allocations on `device`."""
+    return _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
 
 
 class _CudaMeter:
@@ -138,7 +143,7 @@ class _CpuMeter:
 class _Marks:
     """Ends a span wherever one layer's forward or backward ends; see `planner.profiler.clock.LayerTimes`."""
 
-    def __init__(self, meter: _Meter, layers: int) -> None:
+    def __init__(self, meter: Meter, layers: int) -> None:
         self._meter = meter
         self.spans: list[tuple[int, bool]] = []  # layer, and whether it is its backward
         self._running = layers - 1

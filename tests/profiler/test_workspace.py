@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from torch.autograd.profiler import profile
 from planner.cost import working_bytes
 from planner.model.batch import Batch
 from planner.model.capture import capture
+from planner.model.file import load_model_file
 from planner.model.stage import build_stage
 from planner.profiler.saved import saved_bytes
+from planner.profiler.update import update_workspaces
 from planner.profiler.workspace import workspace_bytes
 
 BATCH, WIDTH, MANY = 64, 256, 40
@@ -76,8 +79,8 @@ def test_the_peak_of_the_formula_is_that_of_the_allocator(model: type[nn.Module]
     plain = model()
     batch = Batch((torch.randn(*inputs),), {}, torch.randn(inputs[0], WIDTH))
     columns = [np.array(each, dtype=np.float64) for each in measured(plain, batch)[1:]]
-    saved, gradients, _ = columns
-    working, _ = working_bytes(*columns)
+    saved, gradients, workspaces = columns
+    working, _ = working_bytes(saved, gradients, workspaces, np.zeros_like(saved))
     predicted = saved.sum() + gradients.sum() + working[-1]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(use_kineto=False, profile_memory=True) as recorded:
@@ -87,3 +90,41 @@ def test_the_peak_of_the_formula_is_that_of_the_allocator(model: type[nn.Module]
     events = [each for each in recorded.kineto_results.events() if each.name() == "[memory]"]
     sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
     assert predicted == pytest.approx(max(np.cumsum(sizes)), rel=0.03)
+
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+
+def build_model():
+    return nn.Linear(1000, 1000)
+
+
+def example_batch(batch_size):
+    return (torch.randn(batch_size, 1000),), torch.randn(batch_size, 1000)
+
+
+def loss(output, target):
+    return (output - target).square().mean()
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=DECAY)
+"""
+
+
+@pytest.mark.parametrize(("decay", "tensors"), [(0.0, 0), (0.1, 1)])
+def test_a_step_with_weight_decay_works_in_a_tensor_of_the_weights_size(
+    tmp_path: Path, decay: float, tensors: int
+) -> None:
+    """One process, one tensor at a time: the gradient and the decay are added in a fresh one."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL_FILE.replace("DECAY", str(decay)), encoding="utf-8")
+    model_file = load_model_file(path)
+    linear = model_file.build_model()
+    for parameter in linear.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trained = dict(linear.named_parameters())
+    found = update_workspaces(model_file, [trained, {"bias": trained["bias"]}, {}], torch.device("cpu"))
+    assert found == pytest.approx([tensors * 4 * 1000 * 1000, 0, 0], abs=1000)

@@ -49,6 +49,7 @@ def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measur
                 buffer_bytes=draw(st.integers(0, 2)),
                 saved_bytes=draw(small),
                 workspace_bytes=draw(small) if works else 0,
+                update_workspace_bytes=draw(small) if works else 0,
             )
         )
     return Profile(
