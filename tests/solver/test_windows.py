@@ -103,7 +103,8 @@ def test_orders_are_topological_and_what_is_near_a_cut_is_a_cut(model: Profile) 
             assert all(v.producer in inside for v in ledger.traffic if inside & set(v.users))
 
 
-@pytest.mark.parametrize("gpus", [4, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [4, 16])
 def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) -> None:
     """1,220 layers and more cuts than could be listed."""
     model, cluster = nasnet_like(), flat_cluster(gpus, 1.25e9)
