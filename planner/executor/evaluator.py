@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from planner.executor.setup import Place
 from planner.model.autocast import autocasting
 from planner.model.evaluation import EvaluationStages
 from planner.model.file import ModelFile
+from planner.model.stage import StageModule
 from planner.schedule.evaluation import evaluation_stream, group_size
 from planner.schedule.instructions import (
     Forward,
@@ -43,6 +44,28 @@ from planner.schedule.streams import Channel, PipelineShape
 NewGroup = Callable[[Iterable[int] | None], dist.ProcessGroup]
 
 
+@dataclass(frozen=True)
+class ReplicatedBuffers:
+    """Buffers of a replicated stage in evaluation, such as BatchNorm's statistics, of which each replica has its own.
+
+    All evaluate with those of the first replica: they are what is saved, so the result is that of the saved model.
+
+    Args:
+        module: the stage in evaluation; on the first replica with training's buffers, elsewhere with others.
+        first: rank of the first replica.
+        group: the replicas.
+    """
+
+    module: StageModule
+    first: int
+    group: dist.ProcessGroup
+
+    def fetch(self) -> None:
+        """Take over the first replica's; all replicas call it."""
+        for _, buffer in sorted(self.module.named_buffers()):
+            dist.broadcast(buffer, self.first, self.group)
+
+
 class Evaluator:
     """One worker's part of the evaluations of a run.
 
@@ -55,6 +78,7 @@ class Evaluator:
         place: where it computes.
         new_group: makes a process group; all workers make an evaluator at the same time.
         heart: where the worker tells what it does.
+        buffers: of this worker's replicated stages.
     """
 
     def __init__(
@@ -67,12 +91,14 @@ class Evaluator:
         place: Place,
         new_group: NewGroup,
         heart: Heart,
+        buffers: Sequence[ReplicatedBuffers] = (),
     ) -> None:
         self._stages = stages
         self._model_file = model_file
         self._data = data
         self._rank = rank
         self._heart = heart
+        self._buffers = buffers
         self._place = place
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(stages.transfers))
         self._shape = replace(shape, channels=channels)
@@ -90,6 +116,9 @@ class Evaluator:
     def run(self, minibatch: int) -> Evaluation | None:
         """Evaluate after `minibatch` minibatches; the result on the worker that `reports`."""
         totals: dict[str, float] = {}
+        self._heart.enter("preparing to evaluate", meeting=True)
+        for buffers in self._buffers:
+            buffers.fetch()
         with torch.no_grad(), torch.random.fork_rng(devices=self._cuda_devices()):
             for unit, results, known in self._forwards():
                 if "loss" in results:

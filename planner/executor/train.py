@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from planner.executor.checkpoint import Checkpointer, DataPosition
 from planner.executor.checkpoint_write import Restorable
 from planner.executor.collect import gather_state, save_state
 from planner.executor.data import BatchSource, EvaluationBatches, make_batches
-from planner.executor.evaluator import Evaluator, evaluation_points, until_updated
+from planner.executor.evaluator import Evaluator, ReplicatedBuffers, evaluation_points, until_updated
 from planner.executor.gradients import GradientAverager
 from planner.executor.heartbeat import Heart
 from planner.executor.job import Job, TrainResult
@@ -43,7 +43,7 @@ from planner.executor.stages import build_modules, check_shared, check_sizes, tr
 from planner.executor.watchers import all_of, hook, tensorboard
 from planner.executor.worker import Worker, WorkerLog
 from planner.model.compiling import check_compiler
-from planner.model.evaluation import share_buffers
+from planner.model.evaluation import separate_buffers, share_buffers
 from planner.model.file import ModelFile, load_model_file
 from planner.model.rehearsal import rehearse
 from planner.schedule.instructions import (
@@ -200,7 +200,7 @@ class TrainingRun:
             stop_on_nan=options.stop_on_nan,
             joint_norm=self._joint_norm(),
         )
-        evaluator = self._evaluator()
+        evaluator = self._evaluator(replicas)
         self.heart.enter("waiting for the others to start", meeting=True)
         dist.barrier()
         start = time.perf_counter()
@@ -274,12 +274,19 @@ class TrainingRun:
         if evaluation is not None and on_progress is not None:
             on_progress(evaluated(evaluation, worker.log, self.minibatches))
 
-    def _evaluator(self) -> Evaluator | None:
+    def _evaluator(self, replicas: Mapping[int, dist.ProcessGroup]) -> Evaluator | None:
         if self.evaluation is None:
             return None
+        buffers = []
         for stage, module in self.evaluation.modules.items():
             module.to(self.place.compute)
-            share_buffers(module, self.modules[stage])
+            first = self.plan.stages[stage].ranks[0]
+            if self.rank == first:
+                share_buffers(module, self.modules[stage])
+            else:
+                separate_buffers(module)
+            if stage in replicas:
+                buffers.append(ReplicatedBuffers(module, first, replicas[stage]))
         fixed = self.evaluation.graph.batch_size
         return Evaluator(
             self.evaluation,
@@ -292,6 +299,7 @@ class TrainingRun:
             self.place,
             self._new_group,
             self.heart,
+            buffers,
         )
 
     def _restore(self) -> Checkpointer | None:

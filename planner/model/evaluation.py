@@ -163,6 +163,14 @@ def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[
     return nodes
 
 
+def separate_buffers(evaluation: StageModule) -> None:
+    """Give a stage in evaluation buffers of its own, which may then differ from those of the stage in training."""
+    for module in evaluation.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.clone()
+
+
 def share_buffers(evaluation: StageModule, training: StageModule) -> None:
     """Let a stage in evaluation read the buffers of the stage in training, which moving to a device has replaced."""
     for name, buffer in training.named_buffers(remove_duplicate=False):
