@@ -176,8 +176,9 @@ def _await_restart(
 
 def _finish(process: subprocess.Popen[str], deadline: float) -> str:
     assert process.stdout is not None
-    process.wait(timeout=max(1.0, deadline - time.monotonic()))
-    return process.stdout.read()
+    with process.stdout:
+        process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        return process.stdout.read()
 
 
 def _check(
@@ -210,8 +211,9 @@ def _check(
 
 def _read(process: subprocess.Popen[str], told: list[tuple[float, str]]) -> None:
     assert process.stderr is not None
-    for line in process.stderr:
-        told.append((time.monotonic(), line.strip()))  # noqa: PERF401 - each when it comes
+    with process.stderr:
+        for line in process.stderr:
+            told.append((time.monotonic(), line.strip()))  # noqa: PERF401 - each when it comes
 
 
 def _note_children(process: subprocess.Popen[str], ever: set[int]) -> None:
