@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import InputError
 from planner.files import Record, load_record, write_text
-from planner.plan_file import ScheduleName
+from planner.plan_file import Plan, ScheduleName
 
 REMEDY = "see timeline.json in the file formats"
 
@@ -171,6 +171,32 @@ class Timeline(Record):
     events: Events
     memory: tuple[MemoryCurve, ...] = ()  # none where it was not looked at
     links: tuple[LinkUse, ...] = ()  # none where only the workers' ends were looked at
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan,
+        source: Literal["simulated", "measured"],
+        minibatches: int,
+        events: Events,
+        *,
+        memory: tuple[MemoryCurve, ...] = (),
+        links: tuple[LinkUse, ...] = (),
+    ) -> Timeline:
+        """A run of `plan` that had these `events`."""
+        return cls(
+            source=source,
+            model=plan.model,
+            config=plan.config,
+            schedule=plan.schedule,
+            ranks=tuple(stage.ranks for stage in plan.stages),
+            minibatches=minibatches,
+            microbatches=plan.microbatches,
+            microbatch_size=plan.microbatch_size,
+            events=events,
+            memory=memory,
+            links=links,
+        )
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
     group.add_argument(
         "--checkpoint-every",
-        type=_at_least_one,
+        type=count,
         metavar="N",
         help="after every N minibatches, and at the end, let the pipeline run empty and write weights, optimizer "
         "state and the place in the data",
@@ -185,7 +185,7 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--keep",
-        type=_at_least_one,
+        type=count,
         default=3,
         metavar="K",
         help="remove all but the last K checkpoints (default: %(default)s)",
@@ -199,13 +199,6 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "without PATH, or with 'auto', from the newest in --checkpoint-folder, if there is one yet. --steps and "
         "--epochs count from the beginning of the first run",
     )
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
 
 
 def _count(text: str) -> int:

@@ -21,10 +21,11 @@ from planner.executor.collect import gather_bytes
 from planner.executor.data import EvaluationBatches
 from planner.executor.heartbeat import Heart
 from planner.executor.job import Evaluation
+from planner.executor.layouts import Layouts
 from planner.executor.links import LinkGroups, Links
-from planner.executor.messages import Layout, layout_of
 from planner.executor.setup import Place
 from planner.model.autocast import autocasting
+from planner.model.batch import Batch
 from planner.model.evaluation import EvaluationStages
 from planner.model.file import ModelFile
 from planner.model.stage import StageModule
@@ -32,9 +33,7 @@ from planner.schedule.evaluation import evaluation_stream, group_size
 from planner.schedule.instructions import (
     Forward,
     Instruction,
-    Receive,
     ReceiveActivation,
-    Send,
     SendActivation,
     Unit,
     Update,
@@ -105,7 +104,7 @@ class Evaluator:
         self._groups = LinkGroups.create(self._shape, new_group, tags=place.backend == "gloo")
         self._last_ranks = shape.ranks[stages.last]
         self._last_group = new_group(self._last_ranks)
-        self._layouts: dict[tuple[int, int, int], Layout] = {}
+        self._layouts = Layouts(stages.transfers, {}, data.size, with_scale=False)
         self.done: list[Evaluation] = []  # on the first replica of the last stage
 
     @property
@@ -120,17 +119,17 @@ class Evaluator:
         for buffers in self._buffers:
             buffers.fetch()
         with torch.no_grad(), torch.random.fork_rng(devices=self._cuda_devices()):
-            for unit, results, known in self._forwards():
+            for unit, batch, results, known in self._forwards():
                 if "loss" in results:
-                    self._add(totals, unit, results["loss"], known)
+                    self._add(totals, unit, batch, results["loss"], known)
         return self._merge(minibatch, totals)
 
-    def _forwards(self) -> Iterator[tuple[Unit, Mapping[str, Tensor], Mapping[str, Tensor]]]:
-        """Run this worker's stream; yields what each forward returned, and all values known at its stage."""
+    def _forwards(self) -> Iterator[tuple[Unit, Batch | None, Mapping[str, Tensor], Mapping[str, Tensor]]]:
+        """Run this worker's stream; yields what each forward took and returned, and all values known at its stage."""
         links = Links(
             self._groups,
             lambda: evaluation_stream(self._shape, self._rank, self._data.batches),
-            self._layout,
+            self._layouts.of,
             rank=self._rank,
             keep=2 * group_size(self._shape),
             place=self._place,
@@ -147,27 +146,37 @@ class Evaluator:
                     # The one before is sent: its values are not needed any more.
                     for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
                         del known[key]
-                    results = self._forward(stage, unit, values)
+                    batch = self._batch(stage, unit)
+                    results = self._forward(stage, batch, values)
                     values.update(results)
-                    yield unit, results, values
+                    yield unit, batch, results, values
                 case SendActivation(stage=stage, peer_stage=target):
                     names = [spec.name for spec in self._stages.transfers[stage, target]]
                     links.send(instruction, {name: values[name] for name in names})
         links.drain()
 
-    def _forward(self, stage: int, unit: Unit, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _batch(self, stage: int, unit: Unit) -> Batch | None:
+        """The samples, where the stage's layers or metrics(output, target) read them."""
+        module = self._stages.modules.get(stage)
+        needed = (module is not None and module.needs_batch) or (
+            stage == self._stages.last and self._model_file.has_metrics
+        )
+        return self._data.batch(unit).to(self._place.compute) if needed else None
+
+    def _forward(self, stage: int, batch: Batch | None, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         module = self._stages.modules.get(stage)
         if module is None:  # all its layers are for training only
             return {}
-        batch = self._data.batch(unit).to(self._place.compute) if module.needs_batch else None
         results: dict[str, Tensor] = module(batch, values)
         return results
 
-    def _add(self, totals: dict[str, float], unit: Unit, loss: Tensor, known: Mapping[str, Tensor]) -> None:
+    def _add(
+        self, totals: dict[str, float], unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]
+    ) -> None:
         samples = self._data.size(unit)
         found = {"loss": float(loss)}
         if self._model_file.has_metrics:
-            batch = self._data.batch(unit).to(self._place.compute)
+            assert batch is not None
             with autocasting(self._place.compute.type, self._stages.autocast):
                 found |= self._model_file.metrics(self._stages.output(known, batch), batch.target)
         for name, value in found.items():
@@ -189,13 +198,6 @@ class Evaluator:
         evaluation = Evaluation(minibatch=minibatch, samples=self._data.samples, loss=means.pop("loss"), metrics=means)
         self.done.append(evaluation)
         return evaluation
-
-    def _layout(self, message: Receive | Send) -> Layout:
-        source, target = sorted((message.stage, message.peer_stage))
-        kind = (source, target, self._data.size(message.unit))
-        if kind not in self._layouts:
-            self._layouts[kind] = layout_of(self._stages.transfers[source, target], kind[2])
-        return self._layouts[kind]
 
     def _cuda_devices(self) -> list[torch.device]:
         return [self._place.compute] if self._place.compute.type == "cuda" else []

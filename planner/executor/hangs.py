@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from planner.errors import WorkerError
 from planner.executor.heartbeat import Beat, State
+from planner.executor.job import Failure
 from planner.schedule.instructions import ReceiveActivation, ReceiveGradient
 
 _ACTIVATION, _GRADIENT = ReceiveActivation.__name__, ReceiveGradient.__name__
@@ -37,6 +39,17 @@ class Hang:
     message: str
     busy: bool  # whether the place in its code says more
     frozen: bool = False  # whether it is sure to be the cause
+
+    def failure(self, place: str | None) -> Failure:
+        """What to tell of it; `place` in the worker's code, where that is known."""
+        return Failure(
+            rank=self.rank,
+            stage=self.stage,
+            message=self.message + (f", at {place}" if place else ""),
+            hint="look there for what may block; --hang-timeout SECONDS allows for more",
+            exit_code=WorkerError.exit_code,
+            consequence=False,
+        )
 
 
 @dataclass

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from planner.executor.data import BatchSource
 from planner.executor.loss_scaler import SCALE
 from planner.executor.messages import Layout, layout_of
 from planner.executor.shared import SharedGradients
 from planner.model.graph import ValueSpec
-from planner.schedule.instructions import Receive, ReceiveActivation, ReceiveShared, Send, SendActivation, SendShared
+from planner.schedule.instructions import (
+    Receive,
+    ReceiveActivation,
+    ReceiveShared,
+    Send,
+    SendActivation,
+    SendShared,
+    Unit,
+)
 
 
 class Layouts:
@@ -20,7 +27,7 @@ class Layouts:
     Args:
         transfers: by (source, target) stage, the values that travel to and from this worker's stages.
         shared: by stage, the weights that it shares with others.
-        data: knows how many samples a unit has.
+        size_of: samples of a unit.
         with_scale: whether each message of gradients says what factor they carry.
     """
 
@@ -28,13 +35,13 @@ class Layouts:
         self,
         transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
         shared: Mapping[int, SharedGradients],
-        data: BatchSource,
+        size_of: Callable[[Unit], int],
         *,
         with_scale: bool,
     ) -> None:
         self._transfers = transfers
         self._shared = shared
-        self._data = data
+        self._size_of = size_of
         self._with_scale = with_scale
         self._made: dict[tuple[int, int, bool, int], Layout] = {}
 
@@ -44,7 +51,7 @@ class Layouts:
             return layout_of(self._shared[message.stage].specs(message.peer_stage), 1)
         activation = isinstance(message, (ReceiveActivation, SendActivation))
         source, target = sorted((message.stage, message.peer_stage))
-        key = (source, target, activation, self._data.size(message.unit))
+        key = (source, target, activation, self._size_of(message.unit))
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]

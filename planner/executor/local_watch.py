@@ -9,17 +9,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from planner.errors import WorkerError
 from planner.executor.failures import place_in_dump, read_beat
 from planner.executor.hangs import Hang, Sign, Watch
 from planner.executor.heartbeat import Beat
-from planner.executor.job import Failure, Job
+from planner.executor.job import Job
 from planner.files import save_record
 
 INTERVAL_S = 0.5
 DUMP_SIGNAL = signal.SIGUSR1  # asks a worker for the place in its code
 _DUMP_S = 2.0  # how long it has to answer
-_HINT = "look there for what may block; --hang-timeout SECONDS allows for more"
 
 
 class LocalWatch(threading.Thread):
@@ -67,14 +65,7 @@ class LocalWatch(threading.Thread):
         beat = self._beat(hang.rank)
         assert beat is not None
         place = self._place(hang.rank, beat.pid) if hang.busy else None
-        failure = Failure(
-            rank=hang.rank,
-            stage=hang.stage,
-            message=hang.message + (f", at {place}" if place else ""),
-            hint=_HINT,
-            exit_code=WorkerError.exit_code,
-            consequence=False,
-        )
+        failure = hang.failure(place)
         save_record(failure, self._folder / f"failure-{hang.rank}.json")
         with suppress(ProcessLookupError):
             os.kill(beat.pid, signal.SIGKILL)

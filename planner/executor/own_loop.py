@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from planner.errors import InputError
-from planner.executor.collect import gather_state, save_state
 from planner.executor.data import even_sizes
 from planner.executor.job import Job, RunOptions, TrainingOptions
 from planner.executor.setup import check_schedule, check_world, join_group, local_place, message_timeout
@@ -182,13 +181,8 @@ class Pipeline:
     def save_weights(self, path: str | Path) -> None:
         """Drain, and write the whole model's weights to one file on the first worker; all workers call it."""
         self.drain()
-        state = gather_state(self.state_dict() if self._first_replica() else {}, self._place.wire)
-        if dist.get_rank() == 0:
-            save_state(state, Path(path))
+        self._run.save_weights(Path(path))
         dist.barrier()
-
-    def _first_replica(self) -> bool:
-        return all(self._run.rank == self.plan.stages[stage].ranks[0] for stage in self._run.stages)
 
     def _stream(self, minibatches: int) -> Iterator[Instruction]:
         run = self._run

@@ -111,17 +111,7 @@ def gather_timeline(
         for event in events
         if event.end_s > start
     ]
-    return Timeline(
-        source="measured",
-        model=plan.model,
-        config=plan.config,
-        schedule=plan.schedule,
-        ranks=tuple(stage.ranks for stage in plan.stages),
-        minibatches=minibatches,
-        microbatches=plan.microbatches,
-        microbatch_size=plan.microbatch_size,
-        events=Events.of(moved),
-    )
+    return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved))
 
 
 def _clock_offsets(wire: torch.device) -> Sequence[float]:

@@ -26,7 +26,6 @@ from planner.executor.heartbeat import Beat, Heart
 from planner.executor.job import Failure, Job
 
 _CONNECT = timedelta(seconds=60)
-_HINT = "look there for what may block; --hang-timeout SECONDS allows for more"
 
 
 class Bulletin:
@@ -156,14 +155,7 @@ class RemoteWatch:
 
     def _end(self, hang: Hang, page: bytes | None) -> None:
         place = json.loads(page)["place"] if hang.busy and page is not None else None
-        failure = Failure(
-            rank=hang.rank,
-            stage=hang.stage,
-            message=hang.message + (f", at {place}" if place else ""),
-            hint=_HINT,
-            exit_code=WorkerError.exit_code,
-            consequence=False,
-        )
+        failure = hang.failure(place)
         self._end_process(error_of(failure) if self._bulletin.is_first_here() else None)
 
     def _supervise(self) -> None:

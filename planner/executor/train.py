@@ -160,7 +160,7 @@ class TrainingRun:
             for stage, module in self.modules.items()
         }
         self.first = 0  # minibatches done in earlier runs
-        self.layouts = Layouts(self.transfers, self.shared, self.data, with_scale=self.scale_loss)
+        self.layouts = Layouts(self.transfers, self.shared, self.data.size, with_scale=self.scale_loss)
 
     def _compile(self, model_file: ModelFile) -> None:
         """Now, because a worker that compiled in the middle of a run would look as if it stood still."""
@@ -218,7 +218,7 @@ class TrainingRun:
         report = report_of(self.plan, self.shape, self.rank, worker, stages, peak.bytes())
         gathered = gather(report, worker.log, done, self.place.wire)
         if self.job.save_weights is not None:
-            self._save_weights(Path(self.job.save_weights))
+            self.save_weights(Path(self.job.save_weights))
         if checkpointer is not None:
             checkpointer.check_last()
         result = None if gathered is None else gathered.result(self.job, self.data, self.first, seconds, checkpointer)
@@ -372,7 +372,8 @@ class TrainingRun:
         for first, last in self._segments():
             yield from segment_stream(self.shape, self.stages[0], self.rank, first, last)
 
-    def _save_weights(self, path: Path) -> None:
+    def save_weights(self, path: Path) -> None:
+        """Gather the whole model's weights on rank 0 and write them; all workers call it."""
         mine = [module for stage, module in self.modules.items() if self.rank == self.plan.stages[stage].ranks[0]]
         state = gather_state(
             {n: tensor for module in mine for n, tensor in module.state_dict().items()}, self.place.wire

@@ -42,19 +42,8 @@ def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
             hint="make the plan again with: plan solve",
         )
     rows = Events.of(events)
-    return Timeline(
-        source="simulated",
-        model=plan.model,
-        config=plan.config,
-        schedule=plan.schedule,
-        ranks=tuple(stage.ranks for stage in plan.stages),
-        minibatches=count,
-        microbatches=plan.microbatches,
-        microbatch_size=plan.microbatch_size,
-        events=rows,
-        memory=memory_curves(plan, rows.rows()),
-        links=tuple(links.uses()),
-    )
+    memory = memory_curves(plan, rows.rows())
+    return Timeline.of_plan(plan, "simulated", count, rows, memory=memory, links=tuple(links.uses()))
 
 
 def default_minibatches(plan: Plan) -> int:
