@@ -32,6 +32,8 @@ from benchmarks.netns import INTERFACE
 from planner.executor.data_parallel import train_data_parallel
 from planner.executor.job import Job
 from planner.executor.train import train_worker
+from planner.report.trace import save_trace
+from planner.timeline import Timeline
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -125,7 +127,11 @@ def _links(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(job: Job) -> dict[str, Any]:
-    result = train_worker(job) if job.baseline is None else train_data_parallel(job)
+    def keep(timeline: Timeline) -> None:
+        assert job.run_options.trace is not None
+        save_trace(timeline, job.run_options.trace)
+
+    result = train_worker(job, on_timeline=keep) if job.baseline is None else train_data_parallel(job)
     return {} if result is None else result.model_dump(mode="json")
 
 

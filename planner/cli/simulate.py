@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.plan_file import Plan
+    from planner.timeline import Timeline
 
 DESCRIPTION = """\
 Simulate a plan: the instructions of every worker at the plan's times, on the links of its cluster. Prints the samples
@@ -11,6 +18,7 @@ per second, the bubble, how busy every worker and link is, and the peak of every
 
     plan simulate --minibatches 100
     plan simulate --trace trace.json          open it at https://ui.perfetto.dev
+    plan simulate --against run.json          beside what plan train --trace run.json recorded: how far events are apart
 """
 
 
@@ -28,6 +36,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write every event as a Chrome trace, which Perfetto opens"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="a run of the plan, a trace or a timeline: simulate its minibatches, and print how far the start and the "
+        "end of each forward and backward lie from the run's",
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.set_defaults(run=run)
@@ -51,10 +66,31 @@ def run(args: argparse.Namespace) -> int:
     from planner.summary import summarize
 
     plan = load_plan(args.plan)
-    timeline = simulate(plan, args.minibatches)
-    summary = summarize(timeline)
-    print(summary.model_dump_json(indent=1) if args.json else run_report(summary, plan))
+    if args.against is not None:
+        timeline, text = _against(args, plan)
+    else:
+        timeline = simulate(plan, args.minibatches)
+        summary = summarize(timeline)
+        text = summary.model_dump_json(indent=1) if args.json else run_report(summary, plan)
+    print(text)
     if args.trace is not None:
         save_trace(timeline, args.trace)
         print(f"written to {args.trace}", file=sys.stderr)
     return 0
+
+
+def _against(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, str]:
+    """The simulation of the run's minibatches, and what to print."""
+    from planner.answers.against import lay_over
+    from planner.report.against import against_report
+    from planner.report.trace import load_run
+    from planner.simulator.beside import simulate_beside
+
+    if args.minibatches is not None:
+        raise InputError(
+            "--minibatches has no meaning with --against, which says so itself", hint="leave out one of the two"
+        )
+    measured = load_run(args.against)
+    timeline = simulate_beside(plan, measured)
+    found = lay_over(plan, timeline, measured)
+    return timeline, found.model_dump_json(indent=1) if args.json else against_report(found, plan)

@@ -12,9 +12,9 @@ from html import escape
 from importlib.resources import files
 
 from planner import __version__
+from planner.answers.against import lay_over
 from planner.answers.compare import Comparison
 from planner.answers.sweep import Sweep
-from planner.deviation import deviation
 from planner.plan_file import Plan
 from planner.report.page_data import chart_data, shown_workers
 from planner.report.page_sections import (
@@ -64,9 +64,9 @@ def report_page(content: Content) -> str:
     ]
     if content.measured is not None:
         runs.append(content.measured)
-        measured = summarize(content.measured)
-        apart = deviation(content.simulated, content.measured)
-        sections.append(("measured", "Predicted and measured", measured_section(plan, summary, measured, apart)))
+        against = lay_over(plan, content.simulated, content.measured)
+        measured = against.measured
+        sections.append(("measured", "Predicted and measured", measured_section(plan, against)))
     shown = shown_workers(content.simulated)
     sections.append(("timeline", "Timeline", fill("timeline.html", timeline_section(content.simulated, runs, shown))))
     sections.append(("memory", "Memory", memory_section(plan, summary, measured)))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from planner.answers.against import Against
 from planner.answers.compare import Comparison
 from planner.answers.sweep import Sweep
-from planner.deviation import Deviation
 from planner.plan_file import Plan, Stage
+from planner.report.against import APART_HEADERS, STAGE_HEADERS, apart_cells, pace_cells, stage_cells
 from planner.report.compare import comparison_cells, comparison_legend
 from planner.report.lanes import COLOURS, LANE_ORDER, TEXTS
 from planner.report.plan import RESOURCES, layer_range, ranks_line
-from planner.report.run import legend, pace, percent, worker_cells
+from planner.report.run import legend, percent, worker_cells
 from planner.report.sweep import sweep_cells
 from planner.report.sweep_svg import sweep_svg
 from planner.summary import Summary, WorkerUse
@@ -193,28 +194,21 @@ def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> st
     )
 
 
-def measured_section(plan: Plan, simulated: Summary, measured: Summary, apart: Deviation) -> str:
-    """The numbers of the run beside those that were predicted."""
-    predicted = plan.predicted
-    rows = [
-        ["pace", pace(predicted.samples_per_s, predicted.seconds_per_minibatch)]
-        + [pace(s.samples_per_s, s.seconds_per_minibatch) for s in (simulated, measured)],
-        ["against measured"]
-        + [
-            f"{seconds / measured.seconds_per_minibatch - 1:+.1%}"
-            for seconds in (predicted.seconds_per_minibatch, simulated.seconds_per_minibatch)
-        ]
-        + [""],
-        ["bubble", "", percent(simulated.bubble_share), percent(measured.bubble_share)],
-        ["whole run", "", format_seconds(simulated.seconds), format_seconds(measured.seconds)],
-        ["start-up", "", format_seconds(simulated.start_up_s), format_seconds(measured.start_up_s)],
-        ["drain", "", format_seconds(simulated.drain_s), format_seconds(measured.drain_s)],
-    ]
+def measured_section(plan: Plan, against: Against) -> str:
+    """The numbers of the run beside those that were predicted, and how far apart the events are."""
+    headers, rows = pace_cells(against, plan)
     text = (
-        f"<p>Starts and ends of {apart.events:,} forwards and backwards lie {apart.median_share:.2%} of the run apart "
-        f"in the median, {apart.worst_share:.2%} at most.</p>"
+        f"<p>Starts and ends of {against.as_planned.events:,} forwards and backwards, apart by shares of the run's "
+        "length. At the plan's times it is the prediction that is compared; at the run's own, a simulation whose "
+        "stages take what they took on average in the run.</p>"
     )
-    return _table("Predicted and measured", ["", "plan", "simulated", "measured"], rows, text_columns=1) + text
+    return (
+        _table("Predicted and measured", headers, rows, text_columns=1)
+        + text
+        + _table("Events apart", APART_HEADERS, apart_cells(against), text_columns=1, last_is_text=True)
+        + "<p>Means of the stages' times, simulated and measured:</p>"
+        + _table("Stages' times", STAGE_HEADERS, stage_cells(against), text_columns=1)
+    )
 
 
 def comparison_section(comparison: Comparison) -> str:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from planner.answers.against import Against
 from planner.cli.main import main
-from planner.plan_file import save_plan
+from planner.plan_file import load_plan, save_plan
 from planner.report.run import run_report
-from planner.report.trace import load_run
+from planner.report.trace import load_run, save_trace
 from planner.simulator.plan import simulate
 from planner.summary import Summary, summarize
 from tests.cli.test_main import plan
@@ -45,12 +46,26 @@ def test_json_is_the_summary(folder: Path) -> None:
     assert done.stderr == ""
 
 
+def test_against_a_run(folder: Path) -> None:
+    run = simulate(load_plan(folder / "plan.json"), 30).model_copy(update={"source": "measured"})
+    save_trace(run, folder / "run.json")
+    done = plan("simulate", "--against", "run.json", "--trace", "beside.json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "at the plan's times" in done.stdout
+    assert len(load_run(folder / "beside.json").events) == len(run.events)
+    found = Against.model_validate_json(plan("simulate", "--against", "run.json", "--json", cwd=folder).stdout)
+    assert found.as_planned.worst_share < 1e-6
+    assert found.as_planned.events == 30 * 2 * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("--plan", "none.json"), "there is no file 'none.json'"),
         (("--minibatches", "0"), "0 minibatches are no run"),
         (("--minibatches", "many"), "invalid int value"),
+        (("--against", "none.json"), "there is no file 'none.json'"),
+        (("--against", "plan.json", "--minibatches", "3"), "--minibatches has no meaning with --against"),
     ],
 )
 def test_wrong_input(

@@ -1,0 +1,143 @@
+"""How far are the events of real runs from the simulated ones? See README.md in this folder.
+
+python -m benchmarks.timeline --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.testbed.bed import testbed
+from benchmarks.timeline import emulated, real
+from benchmarks.timeline.emulated import DEVICES, EmulatedCase
+from benchmarks.timeline.real import RealCase
+from planner.answers.against import Against, lay_over
+from planner.plan_file import Plan
+from planner.report.against import against_report
+from planner.report.timeline_svg import timeline_svg
+from planner.simulator.beside import cut, simulate_beside
+from planner.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE, RESULTS = (Path(__file__).with_name(name) for name in ("results.md", "results.json"))
+PICTURE = ROOT / "docs" / "images" / "timeline-measured.svg"
+AIM = 0.05
+DRAWN = 12  # minibatches from the start of the run, in the picture
+REAL = (
+    RealCase("vgg16", 32, "1f1b"),
+    RealCase("vgg16", 8, "1f1b-flush", 4),
+    RealCase("vgg16", 8, "gpipe", 4),
+    RealCase("resnet50", 16, "1f1b"),
+)
+EMULATED = (
+    EmulatedCase("vgg16", "1Gbps", (2, 1, 1), "1f1b"),
+    EmulatedCase("gnmt8", "1Gbps", (1, 1, 1, 1), "1f1b"),
+    EmulatedCase("resnet50", "1Gbps", (1, 1, 1, 1), "1f1b-flush", 8),
+    EmulatedCase("gpt2", "1Gbps", (1, 1, 1, 1), "gpipe", 8),
+)
+PICTURED = REAL[1]
+HEADERS = (
+    "run",
+    "workers",
+    "minibatches",
+    "events",
+    "pace",
+    "median",
+    "95%",
+    "at most",
+    "own times: median",
+    "own times: 95%",
+    "own times: at most",
+    "first minibatch late by",
+)
+
+
+def main() -> None:
+    """Run all cases, or some, print the table, and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["real", "emulated"], help="two workers that compute, or four that sleep")
+    parser.add_argument("--cases", nargs="+", default=[""], help="runs whose names have one of these in them")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
+    parser.add_argument("--whole", action="store_true", help="print all of plan simulate --against on stderr")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help=f"put the rows into {RESULTS.name}, all it has into {TABLE.name}, and a picture into docs/",
+    )
+    arguments = parser.parse_args()
+    rows: dict[str, Any] = json.loads(RESULTS.read_text()) if arguments.save and RESULTS.exists() else {}
+    for case, plan, measured in _runs(arguments.only, arguments.cases, arguments.seconds):
+        simulated = simulate_beside(plan, measured)
+        against = lay_over(plan, simulated, measured)
+        rows[case.name] = row(case, against)
+        print(rows[case.name], file=sys.stderr, flush=True)
+        if arguments.whole:
+            print(against_report(against, plan), file=sys.stderr, flush=True)
+        if arguments.save and case == PICTURED:
+            PICTURE.write_text(picture(simulated, measured), encoding="utf-8")
+    text = report([rows[case.name] for case in (*REAL, *EMULATED) if case.name in rows])
+    print(text)
+    if arguments.save:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        TABLE.write_text(text + "\n", encoding="utf-8")
+
+
+def _runs(
+    only: str | None, parts: Sequence[str], seconds: float
+) -> Iterator[tuple[RealCase | EmulatedCase, Plan, Timeline]]:
+    """Each case when it has run."""
+    with tempfile.TemporaryDirectory(prefix="timeline-") as name:
+        folder = Path(name)
+        computing = [case for case in REAL if only != "emulated" and any(part in case.name for part in parts)]
+        if computing:
+            cluster = real.measure_links(folder)
+            for case in computing:
+                yield case, *real.run_case(case, cluster, seconds, folder)
+        sleeping = [case for case in EMULATED if only != "real" and any(part in case.name for part in parts)]
+        if sleeping:
+            with testbed(DEVICES) as bed:
+                for each in sleeping:
+                    yield each, *emulated.run_case(bed, each, seconds, folder)
+
+
+def row(case: RealCase | EmulatedCase, against: Against) -> list[Any]:
+    """Of the table."""
+    planned, own = against.as_planned, against.as_run
+    simulated, measured = against.simulated, against.measured
+    return [
+        case.name,
+        case.kind,
+        measured.minibatches,
+        planned.events,
+        simulated.seconds_per_minibatch / measured.seconds_per_minibatch - 1,
+        *(planned.median_share, planned.p95_share, planned.worst_share),
+        *(own.median_share, own.p95_share, own.worst_share),
+        (measured.start_up_s - simulated.start_up_s) / measured.seconds,
+    ]
+
+
+def report(rows: Sequence[Sequence[Any]]) -> str:
+    """The table and its summary, in Markdown."""
+    table = tabulate(rows, HEADERS, tablefmt="github", floatfmt=("", "", "", "", "+.1%", *[".2%"] * 6, "+.2%"))
+    within = [sum(each[column] <= AIM for each in rows) for column in (7, 10)]
+    return (
+        f"{table}\n\nEvery start and end within {AIM:.0%} of the run's length: {within[0]} of {len(rows)} runs at the "
+        f"plan's times, {within[1]} at the run's own."
+    )
+
+
+def picture(simulated: Timeline, measured: Timeline) -> str:
+    """Both, from the start."""
+    return timeline_svg([cut(run, range(DRAWN)) for run in (simulated, measured)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Four emulated devices over shaped links: real messages, schedules and weight versions, emulated arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.testbed.bed import ROOT, Testbed
+from benchmarks.testbed.emulate import emulate, fitting_scale
+from benchmarks.testbed.predict import balanced_stages, given_plan
+from planner.cluster import flat_cluster
+from planner.executor.job import Job, RunOptions
+from planner.pipedream import read_profile
+from planner.plan_file import Plan, ScheduleName
+from planner.report.trace import load_run
+from planner.timeline import Timeline
+from planner.units import parse_bandwidth
+
+DEVICES = 4
+
+
+@dataclass(frozen=True)
+class EmulatedCase:
+    """One run of a profile's emulation, in stages of equal time."""
+
+    model: str
+    bandwidth: str  # of the devices that are emulated
+    replicas: tuple[int, ...]
+    schedule: ScheduleName
+    microbatches: int = 1
+
+    @property
+    def kind(self) -> str:
+        """For the table."""
+        return f"emulated, {DEVICES} workers"
+
+    @property
+    def name(self) -> str:
+        """For the table, and to choose it by."""
+        config = "-".join(map(str, self.replicas))
+        return f"{self.model} {config} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
+
+
+def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
+    """Shape the links and measure them, plan, and train for about `seconds`, noting every minibatch."""
+    profile = read_profile(ROOT / "profiles" / case.model / "cpu.json")
+    there = flat_cluster(DEVICES, parse_bandwidth(case.bandwidth))
+    scale = fitting_scale(profile, there)
+    emulated = emulate(profile, scale, folder / case.name)
+    links = bed.links(scale.cluster(there))
+    stages = balanced_stages(emulated.profile, len(case.replicas))
+    plan = given_plan(emulated.profile, links, stages, case.replicas, case.schedule, case.microbatches)
+    period = math.lcm(*case.replicas)
+    steps = max(period, math.ceil(seconds / plan.predicted.seconds_per_minibatch / period) * period)
+    trace = folder / f"{case.name}.trace.json"
+    options = RunOptions(trace=str(trace), trace_minibatches=(0, steps))
+    job = Job(model=str(emulated.path), plan=plan, steps=steps, run_options=options)
+    bed.train(job, links, scale.byte_factor, 60 + 4 * seconds)
+    return plan, load_run(trace)

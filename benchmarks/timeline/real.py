@@ -1,0 +1,77 @@
+"""Two workers with real computation, each on a core of its own, over this machine's loopback."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.two_cores.launch import CORES, ROOT, Loopback, run_workers
+from benchmarks.two_cores.straight import straight_plan
+from planner.cluster import Cluster, load_cluster
+from planner.plan_file import Plan, ScheduleName, save_plan
+from planner.profile_file import Profile, load_profile
+from planner.report.trace import load_run
+from planner.timeline import Timeline
+
+TIMEOUT_S = 110.0
+PROFILE_SECONDS = 5.0
+PLACES = (Loopback(), Loopback())
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """One run of a model under profiles/ in two stages."""
+
+    model: str
+    microbatch_size: int
+    schedule: ScheduleName
+    microbatches: int = 1
+
+    @property
+    def kind(self) -> str:
+        """For the table."""
+        return "real, 2 workers"
+
+    @property
+    def name(self) -> str:
+        """For the table, and to choose it by."""
+        return f"{self.model} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
+
+
+def measure_links(folder: Path) -> Cluster:
+    """What `plan profile --links` finds between the two."""
+    path = folder / "cluster.json"
+    run_workers(PLACES, "planner", ["profile", "--links", "--json", "-o", str(path)], TIMEOUT_S)
+    return load_cluster(path)
+
+
+def run_case(case: RealCase, cluster: Cluster, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
+    """Profile where there is no profile yet, plan, and train for about `seconds`, noting every minibatch."""
+    profile = _profile(case, folder)
+    plan = straight_plan(profile, cluster, case.schedule, case.microbatches)
+    plan_path, trace = folder / f"{case.name}.plan.json", folder / f"{case.name}.trace.json"
+    save_plan(plan, plan_path)
+    steps = max(16, math.ceil(seconds / plan.predicted.seconds_per_minibatch))
+    arguments = ["train", str(_model(case)), "--plan", str(plan_path), "--steps", str(steps), "--json"]
+    arguments += ["--trace", str(trace), "--trace-minibatches", f"0:{steps}"]
+    run_workers(PLACES, "planner", arguments, TIMEOUT_S)
+    return plan, load_run(trace)
+
+
+def _model(case: RealCase) -> Path:
+    return ROOT / "profiles" / case.model / "model.py"
+
+
+def _profile(case: RealCase, folder: Path) -> Profile:
+    """Measured on one core while the other has nothing to do."""
+    path = folder / f"{case.model}-{case.microbatch_size}.profile.json"
+    if not path.exists():
+        command = ["taskset", "-c", str(CORES[0]), sys.executable, "-m", "planner", "profile", str(_model(case))]
+        command += ["--batch-size", str(case.microbatch_size), "--seconds", str(PROFILE_SECONDS), "-o", str(path)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment, cwd=folder, capture_output=True, timeout=TIMEOUT_S)
+    return load_profile(path)
