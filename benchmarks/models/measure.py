@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from planner.errors import CaptureError
-from planner.executor.memory import keep_freed_pages
+from planner.heap import keep_freed_pages
 from planner.model.batch import Batch
 from planner.model.capture import Loss
 from planner.model.evaluation import matching_cut

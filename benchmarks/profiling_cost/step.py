@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from planner.executor.memory import keep_freed_pages
+from planner.heap import keep_freed_pages
 from planner.model.capture import loss_of
 from planner.model.file import load_model_file
 

@@ -159,7 +159,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
 
 def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
-    from planner.executor.memory import keep_freed_pages
+    from planner.heap import keep_freed_pages
 
     if args.calibrate is not None:
         raise InputError("--calibrate is for estimates", hint="add --estimate, or leave it out")

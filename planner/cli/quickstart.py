@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Run the tour and print the comparison."""
     from planner.errors import InputError
-    from planner.executor.memory import keep_freed_pages
+    from planner.heap import keep_freed_pages
     from planner.quickstart import default_workers, quickstart
     from planner.report.training import quickstart_report
 

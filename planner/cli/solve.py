@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verified(model: str, profile: Profile, plan: Plan) -> str:
-    from planner.executor.memory import keep_freed_pages
+    from planner.heap import keep_freed_pages
     from planner.model.file import load_model_file
     from planner.profiler.verify import verify
     from planner.report.verify import verify_report

@@ -252,8 +252,8 @@ def _tell_restart(text: str) -> None:
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.cli.worker import die_with_parent, end_process, run_worker
-    from planner.executor.memory import keep_freed_pages
     from planner.executor.resume import after_failure
+    from planner.heap import keep_freed_pages
 
     die_with_parent()
     keep_freed_pages()

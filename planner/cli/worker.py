@@ -29,7 +29,7 @@ def main() -> int:
     die_with_parent()
     # Ctrl-C is for the launcher to tell of; a worker just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from planner.executor.memory import keep_freed_pages
+    from planner.heap import keep_freed_pages
 
     keep_freed_pages()
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import resource
 from pathlib import Path
 
 import torch
 
+from planner.heap import return_free_pages
+
 _STATUS = Path("/proc/self/status")
-# mallopt(3)
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_NEVER, _GROW_BYTES = 2**31 - 1, 2**26
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -33,7 +30,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._before_bytes = torch.cuda.memory_allocated(device)
         else:
-            _return_free_pages()
+            return_free_pages()
             _reset_high_water_mark()
             self._before_bytes = _resident_bytes()
             self._code_bytes = _status_bytes("RssFile")
@@ -45,31 +42,6 @@ class PeakMemory:
         else:
             peak = _high_water_mark_bytes() - (_status_bytes("RssFile") - self._code_bytes)
         return max(0, peak - self._before_bytes) + self._already_bytes
-
-
-def keep_freed_pages() -> None:
-    """Let this process keep memory it has freed, for the same sizes that training asks for again in the next step.
-
-    glibc gives large blocks back to the system at once, and getting them again costs a page fault per 4 KiB: 15% of
-    the time of VGG-16 on a CPU. Call it at the start of a process; elsewhere than on glibc it does nothing, nor where
-    the environment already tells glibc how to allocate (`MALLOC_MMAP_THRESHOLD_` and the like).
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return
-    for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROW_BYTES)):
-        mallopt(parameter, value)
-
-
-def _return_free_pages() -> None:
-    try:
-        trim = ctypes.CDLL("libc.so.6").malloc_trim
-    except (OSError, AttributeError):  # not glibc: nothing to return, the figure is then a lower bound
-        return
-    trim(0)
 
 
 def _reset_high_water_mark() -> None:
