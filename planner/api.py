@@ -34,6 +34,7 @@ def profile(
     dtype: str = "float32",
     memory_format: MemoryFormat | None = None,
     compiled: bool = False,
+    processes: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training on this device.
@@ -48,6 +49,7 @@ def profile(
         dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, as `train` then does.
         memory_format: "channels-last" to lay out weights and images so, as `train` then does.
         compiled: run through torch.compile, as `train` then does.
+        processes: on a CPU, workers that this machine will have: so many train at the same time, and one is measured.
         progress: told the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -64,6 +66,7 @@ def profile(
         dtype=dtype,
         memory_format=memory_format,
         compiled=compiled,
+        processes=processes,
         progress=progress,
     )
 

@@ -73,6 +73,7 @@ class Device(Record):
     kind: str  # "cpu", "cuda"
     name: str
     threads: Annotated[int, Field(ge=1)] | None = None  # intra-op threads, on a CPU
+    processes: Annotated[int, Field(ge=1)] | None = None  # that trained at the same time, the measured one included
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
 
 

@@ -59,8 +59,10 @@ def quickstart(
 
     model_path = folder / "model.py"
     write_text(model_path, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
-    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core ...")
-    profile = profile_model(load_model_file(str(model_path)), BATCH_SIZE, seconds=PROFILE_SECONDS)
+    processes = min(workers, available_cores())  # as many as will share the caches and the memory
+    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
+    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core{beside} ...")
+    profile = profile_model(load_model_file(str(model_path)), BATCH_SIZE, seconds=PROFILE_SECONDS, processes=processes)
     save_profile(profile, folder / "profile.json")
     on_phase("Measuring the link between two processes ...")
     link = measure_link()

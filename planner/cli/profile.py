@@ -62,6 +62,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers that will train on this machine's cores: all but the measured one take training steps beside it, "
+        "as they share its caches and memory; CPU only (default: %(default)s)",
+    )
+    parser.add_argument(
         "--dtype",
         metavar="TYPE",
         help="float32, or bfloat16 or float16 under autocast, which the plan then trains with; for estimates also tf32 "
@@ -176,6 +184,7 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             dtype=args.dtype or "float32",
             memory_format=_memory_format(args),
             compiled=args.compile,
+            processes=args.processes,
             progress=progress,
         )
     finally:
@@ -186,8 +195,9 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
 def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import estimate
 
-    if args.threads != 1:
-        raise InputError(f"--threads {args.threads} cannot be estimated", hint="a CPU is estimated as one core")
+    for option, number in (("--threads", args.threads), ("--processes", args.processes)):
+        if number != 1:
+            raise InputError(f"{option} {number} cannot be estimated", hint="a CPU is estimated as one core")
     if args.compile:
         raise InputError(
             "--compile cannot be estimated: what fusing operations saves shows on the device alone",

@@ -21,6 +21,7 @@ from planner.model.graph import GraphLayer, LayerGraph
 from planner.model.load import capture_file
 from planner.model.options import StageOptions
 from planner.profile_file import Compiled, Device, Edge, Layer, MemoryFormat, Profile, Provenance, Value, WholeStep
+from planner.profiler.company import at_work, check_processes
 from planner.profiler.compiled import CompiledTimes
 from planner.profiler.measure import Measurement, measure
 from planner.profiler.steps import Effort, Progress, StepTimes
@@ -44,6 +45,7 @@ def profile_model(
     dtype: str = "float32",
     memory_format: MemoryFormat | None = None,
     compiled: bool = False,
+    processes: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training.
@@ -63,6 +65,8 @@ def profile_model(
         dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, as the plan's stages then will.
         memory_format: "channels-last" to lay out images and weights so, as the plan's stages then will.
         compiled: run through torch.compile, as the plan's stages then will.
+        processes: on a CPU, workers that this machine will have; all but the measured one take training steps
+            beside it, so that the caches and the memory are as busy as they will be.
         progress: told the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -80,6 +84,7 @@ def profile_model(
     options = StageOptions(autocast_dtype(dtype), memory_format == "channels-last", compiled)
     if compiled:
         check_compiler(target.type)
+    check_processes(processes, threads, target, model_file)
     report = progress or (lambda _phase, _fraction: None)
     if warmup is None:
         warmup = WARMUP_CUDA if target.type == "cuda" else WARMUP_CPU
@@ -89,7 +94,8 @@ def profile_model(
         batch = model_file.example_batch(batch_size)
         graph = capture_file(model_file, batch, options=options)
         effort = Effort(seconds, repeats, min(LEAST_REPEATS, repeats), warmup)
-        measured = measure(graph, model_file, batch, target, effort, report, compiled=compiled)
+        with at_work(model_file, batch_size, processes - 1, threads=threads, options=options):
+            measured = measure(graph, model_file, batch, target, effort, report, compiled=compiled)
     whole = WholeStep(
         forward_s=median(measured.whole.forward_s),
         backward_s=median(measured.whole.backward_s),
@@ -97,7 +103,7 @@ def profile_model(
         forward_thread_s=_median(measured.whole.forward_thread_s),
         backward_thread_s=_median(measured.whole.backward_thread_s),
     )
-    return make_profile(model_file, graph, batch.size, measured, _describe(target, threads), whole)
+    return make_profile(model_file, graph, batch.size, measured, _describe(target, threads, processes), whole)
 
 
 def make_profile(
@@ -271,12 +277,18 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
-def _describe(device: torch.device, threads: int) -> Device:
+def _describe(device: torch.device, threads: int, processes: int) -> Device:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device(kind="cpu", name=_cpu_name(), threads=threads, memory_bytes=memory_bytes)
+    return Device(
+        kind="cpu",
+        name=_cpu_name(),
+        threads=threads,
+        processes=processes if processes > 1 else None,
+        memory_bytes=memory_bytes,
+    )
 
 
 def _cpu_name() -> str:

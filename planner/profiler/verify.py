@@ -21,6 +21,7 @@ from planner.model.parts import LOSS
 from planner.model.stage import StageModule, build_stage
 from planner.profile_file import Profile
 from planner.profiler.clock import Clock, clock_for
+from planner.profiler.company import at_work, check_processes
 from planner.profiler.profile import parse_device, thread_count
 from planner.profiler.update import still
 
@@ -73,6 +74,7 @@ def verify(
             hint="leave --verify out, or profile your model file with: plan profile model.py",
         )
     target = parse_device(device or profile.device.kind)
+    check_processes(profile.device.processes or 1, profile.device.threads or 1, target, model_file)
     with thread_count(profile.device.threads or 1), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = model_file.example_batch(profile.microbatch_size)
@@ -90,7 +92,9 @@ def verify(
         runs = _runs(modules, model_file, batch.to(target))
         clock = clock_for(target)
         _return_gradients(runs, clock)
-        measured = _measure(runs, clock, seconds)
+        threads, others = profile.device.threads or 1, (profile.device.processes or 1) - 1
+        with at_work(model_file, profile.microbatch_size, others, threads=threads, options=options):
+            measured = _measure(runs, clock, seconds)
     layers = {layer.name: layer for layer in profile.layers}
     summed = [
         sum(layers[name].forward_s + layers[name].backward_s + layers[name].update_s for name in names)

@@ -63,6 +63,8 @@ def _most(profile: Profile, size: Callable[[Layer], float], text: Callable[[Laye
 def _head(profile: Profile) -> str:
     device = profile.device
     threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
+    if device.processes is not None:
+        threads += f", one of {device.processes} processes at work"
     size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
     sums = [sum(getattr(layer, name) for layer in profile.layers) for name in ("forward_s", "backward_s", "update_s")]
     lines = [
