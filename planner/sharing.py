@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from planner.plan_file import Plan
-from planner.profile_file import Profile
+from planner.profile_file import Layer, Profile
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,23 @@ def trained_parameters(profile: Profile) -> dict[str, set[str]]:
     """Each layer's parameters that are trained; the bytes of a tied one count in the first layer that has it."""
     trained = {name for layer in profile.layers if layer.gradient_bytes for name in layer.parameters}
     return {layer.name: trained.intersection(layer.parameters) for layer in profile.layers}
+
+
+def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
+    """For each stage, the layers of earlier stages whose trained weights it holds again.
+
+    Profiles know the cost of layers, not of weights: a copy counts as all of the first layer that has the weight.
+
+    Args:
+        profile: of the model.
+        stages: the names of each one's layers.
+    """
+    layer_of = {layer.name: layer for layer in profile.layers}
+    copied: list[set[str]] = [set() for _ in stages]
+    for weight in shared_weights(stages, trained_parameters(profile)):
+        if layer_of[weight.layers[0]].gradient_bytes:
+            copied[weight.stages[1]].add(weight.layers[0])
+    return [[layer_of[name] for name in sorted(names)] for names in copied]
 
 
 def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | None:

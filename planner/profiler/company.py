@@ -46,7 +46,7 @@ def check_processes(processes: int, threads: int, device: torch.device, model_fi
     cores = len(os.sched_getaffinity(0))
     if processes * threads > cores:
         raise InputError(
-            f"{processes} processes of {threads} threads need {processes * threads} cores, and {cores} may be used here",
+            f"{processes} processes of {threads} threads need {processes * threads} cores, and this one has {cores}",
             hint=f"this machine has room for --processes {max(1, cores // threads)}",
         )
     if not model_file.path.is_file():

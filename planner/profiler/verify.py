@@ -24,6 +24,7 @@ from planner.profiler.clock import Clock, clock_for
 from planner.profiler.company import at_work, check_processes
 from planner.profiler.profile import parse_device, thread_count
 from planner.profiler.update import still
+from planner.sharing import copied_layers
 
 DEFAULT_SECONDS = 10.0
 _LEAST_REPEATS, _MOST_REPEATS, _WARMUP = 3, 30, 1
@@ -96,9 +97,11 @@ def verify(
         with at_work(model_file, profile.microbatch_size, others, threads=threads, options=options):
             measured = _measure(runs, clock, seconds)
     layers = {layer.name: layer for layer in profile.layers}
+    # A copy of a weight that an earlier stage has is updated, too.
     summed = [
         sum(layers[name].forward_s + layers[name].backward_s + layers[name].update_s for name in names)
-        for names in stages
+        + sum(layer.update_s for layer in copied)
+        for names, copied in zip(stages, copied_layers(profile, stages), strict=True)
     ]
     return [StageTime(one, other) for one, other in zip(summed, measured, strict=True)]
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cluster import Cluster
 from planner.errors import InfeasibleError
 from planner.plan_file import ScheduleName
 from planner.pricing import Candidate, Ledger, Price, versions_of
-from planner.profile_file import Layer
-from planner.sharing import SharedWeight, shared_weights, trained_parameters
+from planner.sharing import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.units import format_bytes
 
 
 def shared_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[SharedWeight]:
     """The trained weights that two of the stages hold, for each two."""
+    return list(shared_weights(_names(ledger, stages), trained_parameters(ledger.profile)))
+
+
+def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:
     layers = ledger.profile.layers
-    names = [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
-    return list(shared_weights(names, trained_parameters(ledger.profile)))
+    return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
 
 
 def price_with_copies(
@@ -26,14 +28,12 @@ def price_with_copies(
 ) -> Price:
     """`price` with the memory of copies: the weight's versions, its gradient twice, the optimizer's state.
 
-    Profiles know the bytes of layers, not of single weights: a copy counts as all of the layer that has the weight.
-
     Raises:
         InfeasibleError: when that does not fit.
     """
     memory = list(price.memory)
-    for number, stage in enumerate(stages):
-        for layer in _copied(ledger, stages, number):
+    for number, copied in enumerate(copied_layers(ledger.profile, _names(ledger, stages))):
+        for layer in copied:
             held = memory[number]
             versions = versions_of(schedule, price.in_flight[number])
             memory[number] = held.model_copy(
@@ -43,7 +43,7 @@ def price_with_copies(
                     "optimizer_bytes": held.optimizer_bytes + layer.optimizer_bytes,
                 }
             )
-        limit = cluster.memory_of(stage.kind)
+        limit = cluster.memory_of(stages[number].kind)
         if limit is not None and memory[number] != price.memory[number] and memory[number].total_bytes > limit:
             shared = next(weight for weight in shared_in(ledger, stages) if number in weight.stages)
             over = format_bytes(memory[number].total_bytes - limit)
@@ -52,14 +52,3 @@ def price_with_copies(
                 hint=f"keep them in one stage: {shared.together}",
             )
     return replace(price, memory=tuple(memory))
-
-
-def _copied(ledger: Ledger, stages: Sequence[Candidate], number: int) -> Iterator[Layer]:
-    """The layers of earlier stages whose weights stage `number` holds again."""
-    layer_of = {layer.name: layer for layer in ledger.profile.layers}
-    names = {
-        weight.layers[0]
-        for weight in shared_in(ledger, stages)
-        if weight.stages[1] == number and layer_of[weight.layers[0]].gradient_bytes
-    }
-    return (layer_of[name] for name in sorted(names))

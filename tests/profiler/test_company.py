@@ -75,9 +75,9 @@ def test_profile_says_how_many_were_at_work(model_path: Path) -> None:
 def test_a_step_that_fails_there_is_told(model_path: Path) -> None:
     model_file = load_model_file(model_path)
     model_path.write_text(MODEL.replace("(output - target)", "(output - target[:, :0].sum(2))"), encoding="utf-8")
-    with pytest.raises(WorkerError, match="process 1 that was to train beside the measured one failed: .*Dimension"):
-        with at_work(model_file, 4, 1, options=PLAIN):
-            pass
+    told = r"process 1 that was to train beside the measured one failed: .*Dimension"
+    with pytest.raises(WorkerError, match=told), at_work(model_file, 4, 1, options=PLAIN):
+        pass
 
 
 def test_numbers_that_do_not_fit(model_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_numbers_that_do_not_fit(model_path: Path) -> None:
     check_processes(cores, 1, cpu, model_file)
     with pytest.raises(InputError, match=f"{cores + 1} processes of 1 threads need {cores + 1} cores"):
         check_processes(cores + 1, 1, cpu, model_file)
-    with pytest.raises(InputError, match="processes 0 is less than 1"):
+    with pytest.raises(InputError, match=r"processes 0 is less than 1"):
         check_processes(0, 1, cpu, model_file)
     with pytest.raises(InputError, match="2 processes cannot be measured on 'cuda'"):
         check_processes(2, 1, torch.device("cuda"), model_file)
