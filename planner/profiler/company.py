@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from planner.errors import InputError, PlannerError, WorkerError
+from planner.heap import keep_freed_pages
 from planner.model.autocast import autocast_dtype, autocast_name, autocasting
 from planner.model.capture import loss_of
 from planner.model.file import ModelFile, load_model_file
@@ -161,8 +162,6 @@ def _end_with_parent() -> None:
 
 def main(order: str) -> int:
     """What the other processes run."""
-    from planner.executor.memory import keep_freed_pages
-
     keep_freed_pages()  # as the workers do
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
