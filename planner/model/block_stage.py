@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.model.blocks import BlockLayer
+from planner.model.block_values import BlockLayer
 from planner.model.capture import loss_of
 from planner.model.compiling import compiled
 from planner.model.graph import LayerGraph

@@ -16,7 +16,7 @@ from planner.model.names import Names
 from planner.model.size import Size, SizeReader, evaluate
 
 if TYPE_CHECKING:
-    from planner.model.blocks import BlockChain
+    from planner.model.block_values import BlockChain
 
 
 @dataclass(frozen=True)
