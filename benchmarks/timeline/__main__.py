@@ -81,12 +81,13 @@ def main() -> None:
         print(rows[case.name], file=sys.stderr, flush=True)
         if arguments.whole:
             print(against_report(against, plan), file=sys.stderr, flush=True)
-        if arguments.save and case == PICTURED:
-            PICTURE.write_text(picture(simulated, measured), encoding="utf-8")
+        if arguments.save:
+            RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            if case == PICTURED:
+                PICTURE.write_text(picture(simulated, measured), encoding="utf-8")
     text = report([rows[case.name] for case in (*REAL, *EMULATED) if case.name in rows])
     print(text)
     if arguments.save:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         TABLE.write_text(text + "\n", encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.two_cores.launch import CORES, ROOT, Loopback, run_workers
+from benchmarks.two_cores.launch import CORES, ROOT, Loopback, RunError, run_workers
 from benchmarks.two_cores.straight import straight_plan
 from planner.cluster import Cluster, load_cluster
 from planner.plan_file import Plan, ScheduleName, save_plan
@@ -67,11 +67,24 @@ def _model(case: RealCase) -> Path:
 
 
 def _profile(case: RealCase, folder: Path) -> Profile:
-    """Measured on one core while the other has nothing to do."""
+    """Measured on one core while the other one does the same: in training both are busy, and they share caches, the way
+    to memory and perhaps more."""
     path = folder / f"{case.model}-{case.microbatch_size}.profile.json"
     if not path.exists():
-        command = ["taskset", "-c", str(CORES[0]), sys.executable, "-m", "planner", "profile", str(_model(case))]
-        command += ["--batch-size", str(case.microbatch_size), "--seconds", str(PROFILE_SECONDS), "-o", str(path)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, check=True, env=environment, cwd=folder, capture_output=True, timeout=TIMEOUT_S)
+        size = ["--batch-size", str(case.microbatch_size), "--seconds", str(PROFILE_SECONDS)]
+        both = []
+        for core, output in zip(CORES, (path, path.with_suffix(".beside.json")), strict=True):
+            command = ["taskset", "-c", str(core), sys.executable, "-m", "planner", "profile", str(_model(case)), *size]
+            both.append(
+                subprocess.Popen([*command, "-o", str(output)], env=environment, cwd=folder, stderr=subprocess.DEVNULL)
+            )
+        try:
+            codes = [process.wait(TIMEOUT_S) for process in both]
+        finally:
+            for process in both:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise RunError(f"'{case.model}' could not be profiled")
     return load_profile(path)
