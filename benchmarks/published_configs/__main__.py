@@ -79,7 +79,7 @@ def implied_bandwidth(row: Row) -> float | None:
 
 def answer(row: Row, scan: bool) -> Answer:
     """Solve a row, and price its published configuration."""
-    profile = _profile(row.model, row.minibatch, row.site.device)
+    profile = profile_of_row(row)
     memory_bytes = profile.device.memory_bytes
     cluster = row.site.cluster(row.servers, memory_bytes)
     free = cluster.model_copy(update={"memory_bytes": None})
@@ -90,7 +90,7 @@ def answer(row: Row, scan: bool) -> Answer:
     theirs = best_cuts(ledger, free, row.replicas, "resource")
     implied = _implied_bandwidth(row, ledger, one_s)
     if implied is None and scan:
-        implied = _implied_by_ratio(row, ledger)
+        implied = implied_by_ratio(row)
     at_implied = ""
     if implied is not None:
         slower = row.site.cluster(row.servers, memory_bytes, implied / cluster.slowest_bandwidth_bytes_per_s)
@@ -149,10 +149,11 @@ def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
     return float((low * high) ** 0.5)
 
 
-def _implied_by_ratio(row: Row, ledger: Ledger) -> float | None:
+def implied_by_ratio(row: Row) -> float | None:
     """The largest bandwidth at which the published configuration is about as much faster than data parallelism."""
     if len(row.replicas) == 1:
         return None
+    ledger = Ledger(profile_of_row(row))
     slowest = row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
     for factor in reversed(FACTORS):
         cluster = row.site.cluster(row.servers, None, factor)
@@ -204,12 +205,11 @@ def tables(answers: list[Answer]) -> str:
     first, second = [], []
     for a in answers:
         row, ours, published = a.row, a.ours, a.published_model
-        name = f"{row.model}, {row.site.gpus}x{row.servers} ({row.site.name[0]})"
         said = ours.predicted if ours is not None else None
         first.append(
             [
                 row.table,
-                name,
+                row.name,
                 row.config,
                 _times(row.over_one),
                 _times(row.over_data_parallel),
@@ -227,7 +227,7 @@ def tables(answers: list[Answer]) -> str:
         second.append(
             [
                 row.table,
-                name,
+                row.name,
                 row.config,
                 _times(a.theirs_over_one),
                 _times(a.theirs_over_data_parallel),

@@ -20,12 +20,14 @@ class Fixed:
     """A configuration with its best cuts.
 
     Attributes:
+        layers: of each stage.
         seconds: per minibatch.
         sent_bytes: by all workers per minibatch.
         memory_bytes: of the fullest device.
         busiest: stage and resource that set the pace.
     """
 
+    layers: tuple[int, ...]
     seconds: float
     sent_bytes: float
     memory_bytes: int
@@ -73,11 +75,12 @@ def _moved(
                 found = _price(ledger, space, cluster, trial, replicas, model)
                 if found.seconds_per_minibatch < best.seconds_per_minibatch * (1 - 1e-9):
                     cuts, best, improved = trial, found, True
+    stages = _stages(space, cuts, replicas)
     if model == "resource":
-        stages = _stages(space, cuts, replicas)
         best = price_with_depths(ledger, stages, cluster, best, "auto", "1f1b", 1)
     bottleneck = best.bottleneck
     return Fixed(
+        tuple(len(stage.layers) for stage in stages),
         best.seconds_per_minibatch,
         best.communication_bytes,
         max(memory.total_bytes for memory in best.memory),

@@ -75,6 +75,11 @@ class Row:
     data_parallel_over_one: float | None = None
 
     @property
+    def name(self) -> str:
+        """Model and cluster."""
+        return f"{self.model}, {self.site.gpus}x{self.servers} ({self.site.name[0]})"
+
+    @property
     def gpus(self) -> int:
         """Devices in all."""
         return self.servers * self.site.gpus

@@ -96,6 +96,12 @@ def data_parallel_run(bed: Testbed, emulated: Emulated, links: Cluster, seconds:
     )
 
 
+def recomputing(plan: Plan) -> Plan:
+    """The same plan with stages that run their forward again; what it says of times and memory is without that."""
+    stages = tuple(stage.model_copy(update={"recompute": True}) for stage in plan.stages)
+    return plan.model_copy(update={"stages": stages})
+
+
 def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) -> float:
     assert job.steps is not None
     timeout_s = 120 + 4 * job.steps * predicted_s

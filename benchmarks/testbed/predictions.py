@@ -15,6 +15,7 @@ from statistics import median
 
 from tabulate import tabulate
 
+from benchmarks.kept import between_marks
 from benchmarks.testbed.bed import ROOT, Testbed, testbed
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
@@ -99,14 +100,7 @@ def main() -> None:
         PICTURE.write_text(scatter_svg(runs), encoding="utf-8")
         image = f"![Predicted against measured seconds per minibatch](images/{PICTURE.name})"
         page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(between_marks(page, f"{text}\n\n{image}"), encoding="utf-8")
-
-
-def between_marks(page: str, content: str) -> str:
-    """The page with this between its marks, in place of what is there."""
-    first, last = MARKS
-    before, rest = page.split(first)
-    return f"{before}{first}\n\n{content}\n\n{last}{rest.split(last)[1]}"
+        PAGE.write_text(between_marks(page, MARKS, f"{text}\n\n{image}"), encoding="utf-8")
 
 
 def measure(cases: Sequence[Case], seconds: float) -> list[Measured]:

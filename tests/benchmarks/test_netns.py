@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -42,15 +41,7 @@ with network(2) as hosts:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces_work() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    try:
-        with network(1, "1gbit"):
-            pass
-    except NetworkUnavailableError as cause:
-        pytest.skip(f"no network namespaces here: {cause}")
+pytestmark = pytest.mark.usefixtures("namespaces")
 
 
 def transfer_s(source: Host, target: Host, count: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +12,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.netns import NetworkUnavailableError, shaped_network
+from benchmarks.kept import between_marks
+from benchmarks.netns import shaped_network
 from benchmarks.testbed.bed import ROOT, testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
 from benchmarks.testbed.fair import FairNetwork
 from benchmarks.testbed.measure import Measured, data_parallel_run, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan, shared_links_s, simulated_s
-from benchmarks.testbed.predictions import MARKS, PAGE, between_marks, report
+from benchmarks.testbed.predictions import MARKS, PAGE, report
 from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
 from planner.cluster import flat_cluster, hierarchical_cluster
 from planner.profile_file import Profile
@@ -28,17 +28,6 @@ from tests.benchmarks.test_netns import NAMESPACES, transfer_s
 from tests.samples import layer, profile
 
 CHAIN = profile(*(layer(f"l{k}", 0.01 * (k + 1), 0.02 * (k + 1), 4_000, 8_000) for k in range(5)), layer("end", 0.01))
-
-
-@pytest.fixture(scope="module")
-def namespaces() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    try:
-        with shaped_network(1) as net:
-            net.shape("1gbit")
-    except NetworkUnavailableError as cause:
-        pytest.skip(f"no network namespaces here: {cause}")
 
 
 def total_s(of: Profile) -> float:
@@ -149,9 +138,9 @@ def test_the_table_and_the_picture_have_every_run() -> None:
 
 def test_the_page_in_the_docs_has_a_place_for_the_table() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    once = between_marks(page, "| a table |")
+    once = between_marks(page, MARKS, "| a table |")
     assert f"{MARKS[0]}\n\n| a table |\n\n{MARKS[1]}" in once
-    assert between_marks(once, "") == between_marks(page, "")
+    assert between_marks(once, MARKS, "") == between_marks(page, MARKS, "")
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -1,0 +1,1 @@
+"""The example of DeepSpeed's tutorial on pipelines."""

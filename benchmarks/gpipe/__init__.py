@@ -1,0 +1,1 @@
+"""GPipe's throughput and largest-model tables."""

@@ -1,0 +1,239 @@
+"""GPipe's Table 1: what the memory model says of the published models, and the largest that fit by its count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from tabulate import tabulate
+
+from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
+from planner.cost import Integers
+from planner.plan_file import StageMemory
+from planner.pricing import Candidate, Ledger, stage_memory
+from planner.profile_file import Profile
+from planner.solver.states import Chain
+
+MICROBATCHES = 32
+IMAGES, SENTENCES = 128, 32  # per minibatch
+AMOEBANET_BYTES, TRANSFORMER_BYTES = 8 * 2**30, 16 * 2**30  # of a device
+BLOCKS = 40  # Transformer layers, more than three devices hold
+
+
+@dataclass(frozen=True)
+class Published:
+    """A column of the table: the largest model that fits so many devices.
+
+    `partitions` of 0 is the model without GPipe: no recomputation, no microbatches. `size` is (L, D) for AmoebaNet-D,
+    (L,) for Transformer-L.
+    """
+
+    partitions: int
+    size: tuple[int, ...]
+    parameters: str
+    parameter_gb: float
+    activation_gb: float
+
+
+# Huang et al., NeurIPS 2019, Table 1.
+AMOEBANETS = (
+    Published(0, (18, 208), "82M", 1.05, 6.26),
+    Published(1, (18, 416), "318M", 3.8, 3.46),
+    Published(2, (18, 544), "542M", 6.45, 8.11),
+    Published(4, (36, 544), "1.05B", 12.53, 15.21),
+    Published(8, (72, 512), "1.8B", 24.62, 26.24),
+)
+TRANSFORMERS = (
+    Published(0, (3,), "282.2M", 11.7, 3.15),
+    Published(1, (13,), "785.8M", 8.8, 6.4),
+    Published(8, (103,), "5.3B", 59.5, 50.9),
+    Published(32, (415,), "21.0B", 235.1, 199.9),
+    Published(128, (1663,), "83.9B", 937.9, 796.1),
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the memory model says of a model of a published size, in bytes.
+
+    Attributes:
+        parameters: how many.
+        parameter_bytes: parameters and the optimizer's state, over all devices.
+        gradient_bytes: over all devices; the published parameter memory has none.
+        activation_bytes: kept and worked in at the peak, messages included, over all devices.
+        fullest_bytes: all of it, on the fullest device.
+        samples: per microbatch; without microbatches the most that fit a device.
+        largest: Transformer layers that fit as many devices by this count; None where that was not looked for.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    fullest_bytes: int
+    samples: int
+    largest: int | None = None
+
+
+def fit_amoebanet(column: Published) -> Fit:
+    """Cut so that the fullest device holds as little as it can."""
+    cells, filters = column.size
+    if column.partitions == 0:
+        return unsplit(lambda samples: amoebanet_profile(cells, filters, samples), AMOEBANET_BYTES, IMAGES)
+    samples = IMAGES // MICROBATCHES
+    profile = amoebanet_profile(cells, filters, samples)
+    return _fit(parameters_of(profile), leanest(Ledger(profile), column.partitions), samples)
+
+
+def fit_transformer(column: Published) -> Fit:
+    """With as many layers on each device; the embedding on the first, the output on the last."""
+    (layers,) = column.size
+    samples = SENTENCES // MICROBATCHES
+    match column.partitions:
+        case 0:
+            return unsplit(lambda count: transformer_profile(layers, count), TRANSFORMER_BYTES, SENTENCES)
+        case 1:
+            fit = _whole(layers, samples)
+            largest = next(n for n in range(BLOCKS, 0, -1) if _whole(n, samples).fullest_bytes <= TRANSFORMER_BYTES)
+        case count:
+            blocks = Blocks(transformer_profile(BLOCKS, samples), BLOCKS)
+            each = -(-layers // count)
+            middle = [blocks.middle(each)] * (count - 2)
+            stages = [blocks.first(each), *middle, blocks.last(layers - each * (count - 1))]
+            made_of_blocks = parameters_of(transformer_profile(1, samples)), parameters_of(blocks.ledger.profile)
+            of_block = (made_of_blocks[1] - made_of_blocks[0]) // (BLOCKS - 1)
+            fit = _fit(made_of_blocks[0] + (layers - 1) * of_block, stages, samples)
+            ends = sum(_most(make, TRANSFORMER_BYTES) for make in (blocks.first, blocks.last))
+            largest = ends + (count - 2) * _most(blocks.middle, TRANSFORMER_BYTES)
+    return Fit(**{**vars(fit), "largest": largest})
+
+
+class Blocks:
+    """Stages of so many Transformer layers."""
+
+    def __init__(self, profile: Profile, count: int) -> None:
+        self.ledger = Ledger(profile)
+        names = [layer.name for layer in profile.layers]
+        self.starts = [
+            next(k for k, name in enumerate(names) if name.startswith(f"layers.{block}.")) for block in range(count)
+        ]
+
+    def first(self, count: int) -> StageMemory:
+        """With the embedding."""
+        return stage(self.ledger, 0, self.starts[count])
+
+    def middle(self, count: int) -> StageMemory:
+        """Neither."""
+        return stage(self.ledger, self.starts[1], self.starts[count + 1])
+
+    def last(self, count: int) -> StageMemory:
+        """With the output and the loss."""
+        return stage(self.ledger, self.starts[-count], len(self.ledger.profile.layers))
+
+
+def stage(ledger: Ledger, first: int, end: int) -> StageMemory:
+    """Of the layers from `first` to before `end` under GPipe: it keeps its inputs, and recomputes one microbatch."""
+    candidate = Candidate(frozenset(range(first)), frozenset(range(first, end)), 1, recompute=True)
+    return stage_memory(ledger.footprint(candidate).divided(MICROBATCHES), MICROBATCHES, 1)
+
+
+def leanest(ledger: Ledger, count: int) -> list[StageMemory]:
+    """The cuts into `count` stages of which the fullest has least: by dynamic programming over its end, exact."""
+    space = Chain(ledger)
+    ends = np.arange(len(space))
+    totals = []  # of the stages from each place to every later one
+    for start in ends[:-1]:
+        later = ends[start + 1 :]
+        footprint = space.footprint(start, later, space.work(start, later)).recomputed().divided(MICROBATCHES)
+        totals.append(footprint.total_bytes(MICROBATCHES, 1))
+    fullest = np.where(ends == 0, 0.0, np.inf)
+    came: list[Integers] = []
+    for _ in range(count):
+        least, start_of = np.full(len(ends), np.inf), np.zeros(len(ends), dtype=np.int64)
+        for start, total in enumerate(totals):
+            reached = np.maximum(fullest[start], total)
+            better = reached < least[start + 1 :]
+            least[start + 1 :][better] = reached[better]
+            start_of[start + 1 :][better] = start
+        fullest = least
+        came.append(start_of)
+    cuts = [len(ends) - 1]
+    for start_of in reversed(came):
+        cuts.append(int(start_of[cuts[-1]]))
+    layers = [len(space.layers(0, cut)) for cut in reversed(cuts)]
+    return [stage(ledger, first, end) for first, end in pairwise(layers)]
+
+
+def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -> Fit:
+    """Without GPipe, with as many samples at once as fit; with one where none do."""
+
+    def fit(samples: int) -> Fit:
+        profile = profile_of(samples)
+        every = Candidate(frozenset(), frozenset(range(len(profile.layers))), 1)
+        return _fit(parameters_of(profile), [stage_memory(Ledger(profile).footprint(every), 1, 1)], samples)
+
+    low, high = 1, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fit(middle).fullest_bytes <= limit_bytes else (low, middle)
+    return fit(low)
+
+
+def _whole(layers: int, samples: int) -> Fit:
+    profile = transformer_profile(layers, samples)
+    return _fit(parameters_of(profile), [stage(Ledger(profile), 0, len(profile.layers))], samples)
+
+
+def _most(make: Callable[[int], StageMemory], limit_bytes: int) -> int:
+    """The most layers with which a stage fits."""
+    return max((n for n in range(1, BLOCKS - 1) if make(n).total_bytes <= limit_bytes), default=0)
+
+
+def _fit(parameters: int, stages: Sequence[StageMemory], samples: int) -> Fit:
+    return Fit(
+        parameters=parameters,
+        parameter_bytes=sum(memory.weights_bytes + memory.optimizer_bytes for memory in stages),
+        gradient_bytes=sum(memory.gradients_bytes for memory in stages),
+        activation_bytes=sum(memory.activations_bytes + memory.communication_bytes for memory in stages),
+        fullest_bytes=max(memory.total_bytes for memory in stages),
+        samples=samples,
+    )
+
+
+def key(model: str, column: Published) -> str:
+    """Of a column, in results."""
+    return f"{model} {column.partitions}"
+
+
+def tables(fits: Mapping[str, Fit]) -> str:
+    """Published beside ours; AmoebaNet's bytes in GB, the Transformer's in GiB, as the published ones must be."""
+    headers = ["model", "devices", "size", "parameters", "with state, published", "with state", "gradients"]
+    headers += ["activations, published", "activations", "fullest device", "samples", "fits", "largest"]
+    rows = []
+    for model, columns, unit, limit in (
+        ("AmoebaNet-D", AMOEBANETS, 1e9, AMOEBANET_BYTES),
+        ("Transformer-L", TRANSFORMERS, 2**30, TRANSFORMER_BYTES),
+    ):
+        for column in columns:
+            if (fit := fits.get(key(model, column))) is None:
+                continue
+            rows.append(
+                [
+                    model,
+                    f"{column.partitions}" if column.partitions else "1, no GPipe",
+                    ", ".join(map(str, column.size)),
+                    f"{fit.parameters / 1e6:.1f}M ({column.parameters})",
+                    f"{column.parameter_gb}",
+                    f"{fit.parameter_bytes / unit:.2f}",
+                    f"{fit.gradient_bytes / unit:.2f}",
+                    f"{column.activation_gb}",
+                    f"{fit.activation_bytes / unit:.2f}",
+                    f"{fit.fullest_bytes / unit:.2f}",
+                    f"{fit.samples}",
+                    "yes" if fit.fullest_bytes <= limit else "no",
+                    "" if fit.largest is None else f"{fit.largest} ({column.size[0]})",
+                ]
+            )
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

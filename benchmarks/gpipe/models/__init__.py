@@ -1,0 +1,1 @@
+"""The two models of the GPipe paper."""

@@ -1,0 +1,56 @@
+"""Estimated profiles of the paper's two models, of any size; no weight is ever made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.gpipe.models import amoebanet, transformer
+from planner.executor.own_loop import in_memory
+from planner.profile_file import Profile
+from planner.profiler.devices import device_spec
+from planner.profiler.estimate import profile_of_trace
+from planner.profiler.trace import trace_step
+
+DEVICE = "p100"  # GPipe's GPUs; its TPUs are not in the table of devices
+
+
+@cache
+def amoebanet_profile(cells: int, filters: int, microbatch: int) -> Profile:
+    """AmoebaNet-D (cells, filters)."""
+    batch = amoebanet.example(1)
+    return _estimated(lambda: amoebanet.AmoebaNetD(cells, filters), batch, F.cross_entropy, microbatch)
+
+
+@cache
+def transformer_profile(layers: int, microbatch: int) -> Profile:
+    """Transformer-L."""
+    return _estimated(lambda: transformer.Transformer(layers), transformer.example(1), _token_loss, microbatch)
+
+
+def parameters_of(profile: Profile) -> int:
+    """Numbers, of four bytes each."""
+    return sum(layer.weight_bytes for layer in profile.layers) // 4
+
+
+def _token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
+def _rmsprop(parameters: Any) -> torch.optim.Optimizer:
+    """As the paper: 8 bytes of state per parameter, with the parameter 12."""
+    return torch.optim.RMSprop(parameters, momentum=0.9)
+
+
+def _estimated(
+    build: Callable[[], nn.Module], batch: Any, loss: Callable[[Tensor, Tensor], Tensor], microbatch: int
+) -> Profile:
+    with torch.device("meta"):
+        model = build()
+    described = in_memory(model, example_batch=batch, loss=loss, optimizer=_rmsprop)
+    return profile_of_trace(described, trace_step(described, microbatch), device_spec(DEVICE, "float32"), "float32")

@@ -1,0 +1,104 @@
+"""What a benchmark keeps: results as records, the tables that are made of them, and their place in the docs.
+
+Long tables are measured a part at a time. `results.json` beside the benchmark has every result with its date and
+machine; `results.md` and the page in the docs are written from it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from planner.files import write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPERS = ROOT / "docs" / "papers.md"
+
+T = TypeVar("T")
+
+
+def environment() -> str:
+    """What the numbers of today belong to."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = f"{len(models)} x {models[0].split(': ')[1]}" if models else platform.machine()
+    system = f"{platform.system()} {platform.release()}"
+    return f"{cpu}, {system}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+class Results:
+    """The results of one benchmark: parts, and in each a record per row, which is a dataclass of plain values."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / "results.json"
+        self._parts: dict[str, dict[str, dict[str, Any]]] = {}
+        if self._path.exists():
+            self._parts = json.loads(self._path.read_text(encoding="utf-8"))
+
+    def add(self, part: str, key: str, record: Any) -> None:
+        """Put today's result in place of the row's earlier one."""
+        about = {"date": time.strftime("%Y-%m-%d"), "environment": environment()}
+        self._parts.setdefault(part, {})[key] = about | asdict(record)
+
+    def records(self, part: str, kind: type[T]) -> dict[str, T]:
+        """The rows of a part, by key."""
+        rows = self._parts.get(part, {})
+        return {
+            key: kind(**{name: value for name, value in row.items() if name not in ("date", "environment")})
+            for key, row in rows.items()
+        }
+
+    def about(self, part: str) -> str:
+        """When and where the part was measured."""
+        rows = self._parts.get(part, {}).values()
+        said = sorted({f"{row['date']}, {row['environment']}" for row in rows})
+        return "; ".join(said)
+
+    def save(self) -> None:
+        """Write them."""
+        write_text(self._path, json.dumps(self._parts, indent=1) + "\n")
+
+    def show(self, text: str, *, save: bool, picture: str = "") -> None:
+        """Print the tables; to save, write them beside the benchmark and into its section of the page about papers.
+
+        Args:
+            text: of the tables.
+            save: whether to write, the results as well.
+            picture: Markdown to stand above them on the page.
+        """
+        print(text)
+        if not save:
+            return
+        self.save()
+        write_text(self._folder / "results.md", text + "\n")
+        content = f"{picture}\n\n{text}" if picture else text
+        page = PAPERS.read_text(encoding="utf-8")
+        write_text(PAPERS, between_marks(page, marks(self._folder.name), content))
+
+
+def marks(name: str) -> tuple[str, str]:
+    """The comments in a page between which a benchmark writes."""
+    return f"<!-- {name}: written by benchmarks.{name} -->", f"<!-- end of {name} -->"
+
+
+def between_marks(page: str, around: tuple[str, str], content: str) -> str:
+    """The page with this between its marks, in place of what is there."""
+    first, last = around
+    before, rest = page.split(first)
+    return f"{before}{first}\n\n{content}\n\n{last}{rest.split(last)[1]}"
+
+
+def number(value: float | None) -> str:
+    """For a table: two decimals; nothing for nothing."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def share(value: float | None) -> str:
+    """For a table: per cent."""
+    return "" if value is None else f"{value:.0%}"

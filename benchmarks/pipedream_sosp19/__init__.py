@@ -1,0 +1,1 @@
+"""PipeDream at SOSP 2019, solved and run."""

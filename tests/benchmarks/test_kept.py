@@ -1,0 +1,41 @@
+"""Results are kept part by part, and written to where they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.kept import PAPERS, ROOT, Results, between_marks, marks
+
+FOLDERS = ("pipedream_table1", "pipedream_sosp19", "gpipe", "deepspeed_example")
+
+
+@dataclass(frozen=True)
+class Record:
+    seconds: float
+    name: str | None
+
+
+def test_results_come_back_and_newer_ones_take_the_place_of_older(tmp_path: Path) -> None:
+    first = Results(tmp_path)
+    first.add("run", "a", Record(1.0, None))
+    first.add("run", "b", Record(2.0, "two"))
+    first.save()
+    second = Results(tmp_path)
+    second.add("run", "a", Record(3.0, None))
+    second.add("other", "a", Record(4.0, None))
+    second.save()
+    third = Results(tmp_path)
+    assert third.records("run", Record) == {"a": Record(3.0, None), "b": Record(2.0, "two")}
+    assert third.records("none", Record) == {}
+    assert "torch" in third.about("run")
+    assert ";" not in third.about("run")
+
+
+def test_each_paper_has_its_place_in_the_docs() -> None:
+    page = PAPERS.read_text(encoding="utf-8")
+    for folder in FOLDERS:
+        assert (ROOT / "benchmarks" / folder / "README.md").is_file()
+        first, last = marks(folder)
+        once = between_marks(page, marks(folder), "| a table |")
+        assert f"{first}\n\n| a table |\n\n{last}" in once
