@@ -32,9 +32,15 @@ def environment() -> str:
 
 
 class Results:
-    """The results of one benchmark: parts, and in each a record per row, which is a dataclass of plain values."""
+    """The results of one benchmark: parts, and in each a record per row, which is a dataclass of plain values.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the benchmark.
+        save: whether to write what is added, at once: a run that is cut short keeps its rows.
+    """
+
+    def __init__(self, folder: Path, *, save: bool) -> None:
+        self._save = save
         self._folder = folder
         self._path = folder / "results.json"
         self._parts: dict[str, dict[str, dict[str, Any]]] = {}
@@ -45,6 +51,8 @@ class Results:
         """Put today's result in place of the row's earlier one."""
         about = {"date": time.strftime("%Y-%m-%d"), "environment": environment()}
         self._parts.setdefault(part, {})[key] = about | asdict(record)
+        if self._save:
+            write_text(self._path, json.dumps(self._parts, indent=1) + "\n")
 
     def records(self, part: str, kind: type[T]) -> dict[str, T]:
         """The rows of a part, by key."""
@@ -60,22 +68,16 @@ class Results:
         said = sorted({f"{row['date']}, {row['environment']}" for row in rows})
         return "; ".join(said)
 
-    def save(self) -> None:
-        """Write them."""
-        write_text(self._path, json.dumps(self._parts, indent=1) + "\n")
-
-    def show(self, text: str, *, save: bool, picture: str = "") -> None:
+    def show(self, text: str, picture: str = "") -> None:
         """Print the tables; to save, write them beside the benchmark and into its section of the page about papers.
 
         Args:
             text: of the tables.
-            save: whether to write, the results as well.
             picture: Markdown to stand above them on the page.
         """
         print(text)
-        if not save:
+        if not self._save:
             return
-        self.save()
         write_text(self._folder / "results.md", text + "\n")
         content = f"{picture}\n\n{text}" if picture else text
         page = PAPERS.read_text(encoding="utf-8")

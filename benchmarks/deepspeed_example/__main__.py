@@ -61,12 +61,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     plan = example_plan()
-    results = Results(HERE)
+    results = Results(HERE, save=arguments.save)
     results.add("run", "example", compare(plan, arguments.steps))
     if arguments.save:
         write_text(PICTURE, timeline_svg([simulate(plan, minibatches=1)]))
     picture = f"![Two pipelines of two stages, eight microbatches](images/{PICTURE.name})"
-    results.show(tables(results), save=arguments.save, picture=picture)
+    results.show(tables(results), picture)
 
 
 def example_plan() -> Plan:

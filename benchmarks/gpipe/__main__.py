@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results.json, results.md and the page in docs/")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results(HERE)
+    results = Results(HERE, save=arguments.save)
     for part in arguments.parts:
         match part:
             case "simulated":
@@ -40,9 +40,7 @@ def main() -> None:
                 fit(results)
             case _:
                 run(arguments.models, results)
-        if arguments.save:
-            results.save()
-    results.show(tables(results), save=arguments.save)
+    results.show(tables(results))
 
 
 def simulate(models: list[str], results: Results) -> None:

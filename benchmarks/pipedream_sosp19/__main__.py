@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
     parser.add_argument("--save", action="store_true", help="write results.json, results.md and the page in docs/")
     arguments = parser.parse_args()
-    results = Results(HERE)
+    results = Results(HERE, save=arguments.save)
     for part in arguments.parts:
         rows = rows_of(part)
         chosen = rows if arguments.rows is None else [rows[index] for index in arguments.rows]
@@ -44,9 +44,7 @@ def main() -> None:
                 results.add(part, row.name, solve_row(row))
         else:
             run_part(part, chosen, arguments.seconds, results)
-        if arguments.save:
-            results.save()
-    results.show(tables(results), save=arguments.save)
+    results.show(tables(results))
 
 
 def solve_row(row: Row) -> Solved:

@@ -53,17 +53,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results.json, results.md and the page in docs/")
     arguments = parser.parse_args()
     part = "nominal" if arguments.nominal else "implied"
-    results = Results(HERE)
+    results = Results(HERE, save=arguments.save)
     rows = table1() if arguments.rows is None else [table1()[index] for index in arguments.rows]
     with tempfile.TemporaryDirectory(prefix="table1-") as folder, testbed(max(row.gpus for row in rows)) as bed:
         for count, row in enumerate(rows):
             bandwidth = None if arguments.nominal else implied_bandwidth(row)
             ran = run_row(bed, row, bandwidth, arguments.seconds, Path(folder) / str(count), theirs=False)
             results.add(part, row.name, ran)
-            if arguments.save:  # a run that is cut short keeps its rows
-                results.save()
             print(f"{count + 1}/{len(rows)}: {row.name}: {ran}", file=sys.stderr, flush=True)
-    results.show(tables(results), save=arguments.save)
+    results.show(tables(results))
 
 
 def tables(results: Results) -> str:

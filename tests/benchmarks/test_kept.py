@@ -17,15 +17,13 @@ class Record:
 
 
 def test_results_come_back_and_newer_ones_take_the_place_of_older(tmp_path: Path) -> None:
-    first = Results(tmp_path)
+    first = Results(tmp_path, save=True)
     first.add("run", "a", Record(1.0, None))
     first.add("run", "b", Record(2.0, "two"))
-    first.save()
-    second = Results(tmp_path)
+    second = Results(tmp_path, save=True)
     second.add("run", "a", Record(3.0, None))
     second.add("other", "a", Record(4.0, None))
-    second.save()
-    third = Results(tmp_path)
+    third = Results(tmp_path, save=True)
     assert third.records("run", Record) == {"a": Record(3.0, None), "b": Record(2.0, "two")}
     assert third.records("none", Record) == {}
     assert "torch" in third.about("run")

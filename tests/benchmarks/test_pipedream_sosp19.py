@@ -34,7 +34,7 @@ def test_each_part_has_its_rows() -> None:
 
 
 def test_the_tables_have_what_is_kept(tmp_path: Path) -> None:
-    results = Results(tmp_path)
+    results = Results(tmp_path, save=False)
     assert tables(results) == ""
     row, straight = rows_of("nominal")[0], rows_of("straight")[0]
     results.add("solved", row.name, Solved("15-1", 2.5, 0.86, 2.5, 6.3, 4e8))
