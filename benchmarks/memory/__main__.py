@@ -55,7 +55,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from planner.model.file import load_model_file
-from profiles.{name}.model import build_model, example_batch, loss, optimizer
+from profiles.{name}.model import *
 
 
 class Samples(Dataset):
@@ -66,7 +66,7 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         batch = load_model_file({path!r}).example_batch(1)
-        return tree_map(lambda tensor: tensor[0], (batch.args, batch.kwargs, batch.target))
+        return tree_map(lambda leaf: leaf if leaf is None else leaf[0], (batch.args, batch.kwargs, batch.target))
 
 
 def dataset():
