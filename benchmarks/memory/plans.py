@@ -10,6 +10,7 @@ from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, candidates, price
 from planner.profile_file import Profile
 from planner.solver.assemble import assemble
+from planner.solver.copies import price_with_copies
 from planner.solver.states import uncut_groups
 
 
@@ -40,6 +41,7 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     stages = [replace(stage, recompute=shape.recompute) for stage in candidates(parts, shape.replicas)]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
     cost = price(ledger, stages, cluster, schedule=shape.schedule, microbatches=shape.microbatches)
+    cost = price_with_copies(ledger, stages, cluster, cost, shape.schedule)
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from planner.heap import return_free_pages
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture import loss_of
@@ -99,30 +98,15 @@ class _Run:
     def _measure_steps(self, effort: Effort, progress: Progress) -> tuple[list[StepTimes], StepTimes]:
         update = self._optimizer().step
         layers, whole = [StepTimes() for _ in self._graph.layers], StepTimes()
-        for number in range(effort.warmup):
-            if number % 2:
-                self._steps.whole(self._plain_forward, update, StepTimes())
-                continue
+        for _ in range(effort.warmup):
             self._steps.marked(self._marked_forward, [StepTimes() for _ in layers])
             update()
-            if number == 0:
-                self._forget_the_first_step()
         steps = [
             lambda: self._steps.whole(self._plain_forward, update, whole),
             lambda: self._steps.marked(self._marked_forward, layers),
         ]
         repeat(effort, progress, "measuring", steps)
         return layers, whole
-
-    def _forget_the_first_step(self) -> None:
-        """Give back what it has freed.
-
-        The optimizer's state is made in it, where its activations were; some of their places are now too small for the
-        next step's, and would stay unused for good.
-        """
-        self._steps.drop_gradients()
-        if self._device.type == "cpu":
-            return_free_pages()
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return still(self._model_file.optimizer(self._parameters))
