@@ -93,9 +93,11 @@ class Bottleneck(Record):
 
 
 class Prediction(Record):
-    """What the cost model says of the plan, in steady state."""
+    """What to expect of the plan, in steady state."""
 
     seconds_per_minibatch: Seconds
+    # the cost model alone where it is a published one, and for plans too large to simulate in a search
+    by: Literal["simulation", "cost model"] = "cost model"
     samples_per_s: Annotated[float, Field(gt=0)] | None  # None when the profile does not know its batch size
     bottleneck: Bottleneck
     speedup_over_one_gpu: float
@@ -111,9 +113,12 @@ class SolverReport(Record):
     name: str
     cost_model: CostModelName
     status: Literal["optimal", "feasible"]
-    lower_bound_s: Seconds
+    lower_bound_s: Seconds  # per minibatch, of the busiest resource of any plan, by the cost model
     gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds
+    cost_model_s: Seconds | None = None  # per minibatch, what the cost model says of this plan
+    simulated: Annotated[int, Field(ge=0)] = 0  # candidates
+    exhausted: bool = True  # no candidate was left that could have been faster, by the cost model, than this plan is
 
 
 class Plan(Record):

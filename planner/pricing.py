@@ -71,7 +71,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Price:
-    """What a plan costs."""
+    """What a plan costs.
+
+    `seconds_per_minibatch`: by the cost model, or by simulation where `cost_model_s` keeps what the cost model says.
+    """
 
     seconds_per_minibatch: float
     bottleneck: Bottleneck
@@ -79,6 +82,12 @@ class Price:
     memory: tuple[StageMemory, ...]
     communication_bytes: float  # sent by all workers, per minibatch
     chunks: int = 1  # stages per worker: stage s is one of worker s mod (stages / chunks)
+    cost_model_s: float | None = None
+
+    def simulated(self, seconds_per_minibatch: float) -> Price:
+        """The same plan, by simulation."""
+        formula_s = self.seconds_per_minibatch if self.cost_model_s is None else self.cost_model_s
+        return replace(self, seconds_per_minibatch=seconds_per_minibatch, cost_model_s=formula_s)
 
     @property
     def gpu_bytes(self) -> tuple[int, ...]:

@@ -1,6 +1,60 @@
-"""Which part of a run is its steady state."""
+"""Which part of a run is its steady state, and how fast the run is there."""
 
 from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SAME = 1e-9  # of two stages with the same pace the first is taken
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A part of a run between completions in its middle, whole periods apart."""
+
+    start_s: float
+    end_s: float
+    seconds_per_minibatch: float
+
+
+def steady_state(
+    ends_s: Sequence[Sequence[float]],
+    admitted_s: Sequence[float] | None,
+    ranks: Sequence[Sequence[int]],
+    microbatches: int,
+    minibatches: int,
+) -> Steady | None:
+    """The steady part of a run, by its slowest stage: others may still be working off what piled up before them.
+
+    Args:
+        ends_s: of each stage's backwards, ascending.
+        admitted_s: when each stage was done with its last forward: from then on a pipeline that never drains otherwise
+            is at its end. None for one that drains after every minibatch.
+        ranks: of each stage.
+        microbatches: per minibatch.
+        minibatches: of the run.
+
+    Returns:
+        None for a run too short to have one.
+    """
+    replicas = [len(each) for each in ranks]
+    period = microbatches
+    if microbatches == 1:
+        period = math.lcm(*replicas)
+        if 8 * period > minibatches:
+            period = max(replicas)
+    slowest: Steady | None = None
+    for stage, ends in enumerate(ends_s):
+        completed = len(ends) if admitted_s is None else bisect_right(ends, admitted_s[stage])
+        first, last = steady_range(completed, period)
+        if first < last:
+            start, end = float(ends[first]), float(ends[last])
+            seconds = (end - start) / (last - first) * microbatches
+            if slowest is None or seconds > slowest.seconds_per_minibatch * (1 + _SAME):
+                slowest = Steady(start, end, seconds)
+    return slowest
 
 
 def steady_range(completions: int, period: int = 1) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -12,12 +11,11 @@ from numpy.typing import NDArray
 from planner.cost import ASYNCHRONOUS
 from planner.files import Record
 from planner.plan_file import ScheduleName
-from planner.steady import steady_range
+from planner.steady import steady_state
 from planner.timeline import LANES, Kind, Timeline
 
 Floats = NDArray[np.float64]
 ENDS: tuple[Kind, ...] = ("backward", "backward_weight")  # of a unit's work on a worker
-_SAME = 1e-9  # of two stages with the same pace the first is taken
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
 
 
@@ -141,9 +139,9 @@ class _Table:
         counted = np.bincount(self.lane * size + self.row, inside, len(LANE_NAMES) * size)
         return np.asarray(counted.reshape(len(LANE_NAMES), size))
 
-    def completions(self, stage: int, until_s: float = math.inf) -> Floats:
+    def completions(self, stage: int) -> Floats:
         """When a stage was done with each unit, in order."""
-        return np.sort(self.end_s[self.ends & (self.stage == stage) & (self.end_s <= until_s)])
+        return np.sort(self.end_s[self.ends & (self.stage == stage)])
 
     def first_through(self) -> float:
         """When the first stage was done with its first unit."""
@@ -156,28 +154,14 @@ class _Table:
 
 
 def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None]:
-    """From when to when the run is steady, and its seconds per minibatch; None where it is too short for that.
-
-    The pace is that of the slowest stage: others may still be working off what piled up before them at the start. A
-    stage of a pipeline that never drains is at its end when it has no more forwards.
-    """
-    drains = timeline.schedule not in ASYNCHRONOUS
-    replicas = [len(ranks) for ranks in timeline.ranks]
-    period = timeline.microbatches
-    if timeline.microbatches == 1:
-        period = math.lcm(*replicas)
-        if 8 * period > table.minibatches:
-            period = max(replicas)
-    slowest: tuple[float, float, float | None] = (0.0, timeline.span_s, None)
-    for stage in range(len(replicas)):
-        completions = table.completions(stage, math.inf if drains else table.last_admitted(stage))
-        first, last = steady_range(len(completions), period)
-        if first < last:
-            start, end = float(completions[first]), float(completions[last])
-            seconds = (end - start) / (last - first) * timeline.microbatches
-            if seconds > (slowest[2] or 0.0) * (1 + _SAME):
-                slowest = start, end, seconds
-    return slowest
+    """From when to when the run is steady, and its seconds per minibatch; None where it is too short for that."""
+    stages = range(len(timeline.ranks))
+    admitted_s = [table.last_admitted(stage) for stage in stages] if timeline.schedule in ASYNCHRONOUS else None
+    ends_s = [table.completions(stage).tolist() for stage in stages]
+    steady = steady_state(ends_s, admitted_s, timeline.ranks, timeline.microbatches, table.minibatches)
+    if steady is None:
+        return 0.0, timeline.span_s, None
+    return steady.start_s, steady.end_s, steady.seconds_per_minibatch
 
 
 def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
@@ -186,7 +170,8 @@ def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int
     shared = []
     for link in timeline.links:
         starts, ends = np.array(link.start_s), np.array(link.end_s)
-        busy = float(np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0.0, None).sum())
+        used = np.array(link.share) if link.share else 1.0
+        busy = float((np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0.0, None) * used).sum())
         share = _share(busy, end - start)
         if link.rank is not None:
             own[link.rank, link.sends] = share

@@ -140,7 +140,7 @@ class MemoryCurve(Record):
 
 
 class LinkUse(Record):
-    """When one direction of a link carried something: from `start_s[i]` to `end_s[i]`, never two at once."""
+    """When one direction of a link carried something: from `start_s[i]` to `end_s[i]`, one after the other."""
 
     name: str  # "worker 3 sends", "workers 4-7 together send"
     rank: int | None = None  # whose own link it is; null for one that several workers share
@@ -148,11 +148,14 @@ class LinkUse(Record):
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
+    share: tuple[float, ...] = ()  # of the bandwidth, that was used then on average; all of it where none are given
 
     @model_validator(mode="after")
     def _check(self) -> LinkUse:
         if len(self.start_s) != len(self.end_s):
             raise ValueError(f"{len(self.start_s)} starts for {len(self.end_s)} ends")
+        if self.share and len(self.share) != len(self.start_s):
+            raise ValueError(f"{len(self.share)} shares for {len(self.start_s)} starts")
         return self
 
 

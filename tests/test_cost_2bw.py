@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
-from planner.cost import IMPOSSIBLE, Link, ResourceModel, Work, in_flight_1f1b
+from planner.cost import IMPOSSIBLE, Link, ResourceModel, Work, in_flight_1f1b, ring_all_reduce_s
 from planner.cost_2bw import DoubleBufferedModel, two_versions_suffice
 from planner.pricing import Ledger, candidates, price
-from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+from planner.simulator.pipeline import StageTimes
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
+from tests.simulator.pipelines import FREE, run
 from tests.test_cost import EXAMPLE, work, works
 
 
@@ -78,17 +79,15 @@ def test_memory_is_two_versions_however_deep() -> None:
 def test_the_streams_take_what_the_formula_says(replicas: tuple[int, ...]) -> None:
     """Equal work per worker and free links, where the published depth leaves nobody waiting; m = 12."""
     link, microbatches = Link(10.0), 12
-    stages, formula = [], []
+    stages, formula, reduce_s = [], [], []
     for r in replicas:
         stage = work(forward_s=1.0 * r, backward_s=2.0 * r, update_s=0.25 * r, trainable_bytes=6.0 * r)
         model = DoubleBufferedModel(link, microbatches)
         formula.append(float(model.stage_s(stage, r)[0]))
-        reduce_s = 0.0 if r == 1 else 2.0 * r + float(model.stage_s(stage, r)[0]) - 12 / r * 3.0 * r - 0.25 * r
-        stages.append(StageTimes(1.0 * r, 2.0 * r, 0.25 * r, reduce_s))
-    shape = make_shape(replicas, "2bw", microbatches)
-    transfers = {(c.source, c.target): TransferTimes(0.0, 0.0) for c in shape.channels}
-    outcome = simulate(shape, tuple(stages), transfers, 20)
-    assert outcome.seconds_per_unit(microbatches) * microbatches == pytest.approx(max(formula), rel=0.03)
+        stages.append(StageTimes(1.0 * r, 2.0 * r, 0.25 * r))
+        reduce_s.append(float(ring_all_reduce_s(6.0 * r, r, link)))
+    outcome = run(make_shape(replicas, "2bw", microbatches), stages, FREE, 20, reduce_s)
+    assert outcome.seconds_per_minibatch == pytest.approx(max(formula), rel=0.03)
 
 
 def test_a_plan_for_2bw_beats_flushing_at_the_same_minibatch() -> None:

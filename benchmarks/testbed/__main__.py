@@ -55,10 +55,10 @@ def main() -> None:
     # Data parallelism trains a microbatch per device and step.
     both = (run, 1), (bsp, plan.microbatches)
     rows = [
-        [f"{r.config} {r.schedule}", *(count * s for s in (r.predicted_s, r.simulated_s, r.measured_s)), r.error]
+        [f"{r.config} {r.schedule}", *(count * s for s in (r.cost_model_s, r.predicted_s, r.measured_s)), r.error]
         for r, count in both
     ]
-    headers = ["", "predicted, s", "simulated, s", "measured, s", "error"]
+    headers = ["", "cost model, s", "predicted, s", "measured, s", "error"]
     print(tabulate(rows, headers, floatfmt=("", ".4f", ".4f", ".4f", "+.1%")))
     print(f"speed-up over data parallelism: measured {plan.microbatches * bsp.measured_s / run.measured_s:.2f}")
 

@@ -1,4 +1,4 @@
-"""One plan on the testbed: predicted, simulated and measured seconds per minibatch."""
+"""One plan on the testbed: predicted and measured seconds per minibatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import mean
 
 from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.emulate import Emulated
-from benchmarks.testbed.predict import data_parallel_s, given_plan, shared_links_s, simulated_s
+from benchmarks.testbed.predict import data_parallel_s, given_plan
 from planner.cluster import Cluster
 from planner.executor.job import Job
 from planner.plan_file import Plan
@@ -20,15 +20,14 @@ ROUNDS = 6  # of runs that drain: the first is left out
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per minibatch of a run: by the cost model, the simulator, one whose links are shared, and measured."""
+    """Seconds per minibatch of a run: predicted, which is simulated, by the cost model alone, and measured."""
 
     model: str
     cluster: str
     config: str
     schedule: str
     predicted_s: float
-    simulated_s: float
-    shared_s: float
+    cost_model_s: float
     measured_s: float
 
     @property
@@ -37,14 +36,9 @@ class Measured:
         return self.predicted_s / self.measured_s - 1
 
     @property
-    def simulated_error(self) -> float:
-        """Of the simulation."""
-        return self.simulated_s / self.measured_s - 1
-
-    @property
-    def shared_error(self) -> float:
-        """Of the simulation with shared links."""
-        return self.shared_s / self.measured_s - 1
+    def cost_model_error(self) -> float:
+        """Of the cost model."""
+        return self.cost_model_s / self.measured_s - 1
 
 
 def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, seconds: float) -> Measured:
@@ -56,8 +50,7 @@ def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, se
         config=plan.config,
         schedule=plan.schedule if plan.microbatches == 1 else f"{plan.schedule} x{plan.microbatches}",
         predicted_s=plan.predicted.seconds_per_minibatch,
-        simulated_s=simulated_s(plan),
-        shared_s=shared_links_s(plan),
+        cost_model_s=plan.solver.cost_model_s or plan.predicted.seconds_per_minibatch,
         measured_s=measured_s,
     )
 
@@ -77,7 +70,7 @@ def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> flo
 
 
 def data_parallel_run(bed: Testbed, emulated: Emulated, links: Cluster, seconds: float) -> Measured:
-    """DistributedDataParallel on all devices; what is simulated of it are its buckets."""
+    """DistributedDataParallel on all devices; what is predicted of it counts its buckets."""
     plan = given_plan(emulated.profile, links, [len(emulated.profile.layers)], (links.gpus,))
     predicted_s = plan.predicted.seconds_per_minibatch
     steps = links.gpus * max(ROUNDS, math.ceil(seconds / (predicted_s * links.gpus)))
@@ -89,9 +82,8 @@ def data_parallel_run(bed: Testbed, emulated: Emulated, links: Cluster, seconds:
         cluster=described(links),
         config=plan.config,
         schedule="DistributedDataParallel",
-        predicted_s=predicted_s,
-        simulated_s=bucketed_s,
-        shared_s=bucketed_s,
+        predicted_s=bucketed_s,
+        cost_model_s=predicted_s,
         measured_s=_measured_s(bed, emulated, job, predicted_s),
     )
 

@@ -1,23 +1,21 @@
-"""What the planner says of a plan with given stages: the cost model's time, and the simulator's."""
+"""What the planner says of a plan with given stages, and of data parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from benchmarks.testbed.fair import FairEngine
 from planner.cluster import Cluster
-from planner.cost import ASYNCHRONOUS, link_of, ring_all_reduce_s
+from planner.cost import link_of, ring_all_reduce_s
 from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, candidates, price
 from planner.profile_file import Profile
-from planner.simulator.pipeline import Outcome
-from planner.simulator.plan import default_minibatches, simulate, stage_times
+from planner.simulator.plan import simulated_s
 from planner.solver.assemble import assemble
 from planner.solver.baselines import equal_time
-from planner.solver.depth import price_with_depths
+from planner.solver.trials import simulated_price
 
-MINIBATCHES = 200  # of a simulated asynchronous run
+__all__ = ["balanced_stages", "data_parallel_s", "given_plan", "simulated_s"]
 
 
 def given_plan(
@@ -33,45 +31,23 @@ def given_plan(
     ends = [0, *accumulate(stages)]
     assert ends[-1] == len(profile.layers)
     chosen = candidates([range(first, end) for first, end in pairwise(ends)], replicas)
-    cost = price(ledger, chosen, cluster, schedule=schedule, microbatches=microbatches)
-    if schedule in ASYNCHRONOUS:
-        cost = price_with_depths(ledger, chosen, cluster, cost, "auto", schedule, microbatches)
-    seconds = cost.seconds_per_minibatch
+    formula = price(ledger, chosen, cluster, schedule=schedule, microbatches=microbatches)
+    cost = simulated_price(ledger, chosen, cluster, formula, "auto", schedule, microbatches)
     report = SolverReport(
-        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
+        name="given",
+        cost_model="resource",
+        status="feasible",
+        lower_bound_s=0.0,
+        gap=1.0,
+        seconds=0.0,
+        cost_model_s=formula.seconds_per_minibatch,
     )
-    assert seconds > 0
     return assemble(ledger, cluster, chosen, cost, schedule, microbatches, report)
 
 
 def balanced_stages(profile: Profile, count: int) -> list[int]:
     """Layers of each of `count` stages that compute about equally long."""
     return [len(stage.layers) for stage in equal_time(Ledger(profile), count)]
-
-
-def simulated_s(plan: Plan) -> float:
-    """Seconds per minibatch in the steady state of the simulated run."""
-    last = len(plan.stages) - 1
-    timeline = simulate(plan, _minibatches(plan))
-    return _steady_s(plan, [e.end_s for e in timeline.events.rows() if e.kind == "backward" and e.stage == last])
-
-
-def shared_links_s(plan: Plan) -> float:
-    """The same where links are shared fairly, instead of in turns."""
-    engine = FairEngine(plan, stage_times(plan), _minibatches(plan))
-    finished = engine.run()
-    assert finished
-    return _steady_s(plan, engine.completions)
-
-
-def _minibatches(plan: Plan) -> int:
-    return MINIBATCHES if plan.schedule in ASYNCHRONOUS else default_minibatches(plan)
-
-
-def _steady_s(plan: Plan, ends_s: Sequence[float]) -> float:
-    """Seconds per minibatch in the middle of a run whose last stage ends its backwards at these times."""
-    period = plan.microbatches if plan.microbatches > 1 else plan.stages[-1].replicas
-    return Outcome(tuple(sorted(ends_s))).seconds_per_unit(period) * plan.microbatches
 
 
 def data_parallel_s(profile: Profile, cluster: Cluster, bucket_bytes: float) -> float:

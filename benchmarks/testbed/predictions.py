@@ -31,8 +31,8 @@ TABLE = Path(__file__).with_name("predictions.md")
 PICTURE = ROOT / "docs" / "images" / "testbed-predictions.svg"
 PAGE = ROOT / "docs" / "benchmarks.md"
 MARKS = "<!-- predictions: written by benchmarks.testbed.predictions -->", "<!-- end of predictions -->"
-HEADERS = ("model", "devices", "plan", "predicted, s", "measured, s", "predicted", "simulated", "with shared links")
-FORMATS = ("", "", "", ".4f", ".4f", "+.1%", "+.1%", "+.1%")
+HEADERS = ("model", "devices", "plan", "predicted, s", "measured, s", "error", "of the cost model")
+FORMATS = ("", "", "", ".4f", ".4f", "+.1%", "+.1%")
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ def report(runs: Sequence[Measured]) -> str:
     lines = [table, ""]
     for what, errors in (
         ("predicted", [abs(run.error) for run in runs]),
-        ("simulated", [abs(run.simulated_error) for run in runs]),
-        ("simulated with shared links", [abs(run.shared_error) for run in runs]),
+        ("cost model alone", [abs(run.cost_model_error) for run in runs]),
     ):
         lines.append(f"{what}: median error {median(errors):.1%}, worst {max(errors):.1%} over {len(runs)} runs")
     return "\n".join(lines)
@@ -144,8 +143,7 @@ def report(runs: Sequence[Measured]) -> str:
 
 def _row(run: Measured) -> list[object]:
     plan = f"{run.config} {run.schedule}"
-    errors = [run.error, run.simulated_error, run.shared_error]
-    return [run.model, run.cluster, plan, run.predicted_s, run.measured_s, *errors]
+    return [run.model, run.cluster, plan, run.predicted_s, run.measured_s, run.error, run.cost_model_error]
 
 
 if __name__ == "__main__":

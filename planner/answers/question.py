@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.cluster import Cluster
-from planner.cost import ASYNCHRONOUS, DIVIDED, RecomputeRule
+from planner.cost import DIVIDED, RecomputeRule
 from planner.errors import PlanError
 from planner.plan_file import CostModelName, Plan, ScheduleName
 from planner.pricing import Candidate, Ledger, Price, price
 from planner.profile_file import Profile
 from planner.solver import solve
-from planner.solver.depth import DepthRule, price_with_depths
+from planner.solver.depth import DepthRule
+from planner.solver.trials import simulated_price
 
 MICROBATCHES_PER_GPU = 4  # from which on GPipe calls its bubble negligible
 
@@ -56,12 +57,12 @@ class Question:
         )
 
     def price(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
-        """What these stages cost, with the waits of asynchronous schedules."""
-        microbatches = self.microbatches_on(cluster)
+        """What these stages cost, by simulation where the cost model is the planner's own."""
         cost = self._without_waits(ledger, stages, cluster)
-        if self.schedule in ASYNCHRONOUS and self.cost_model == "resource":
-            return price_with_depths(ledger, stages, cluster, cost, self.depth, self.schedule, microbatches)
-        return cost
+        if self.cost_model != "resource":
+            return cost
+        microbatches = self.microbatches_on(cluster)
+        return simulated_price(ledger, stages, cluster, cost, self.depth, self.schedule, microbatches)
 
     def fastest(self, ledger: Ledger, options: Iterable[Sequence[Candidate]], cluster: Cluster) -> list[Candidate]:
         """The fastest of some lists of stages; at least one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from planner.plan_file import Plan
+from collections.abc import Sequence
+
+from planner.plan_file import Plan, Shared
 from planner.schedule.streams import Channel, PipelineShape
 
 
@@ -21,6 +23,11 @@ def shape_of(plan: Plan) -> PipelineShape:
 
 def shared_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
     """The pairs of stages that share weights; none where the plan cannot be trained because of them."""
-    pairs = tuple(shared.stages for shared in plan.shared)
-    uneven = plan.schedule == "1f1b" and any(len({plan.stages[s].replicas for s in pair}) > 1 for pair in pairs)
-    return () if uneven or plan.vertical_sync else pairs
+    return () if plan.vertical_sync else trainable_pairs(plan.shared, plan.replicas, plan.schedule)
+
+
+def trainable_pairs(shared: Sequence[Shared], replicas: Sequence[int], schedule: str) -> tuple[tuple[int, int], ...]:
+    """The same of stages with so many replicas."""
+    pairs = tuple(each.stages for each in shared)
+    uneven = schedule == "1f1b" and any(len({replicas[stage] for stage in pair}) > 1 for pair in pairs)
+    return () if uneven else pairs

@@ -59,11 +59,12 @@ def _curve(curve: MemoryCurve, start: float, end: float) -> MemoryCurve:
 
 def _link(link: LinkUse, start: float, end: float) -> LinkUse:
     busy = [
-        (max(s, start) - start, min(e, end) - start)
-        for s, e in zip(link.start_s, link.end_s, strict=True)
+        (max(s, start) - start, min(e, end) - start, share)
+        for s, e, share in zip(link.start_s, link.end_s, link.share or [1.0] * len(link.start_s), strict=True)
         if s < end and e > start
     ]
-    return link.model_copy(update={"start_s": tuple(s for s, _ in busy), "end_s": tuple(e for _, e in busy)})
+    starts, ends, shares = zip(*busy, strict=True) if busy else ((), (), ())
+    return link.model_copy(update={"start_s": starts, "end_s": ends, "share": shares})
 
 
 def _renumbered(timeline: Timeline, skipped: int) -> Timeline:

@@ -1,23 +1,22 @@
 """Discrete-event simulation of the very instruction streams that the executor runs.
 
 Always the worker that is furthest behind moves, so that everything happens in the order of its time. A worker computes
-one thing at a time; sends never make it wait, receives and all-reduces do. What a message or an all-reduce takes is
-the `Links`' to say: see `planner.simulator.links`.
+one thing at a time; sends never make it wait, receives and all-reduces do. What is on its way meanwhile, and how long
+that takes, is the `Carrier`'s to say, whose links are shared fairly: see `planner.simulator.network`.
 
-An all-reduce goes on bucket by bucket while the backward that completes the gradients still runs, and is waited for
+An all-reduce goes on part by part while the backward that completes the gradients still runs, and is waited for
 after it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from typing_extensions import assert_never
 
-from planner.cost import WEIGHT_SHARE
 from planner.schedule.instructions import (
     AddShared,
     AllReduce,
@@ -38,57 +37,21 @@ from planner.schedule.instructions import (
     Update,
     matching_receive,
 )
-from planner.schedule.streams import PipelineShape, stream
+from planner.schedule.streams import stream
+from planner.simulator.carrier import Carrier
+from planner.simulator.times import Pipeline
 from planner.timeline import Event, Kind
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one microbatch on one replica.
-
-    `recompute_s` comes before each backward: the forward once more. `all_reduce_s` is per round, from the start of the
-    backward on, for links that take it from here.
-    """
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    all_reduce_s: float = 0.0
-    recompute_s: float = 0.0
-
-    @property
-    def weight_s(self) -> float:
-        """The part of the backward that is for the weights, where it is in two parts."""
-        return WEIGHT_SHARE * self.backward_s
-
-    @property
-    def compute_s(self) -> float:
-        """All that the processor does."""
-        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
-
-
-class Links(Protocol):
-    """What carries messages and all-reduces, and keeps account of what is busy."""
-
-    def send(self, send: Send, rank: int, now_s: float) -> tuple[float, float]:
-        """When a message that is ready now starts, and when it has arrived; asked in the order of the times."""
-
-    def buckets_s(self, stage: int) -> Sequence[float]:
-        """When the parts of an all-reduce are ready, from the start of the last replica's backward."""
-
-    def reduce(self, stage: int, now_s: float) -> tuple[float, float]:
-        """When a part that is ready now starts, and when it is summed; asked in the order of the times."""
-
-
 @dataclass
-class _Ring:
-    """An all-reduce on its way: replicas join it with their backwards, or when they come to it without one."""
+class _Round:
+    """An all-reduce: replicas join it with their backwards, or when they come to it without one."""
 
     joined: int = 0
     passed: int = 0
     began_s: float = 0.0  # the latest backward
     arrived_s: float = 0.0  # the latest replica without one
-    left: int = 0  # buckets
+    left: int = 0  # parts
     carried: bool = False  # anything: a stage may have no gradients
     start_s: float | None = None
     done_s: float | None = None
@@ -96,53 +59,83 @@ class _Ring:
 
 
 class Engine:
-    """One run. `events` is filled where it is a list."""
+    """One run of `pipeline`. `events` is filled where it is a list.
 
-    def __init__(
-        self,
-        shape: PipelineShape,
-        stages: Sequence[StageTimes],
-        links: Links,
-        minibatches: int,
-        events: list[Event] | None = None,
-    ) -> None:
-        self.shape, self.stages, self.links, self.events = shape, stages, links, events
-        self.streams: dict[int, Iterator[Instruction]] = {
-            rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()
+    Attributes:
+        ends_s: of each stage's backwards, as they came.
+        admitted_s: when each stage was done with its last forward.
+        carrier: with the links, and what they carried.
+    """
+
+    def __init__(self, pipeline: Pipeline, minibatches: int, events: list[Event] | None = None) -> None:
+        self.shape, self.stages, self.events = pipeline.shape, pipeline.stages, events
+        self.carrier = Carrier(pipeline, self._arrive, self._summed)
+        self.ends_s: list[list[float]] = [[] for _ in pipeline.stages]
+        self.admitted_s = [0.0] * len(pipeline.stages)
+        self._streams: dict[int, Iterator[Instruction]] = {
+            rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
         }
-        self.next: dict[int, Instruction | None] = {rank: next(s, None) for rank, s in self.streams.items()}
-        # What moves next: workers by their ranks, buckets by negative numbers.
-        self.ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self.streams)]
-        self.clock = dict.fromkeys(self.streams, 0.0)
-        self.replicated = [len(ranks) > 1 for ranks in shape.ranks]
-        self.arrived: dict[tuple[int, Receive], float] = {}
-        self.awaited: set[tuple[int, Receive]] = set()
-        self.rings: dict[tuple[int, int], _Ring] = {}
-        self.rounds = {(rank, stage): 0 for stage, ranks in enumerate(shape.ranks) for rank in ranks}  # joined
-        self.buckets: list[tuple[int, int]] = []  # stage and round of each that was ever ready
-        self.completions: list[float] = []  # of the last stage's backwards
+        self._next: dict[int, Instruction | None] = {rank: next(s, None) for rank, s in self._streams.items()}
+        # What moves next: workers by their ranks, parts of all-reduces by negative numbers.
+        self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
+        self._clock = dict.fromkeys(self._streams, 0.0)
+        self._replicated = [len(ranks) > 1 for ranks in self.shape.ranks]
+        self._arrived: dict[tuple[int, Receive], float] = {}
+        self._awaited: set[tuple[int, Receive]] = set()
+        self._rounds: dict[tuple[int, int], _Round] = {}
+        # How many rounds each replica has joined.
+        self._joined = {(rank, stage): 0 for stage, ranks in enumerate(self.shape.ranks) for rank in ranks}
+        self._parts: list[tuple[int, int]] = []  # stage and round of each that was ever ready
 
-    def run(self) -> bool:
-        """To the end of all streams; False when the workers came to wait for each other."""
-        while self.ready:
-            now_s, rank = heapq.heappop(self.ready)
-            if rank < 0:
-                self._reduce(*self.buckets[-rank - 1], now_s)
-                continue
-            instruction = self.next[rank]
-            if instruction is not None and self._execute(rank, instruction):
-                self._proceed(rank)
-        return not any(self.next.values())
+    def run(self, enough: Callable[[], bool] | None = None) -> bool:
+        """To the end of all streams; False when the workers came to wait for each other.
+
+        `enough`: asked whenever the first stage has done a backward, whether the run may end there.
+        """
+        network, ready = self.carrier.network, self._ready
+        done = 0
+        while True:
+            carried_s = network.next_s
+            if ready and ready[0][0] < carried_s:
+                self._step()
+                if enough is not None and len(self.ends_s[0]) > done:
+                    done = len(self.ends_s[0])
+                    if enough():
+                        return True
+            elif math.isinf(carried_s):
+                return not any(self._next.values())
+            else:
+                network.finish()
+
+    @property
+    def latest_s(self) -> float:
+        """When the last worker was done."""
+        return max(self._clock.values())
+
+    def _step(self) -> None:
+        now_s, rank = heapq.heappop(self._ready)
+        if rank < 0:
+            self.carrier.reduce(*self._parts[-rank - 1], now_s)
+            return
+        instruction = self._next[rank]
+        if instruction is not None and self._execute(rank, instruction):
+            self._proceed(rank)
 
     def _proceed(self, rank: int) -> None:
-        self.next[rank] = next(self.streams[rank], None)
-        heapq.heappush(self.ready, (self.clock[rank], rank))
+        self._next[rank] = next(self._streams[rank], None)
+        heapq.heappush(self._ready, (self._clock[rank], rank))
+
+    def _wake(self, rank: int, at_s: float) -> None:
+        """A worker that waits goes on at this time, with the instruction that it is at."""
+        self._clock[rank] = at_s = max(self._clock[rank], at_s)
+        heapq.heappush(self._ready, (at_s, rank))
 
     def _execute(self, rank: int, instruction: Instruction) -> bool:
         """Advance the worker's clock over `instruction`; False when it must wait for another worker."""
         match instruction:
             case Forward(stage=stage, unit=unit):
                 self._compute(rank, "forward", stage, unit, self.stages[stage].forward_s)
+                self.admitted_s[stage] = max(self.admitted_s[stage], self._clock[rank])
             case Backward():
                 self._backward(rank, instruction)
             case BackwardInput():
@@ -164,8 +157,8 @@ class Engine:
         return True
 
     def _compute(self, rank: int, kind: Kind, stage: int, unit: Unit, seconds: float) -> None:
-        start = self.clock[rank]
-        self.clock[rank] = end = start + seconds
+        start = self._clock[rank]
+        self._clock[rank] = end = start + seconds
         if self.events is not None:
             self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, end))
 
@@ -173,11 +166,10 @@ class Engine:
         stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
         if times.recompute_s:
             self._compute(rank, "recompute", stage, unit, times.recompute_s)
-        if backward.last_of_round and self.replicated[stage]:
-            self._join(rank, stage, began_s=self.clock[rank])
+        if backward.last_of_round and self._replicated[stage]:
+            self._join(rank, stage, began_s=self._clock[rank])
         self._compute(rank, "backward", stage, unit, times.backward_s)
-        if stage == len(self.stages) - 1:
-            self.completions.append(self.clock[rank])
+        self.ends_s[stage].append(self._clock[rank])
 
     def _backward_input(self, rank: int, backward: BackwardInput) -> None:
         stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
@@ -187,25 +179,30 @@ class Engine:
 
     def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
         stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
-        if backward.last_of_round and self.replicated[stage]:
+        if backward.last_of_round and self._replicated[stage]:
             # Its gradients are complete when it ends, as if the whole backward had just run.
-            self._join(rank, stage, began_s=self.clock[rank] + times.weight_s - times.backward_s)
+            self._join(rank, stage, began_s=self._clock[rank] + times.weight_s - times.backward_s)
         self._compute(rank, "backward_weight", stage, unit, times.weight_s)
-        if stage == len(self.stages) - 1:
-            self.completions.append(self.clock[rank])
+        self.ends_s[stage].append(self._clock[rank])
 
     def _send(self, rank: int, send: Send) -> None:
-        receive, peer = matching_receive(send, rank), send.peer_rank
-        if peer == rank:
-            end = self.clock[rank]  # to another stage of the same worker
+        if send.peer_rank == rank:  # to another stage of the same worker
+            self._deliver(rank, send, self._clock[rank])
         else:
-            start, end = self.links.send(send, rank, self.clock[rank])
-            if self.events is not None and not isinstance(send, SendShared):  # of no unit that could be drawn
-                self._record_message(rank, send, start, end)
-        self.arrived[peer, receive] = end
-        if (peer, receive) in self.awaited:
-            self.awaited.remove((peer, receive))
-            heapq.heappush(self.ready, (self.clock[peer], peer))
+            self.carrier.send(rank, send, self._clock[rank])
+
+    def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
+        """A message has been carried."""
+        if self.events is not None and not isinstance(send, SendShared):  # of no unit that could be drawn
+            self._record_message(rank, send, start_s, end_s)
+        self._deliver(rank, send, end_s)
+
+    def _deliver(self, sender: int, send: Send, end_s: float) -> None:
+        key = send.peer_rank, matching_receive(send, sender)
+        self._arrived[key] = end_s
+        if key in self._awaited:
+            self._awaited.remove(key)
+            self._wake(send.peer_rank, end_s)
 
     def _record_message(self, rank: int, send: Send, start: float, end: float) -> None:
         assert self.events is not None
@@ -219,52 +216,63 @@ class Engine:
             self.events.append(Event(there[1], "receive_gradient", there[0], *which, here[1], here[0]))
 
     def _receive(self, rank: int, receive: Receive) -> bool:
-        arrival = self.arrived.pop((rank, receive), None)
-        if arrival is None:
-            self.awaited.add((rank, receive))
+        key, carried = (rank, receive), receive.peer_rank != rank
+        arrival_s = self._arrived.get(key)
+        if arrival_s is None:
+            self._awaited.add(key)
+            if carried:
+                self.carrier.await_message(rank, receive, self._clock[rank])
             return False
-        self.clock[rank] = max(self.clock[rank], arrival)
+        if arrival_s > self._clock[rank]:  # has left its links, but latency is left
+            self._wake(rank, arrival_s)
+            return False
+        del self._arrived[key]
+        if carried:
+            self.carrier.take(rank, receive, self._clock[rank])
         return True
 
     def _join(self, rank: int, stage: int, began_s: float = 0.0, arrived_s: float = 0.0) -> None:
-        """One more replica in its next all-reduce; with the last of them the buckets have their times."""
-        round_ = self.rounds[rank, stage]
-        self.rounds[rank, stage] += 1
-        ring = self.rings.setdefault((stage, round_), _Ring())
+        """One more replica in its next all-reduce; with the last of them its parts have their times."""
+        round_ = self._joined[rank, stage]
+        self._joined[rank, stage] += 1
+        ring = self._rounds.setdefault((stage, round_), _Round())
         ring.joined += 1
         ring.began_s, ring.arrived_s = max(ring.began_s, began_s), max(ring.arrived_s, arrived_s)
         if ring.joined == len(self.shape.ranks[stage]):
-            buckets = self.links.buckets_s(stage)
-            ring.left = len(buckets)
-            for after_s in buckets:
-                self.buckets.append((stage, round_))
-                heapq.heappush(self.ready, (max(ring.began_s + after_s, ring.arrived_s), -len(self.buckets)))
+            parts_s = self.carrier.parts_s(stage)
+            ring.left = len(parts_s)
+            for after_s in parts_s:
+                self._parts.append((stage, round_))
+                ready_s = max(ring.began_s + after_s, ring.arrived_s, self._clock[rank])
+                heapq.heappush(self._ready, (ready_s, -len(self._parts)))
 
-    def _reduce(self, stage: int, round_: int, now_s: float) -> None:
-        """A bucket is ready: carry it."""
-        ring = self.rings[stage, round_]
-        start, end = self.links.reduce(stage, now_s)
-        ring.start_s = start if ring.start_s is None else ring.start_s
-        ring.carried = ring.carried or end > start
+    def _summed(self, stage: int, round_: int, start_s: float, end_s: float) -> None:
+        """A part of an all-reduce has been carried."""
+        ring = self._rounds[stage, round_]
+        ring.start_s = start_s if ring.start_s is None else ring.start_s
+        ring.carried = ring.carried or end_s > start_s
         ring.left -= 1
-        if ring.left == 0:
-            ring.done_s = end
-            if self.events is not None and ring.carried:
-                self.events += [
-                    Event(rank, "all_reduce", stage, round_, 0, ring.start_s, end) for rank in self.shape.ranks[stage]
-                ]
-            for rank in ring.waiting:
-                heapq.heappush(self.ready, (self.clock[rank], rank))
+        if ring.left:
+            return
+        ring.done_s = end_s
+        if self.events is not None and ring.carried:
+            self.events += [
+                Event(rank, "all_reduce", stage, round_, 0, ring.start_s, end_s) for rank in self.shape.ranks[stage]
+            ]
+        for rank in ring.waiting:
+            self._wake(rank, end_s)
 
     def _wait_for_ring(self, rank: int, reduce: AllReduce) -> bool:
-        if self.rounds[rank, reduce.stage] <= reduce.round:  # no backward of its own in this round
-            self._join(rank, reduce.stage, arrived_s=self.clock[rank])
-        ring = self.rings[reduce.stage, reduce.round]
+        if self._joined[rank, reduce.stage] <= reduce.round:  # no backward of its own in this round
+            self._join(rank, reduce.stage, arrived_s=self._clock[rank])
+        ring = self._rounds[reduce.stage, reduce.round]
         if ring.done_s is None:
             ring.waiting.append(rank)
             return False
-        self.clock[rank] = max(self.clock[rank], ring.done_s)
+        if ring.done_s > self._clock[rank]:
+            self._wake(rank, ring.done_s)
+            return False
         ring.passed += 1
         if ring.passed == len(self.shape.ranks[reduce.stage]):
-            del self.rings[reduce.stage, reduce.round]
+            del self._rounds[reduce.stage, reduce.round]
         return True

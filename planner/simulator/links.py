@@ -1,180 +1,80 @@
-"""The links of a cluster as resources: each device's own, and those that the devices of a server share, each direction.
+"""The links of a cluster, each direction by itself, and what messages and all-reduces cross.
 
-What a message crosses, and how long it keeps what busy, is as in `planner.topology`: the own links of both its ends
-for its bytes at the slowest bandwidth on the way and a latency; the shared links on the way for its bytes at theirs. It
-goes when all of them are free, in the order of the sends. An all-reduce crosses the links of all its replicas in
-buckets, each of which takes its turn on every link by itself.
+A device has a link of its own, with the bandwidth of the innermost level. Beyond a group of devices lies the next
+level: a link that the devices of the group share, or one for each where the level says so. A message crosses the links
+of all levels up to the one where its ends meet, those of its sender outwards and those of its receiver inwards. A ring
+crosses the own links of all its replicas and, once each way, those of every group that it passes through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from planner.cluster import Cluster
-from planner.cost import BUCKETS, ring_all_reduce_s
-from planner.plan_file import Plan, Stage
-from planner.schedule.instructions import Send, SendActivation, SendShared
-from planner.simulator.engine import StageTimes
+from planner.simulator.network import Direction, Path
 from planner.timeline import LinkUse
 from planner.topology import Topology
 
 
-class _Direction:
-    """One direction of a link, and what it carried."""
-
-    def __init__(self, who: str, rank: int | None, sends: bool, bandwidth_bytes_per_s: float) -> None:
-        does = ("send", "receive")[not sends] + "s" * (rank is not None)
-        self.name, self.rank, self.sends = f"{who} {does}", rank, sends
-        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        self.free_s = 0.0
-        self.start_s: list[float] = []
-        self.end_s: list[float] = []
-
-    def carry(self, start: float, seconds: float) -> float:
-        """Be busy from `start` on; returns the end."""
-        self.free_s = start + seconds
-        if seconds > 0:
-            self.start_s.append(start)
-            self.end_s.append(self.free_s)
-        return self.free_s
-
-    @property
-    def use(self) -> LinkUse:
-        """For the timeline."""
-        return LinkUse(
-            name=self.name,
-            rank=self.rank,
-            sends=self.sends,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-            start_s=tuple(self.start_s),
-            end_s=tuple(self.end_s),
-        )
-
-
-@dataclass(frozen=True)
-class _Route:
-    """What messages from one rank to another cross."""
-
-    bytes_per_s: float
-    latency_s: float
-    own: tuple[_Direction, _Direction]
-    shared: tuple[_Direction, ...]
-
-
-@dataclass(frozen=True)
-class _Ring:
-    """What a bucket of a stage's all-reduce takes: in all, and of each link that it crosses."""
-
-    seconds: float
-    ready_s: tuple[float, ...]
-    busy: tuple[tuple[_Direction, float], ...]
-
-
 class ClusterLinks:
-    """All links that a plan uses.
+    """Paths over the links of `cluster`, which are made as they are asked for."""
 
-    Args:
-        plan: with its cluster.
-        times: of its stages.
-    """
+    def __init__(self, cluster: Cluster) -> None:
+        self.topology = Topology(cluster)
+        self._bandwidths = [level.bandwidth_bytes_per_s for level in cluster.joined]
+        # Of each level, how many ranks share a link.
+        self._sizes = [1] * len(self._bandwidths)
+        for number, size, _, _ in self.topology.shared:
+            self._sizes[number] = size
+        self._links: dict[tuple[int, int, bool], Direction] = {}  # by level, member, and whether it leads away from it
 
-    def __init__(self, plan: Plan, times: Sequence[StageTimes]) -> None:
-        self._topology = Topology(plan.cluster)
-        self._overlap = plan.cluster.overlap
-        self._bytes = {(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in plan.transfers}
-        self._shared_bytes = {ends: s.gradient_bytes for s in plan.shared for ends in (s.stages, s.stages[::-1])}
-        own = _own_bandwidth(plan.cluster)
-        ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
-        self._own = {
-            rank: (_Direction(f"worker {rank}", rank, True, own), _Direction(f"worker {rank}", rank, False, own))
-            for rank in ranks
-        }
-        self._shared: dict[tuple[int, int], tuple[_Direction, _Direction]] = {}
-        self._routes: dict[tuple[int, int], _Route] = {}
-        self._rings = [self._ring(stage, each.backward_s) for stage, each in zip(plan.stages, times, strict=True)]
-        self._summed_s = [0.0] * len(plan.stages)
+    def message(self, rank: int, peer: int) -> tuple[Path, float]:
+        """What a message from one rank to another crosses, and its latency."""
+        level = int(self.topology.level(rank, peer))
+        ends = ((rank, True), (peer, False))
+        links = tuple(self._link(number, at, sends) for number in range(level + 1) for at, sends in ends)
+        return Path(links, min(link.bytes_per_s for link in links)), float(self.topology.latency_s[level])
 
-    def uses(self) -> Iterator[LinkUse]:
-        """What every link carried; of the shared ones those that carried something."""
-        for pair in (*self._own.values(), *(self._shared[key] for key in sorted(self._shared))):
-            for direction in pair:
-                yield direction.use
+    def ring(self, ranks: Sequence[int]) -> tuple[Path, float]:
+        """What an all-reduce crosses, and the latency of all its steps."""
+        span = self.topology.span(range(min(ranks), max(ranks) + 1))
+        link = self.topology.link(span)
+        links = dict.fromkeys(
+            self._link(number, rank, sends) for number in range(span + 1) for rank in ranks for sends in (True, False)
+        )
+        return Path(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
 
-    def send(self, send: Send, rank: int, now_s: float) -> tuple[float, float]:
-        """As soon as all links on the way are free."""
-        if isinstance(send, SendShared):
-            size = self._shared_bytes[send.stage, send.peer_stage]
-        elif isinstance(send, SendActivation):
-            size = self._bytes[send.stage, send.peer_stage][0]
-        else:
-            size = self._bytes[send.peer_stage, send.stage][1]
-        route = self._route(rank, send.peer_rank)
-        outgoing, incoming = route.own
-        start = max(now_s, outgoing.free_s, incoming.free_s)
-        for link in route.shared:
-            start = max(start, link.free_s)
-        for link in route.shared:
-            link.carry(start, size / link.bandwidth_bytes_per_s)
-        seconds = size / route.bytes_per_s + route.latency_s
-        incoming.carry(start, seconds)
-        return start, outgoing.carry(start, seconds)
+    def uses(self, ranks: Sequence[int]) -> Iterator[LinkUse]:
+        """What these ranks' own links carried, and of the links beyond those that carried something."""
+        for rank in sorted(ranks):
+            for sends in (True, False):
+                name = f"worker {rank} {'sends' if sends else 'receives'}"
+                yield _use(name, rank, sends, self._link(0, rank, sends))
+        for (level, member, sends), link in sorted(self._links.items(), key=lambda item: item[0]):
+            if level > 0 and link.busy:
+                yield _use(self._name(level, member, sends), None, sends, link)
 
-    def buckets_s(self, stage: int) -> Sequence[float]:
-        """Equal parts of the backward; all at its end where nothing overlaps."""
-        return self._rings[stage].ready_s
+    def _link(self, level: int, rank: int, sends: bool) -> Direction:
+        key = level, rank // self._sizes[level], sends
+        if key not in self._links:
+            self._links[key] = Direction(self._bandwidths[level])
+        return self._links[key]
 
-    def reduce(self, stage: int, now_s: float) -> tuple[float, float]:
-        """After the bucket before it, and as soon as each link is free."""
-        ring = self._rings[stage]
-        start = max(now_s, self._summed_s[stage])
-        end = start + ring.seconds
-        for link, seconds in ring.busy:
-            end = max(end, link.carry(max(start, link.free_s), seconds))
-        self._summed_s[stage] = end
-        return start, end
-
-    def _route(self, rank: int, peer: int) -> _Route:
-        if (rank, peer) not in self._routes:
-            level = int(self._topology.level(rank, peer))
-            link = self._topology.link(level)
-            shared = tuple(
-                self._member(number, at // size)[direction]
-                for number, (lowest, size, _, _) in enumerate(self._topology.shared)
-                if lowest <= level
-                for direction, at in ((0, rank), (1, peer))
-            )
-            own = self._own[rank][0], self._own[peer][1]
-            self._routes[rank, peer] = _Route(link.bandwidth_bytes_per_s, link.latency_s, own, shared)
-        return self._routes[rank, peer]
-
-    def _member(self, number: int, member: int) -> tuple[_Direction, _Direction]:
-        """Both directions of the link that the devices of a server share."""
-        if (number, member) not in self._shared:
-            _, size, bandwidth, _ = self._topology.shared[number]
-            name = f"workers {member * size}-{(member + 1) * size - 1} together"
-            self._shared[number, member] = (
-                _Direction(name, None, True, bandwidth),
-                _Direction(name, None, False, bandwidth),
-            )
-        return self._shared[number, member]
-
-    def _ring(self, stage: Stage, backward_s: float) -> _Ring:
-        ends = range(min(stage.ranks), max(stage.ranks) + 1)
-        replicas, span = stage.replicas, self._topology.span(ends)
-        link = self._topology.link(span)
-        gradient_bytes = stage.memory.gradients_bytes
-        whole_s = float(ring_all_reduce_s(gradient_bytes, replicas, link))
-        moved = 2 * (replicas - 1) / replicas * gradient_bytes / BUCKETS
-        busy = [(each, moved / link.ring_bytes_per_s) for rank in stage.ranks for each in self._own[rank]]
-        if replicas > 1:
-            for level, (lowest, size, _, bandwidth) in enumerate(self._topology.shared):
-                members = sorted({rank // size for rank in stage.ranks}) if lowest <= span else []
-                busy += [(each, moved / bandwidth) for member in members for each in self._member(level, member)]
-        shares = [(part + 1) / BUCKETS if self._overlap else 1.0 for part in range(BUCKETS)]
-        return _Ring(whole_s / BUCKETS, tuple(share * backward_s for share in shares), tuple(busy))
+    def _name(self, level: int, member: int, sends: bool) -> str:
+        size, does = self._sizes[level], ("receive", "send")[sends]
+        if size == 1:
+            return f"worker {member} beyond its group {does}s"
+        return f"workers {member * size}-{(member + 1) * size - 1} together {does}"
 
 
-def _own_bandwidth(cluster: Cluster) -> float:
-    """Of a device's own link: that of the innermost level."""
-    return cluster.joined[0].bandwidth_bytes_per_s
+def _use(name: str, rank: int | None, sends: bool, link: Direction) -> LinkUse:
+    start_s, end_s, share = zip(*link.busy, strict=True) if link.busy else ((), (), ())
+    return LinkUse(
+        name=name,
+        rank=rank,
+        sends=sends,
+        bandwidth_bytes_per_s=link.bytes_per_s,
+        start_s=start_s,
+        end_s=end_s,
+        share=share,
+    )

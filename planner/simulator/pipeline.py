@@ -1,104 +1,136 @@
-"""How long a pipeline takes per unit of work: the simulation that decides between depths, quick and without record.
-
-Every worker has a processor and a full-duplex link. A send takes its turn on the sender's outgoing and on the
-receiver's incoming link; computation goes on meanwhile. An all-reduce takes the time that it is said to take, whatever
-the links carry meanwhile: what a link has to carry in all is the cost model's to count.
-"""
+"""How long a pipeline takes per minibatch in its steady state: a simulation without a record of its events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.schedule.instructions import Send, SendActivation, SendShared
 from planner.schedule.streams import PipelineShape
-from planner.simulator.engine import Engine, StageTimes
-from planner.steady import steady_range
+from planner.simulator.engine import Engine
+from planner.simulator.times import Pipeline, StageTimes
+from planner.steady import Steady, steady_state
 
-__all__ = ["Outcome", "StageTimes", "TransferTimes", "simulate"]
+__all__ = ["Outcome", "Pipeline", "StageTimes", "simulate", "steady_minibatches", "steady_s"]
 
-
-@dataclass(frozen=True)
-class TransferTimes:
-    """Seconds of one message from stage to stage, there and, when gradients return, back."""
-
-    activation_s: float
-    gradient_s: float | None
+FEWEST_ASYNCHRONOUS, FEWEST_DIVIDED, FEWEST = 48, 12, 4  # minibatches; the last of schedules that drain
+MOST_PERIODS = 400  # minibatches, for the sake of whole periods of the round-robin
+MOST = 2**17  # minibatches times workers
+PERIODS = 4  # of the round-robin, in which a pipeline may repeat itself
+SAME = 1e-7  # relative difference of times that counts as none
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """When the last stage finished its backwards, in order; empty when the streams deadlock."""
+    """A run.
 
-    completions_s: tuple[float, ...]
-
-    @property
-    def deadlocked(self) -> bool:
-        """Whether the workers came to wait for each other."""
-        return not self.completions_s
-
-    def seconds_per_unit(self, period: int = 1) -> float:
-        """Mean distance between completions in the middle of the run; infinite for a deadlock.
-
-        Args:
-            period: completions come in bursts of this many; whole periods are measured.
-        """
-        if self.deadlocked:
-            return math.inf
-        first, last = steady_range(len(self.completions_s), period)
-        if first == last:
-            return self.completions_s[-1] / len(self.completions_s)
-        return (self.completions_s[last] - self.completions_s[first]) / (last - first)
-
-
-def simulate(
-    shape: PipelineShape,
-    stages: tuple[StageTimes, ...],
-    transfers: Mapping[tuple[int, int], TransferTimes],
-    minibatches: int,
-) -> Outcome:
-    """Run `minibatches` minibatches.
-
-    Args:
-        shape: of the plan.
-        stages: costs per stage.
-        transfers: costs per (source, target) stage.
+    Attributes:
+        deadlocked: the workers came to wait for each other.
+        ends_s: when the last stage finished its backwards, in order.
+        steady: the part in which the pipeline neither fills nor drains; None where that is too short to tell.
+        seconds: of the whole run.
         minibatches: how many.
     """
-    engine = Engine(shape, stages, _PairLinks(shape, stages, transfers), minibatches)
-    return Outcome(tuple(sorted(engine.completions)) if engine.run() else ())
+
+    deadlocked: bool
+    ends_s: tuple[float, ...]
+    steady: Steady | None
+    seconds: float
+    minibatches: int
+
+    @property
+    def seconds_per_minibatch(self) -> float:
+        """In the steady state where there is one, else of the whole run; infinite for a deadlock."""
+        if self.deadlocked:
+            return math.inf
+        return self.seconds / self.minibatches if self.steady is None else self.steady.seconds_per_minibatch
 
 
-class _PairLinks:
-    """A link per worker and direction; a message's time is that of its pair of stages."""
+def simulate(pipeline: Pipeline, minibatches: int) -> Outcome:
+    """Run so many minibatches."""
+    engine, shape = Engine(pipeline, minibatches), pipeline.shape
+    finished = engine.run()
+    ends_s = [sorted(ends) for ends in engine.ends_s]
+    steady = None
+    if finished:
+        steady = steady_state(
+            ends_s, None if not shape.asynchronous else engine.admitted_s, shape.ranks, shape.microbatches, minibatches
+        )
+    return Outcome(not finished, tuple(ends_s[-1]), steady, engine.latest_s, minibatches)
 
-    def __init__(
-        self,
-        shape: PipelineShape,
-        stages: tuple[StageTimes, ...],
-        transfers: Mapping[tuple[int, int], TransferTimes],
-    ) -> None:
-        self.stages, self.transfers = stages, transfers
-        self.outgoing = dict.fromkeys(shape.first_stages, 0.0)  # when each is free again
-        self.incoming = dict.fromkeys(shape.first_stages, 0.0)
 
-    def send(self, send: Send, rank: int, now_s: float) -> tuple[float, float]:
-        """As soon as both ends are free."""
-        assert not isinstance(send, SendShared), "only whole plans know of shared weights"
-        source, target = sorted((send.stage, send.peer_stage))
-        times = self.transfers[source, target]
-        seconds = times.activation_s if isinstance(send, SendActivation) else times.gradient_s
-        assert seconds is not None
-        start = max(now_s, self.outgoing[rank], self.incoming[send.peer_rank])
-        self.outgoing[rank] = self.incoming[send.peer_rank] = start + seconds
-        return start, start + seconds
+def steady_s(pipeline: Pipeline) -> float:
+    """Seconds per minibatch in the steady state; infinite for a deadlock.
 
-    def buckets_s(self, stage: int) -> tuple[float]:
-        """One, done in the time that is said; not before the backward is."""
-        times = self.stages[stage]
-        return (max(times.all_reduce_s, times.backward_s),)
+    What `simulate` says of `steady_minibatches`; a pipeline that never drains is watched, and simulated no longer than
+    until it repeats itself.
+    """
+    shape = pipeline.shape
+    minibatches = steady_minibatches(shape)
+    if not shape.asynchronous:
+        return simulate(pipeline, minibatches).seconds_per_minibatch
+    engine = Engine(pipeline, minibatches)
+    watch = _Watch(engine)
+    if not engine.run(watch.repeats):
+        return math.inf
+    if watch.seconds_per_unit is not None:
+        return watch.seconds_per_unit * shape.microbatches
+    ends_s = [sorted(ends) for ends in engine.ends_s]
+    steady = steady_state(ends_s, engine.admitted_s, shape.ranks, shape.microbatches, minibatches)
+    return engine.latest_s / minibatches if steady is None else steady.seconds_per_minibatch
 
-    def reduce(self, stage: int, now_s: float) -> tuple[float, float]:
-        """Never in the way of messages."""
-        return now_s, now_s
+
+class _Watch:
+    """Whether a pipeline that never drains repeats itself: all stages took as long for the last units as before.
+
+    Looked at once in a period of the round-robin, and only when twice as many units as are in flight are through.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        shape = engine.shape
+        self._ends_s = engine.ends_s
+        self._period = shape.microbatches
+        if shape.microbatches == 1:
+            self._period = math.lcm(*(len(ranks) for ranks in shape.ranks))
+        self._from = 2 * shape.in_flight(0) * len(shape.ranks[0])
+        self.seconds_per_unit: float | None = None
+
+    def repeats(self) -> bool:
+        """Whether it does; then with `seconds_per_unit`."""
+        through = len(self._ends_s[0])
+        if through < self._from or through % self._period:
+            return False
+        for periods in range(1, PERIODS + 1):
+            units = periods * self._period
+            if through > 2 * units and (seconds := self._same(units)) is not None:
+                self.seconds_per_unit = seconds / units
+                return True
+        return False
+
+    def _same(self, units: int) -> float | None:
+        """What every stage took for its last `units` as for those before; None where they differ."""
+        took: float | None = None
+        for ends in self._ends_s:
+            last, before = ends[-1] - ends[-1 - units], ends[-1 - units] - ends[-1 - 2 * units]
+            took = last if took is None else took
+            if abs(last - before) > SAME * took or abs(last - took) > SAME * took:
+                return None
+        return took
+
+
+def steady_minibatches(shape: PipelineShape) -> int:
+    """As many as show the steady state.
+
+    Four times what is in flight, so that a good part of the run is neither start-up nor drain, and where that is
+    possible several periods of the round-robin. A pipeline that drains does the same in every minibatch but the first.
+    """
+    if not shape.asynchronous:
+        if shape.microbatches == 1:
+            return FEWEST * max(len(ranks) for ranks in shape.ranks)
+        return FEWEST if shape.microbatches < 8 else FEWEST - 1  # the last half of which is more than a minibatch
+    first = len(shape.ranks[0])
+    flying = 4 * shape.in_flight(0) * first // shape.microbatches
+    if shape.microbatches > 1:
+        return max(flying, FEWEST_DIVIDED)
+    periods = 8 * math.lcm(*(len(ranks) for ranks in shape.ranks))
+    workers = len(shape.first_stages)
+    return min(max(flying, FEWEST_ASYNCHRONOUS, min(periods, MOST_PERIODS)), MOST // workers + 1)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from planner.cost import ASYNCHRONOUS
 from planner.errors import InputError, PlanError
 from planner.plan_file import Plan
 from planner.schedule.shape import shape_of
-from planner.simulator.engine import Engine, StageTimes
-from planner.simulator.links import ClusterLinks
+from planner.simulator.engine import Engine
 from planner.simulator.memory import memory_curves
-from planner.simulator.times import with_handling
+from planner.simulator.pipeline import steady_minibatches, steady_s
+from planner.simulator.times import Pipeline, StageTimes, with_handling
 from planner.timeline import Event, Events, Timeline
 from planner.topology import Topology
 
-FEWEST, FEWEST_ASYNCHRONOUS = 16, 48  # minibatches that are simulated where nobody says how many
-MOST = 2**17  # the same, times workers
+FEWEST = 16  # minibatches of schedules that drain that are simulated where nobody says how many
 
 
 def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
@@ -33,30 +34,60 @@ def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
     if count < 1:
         raise InputError(f"{count} minibatches are no run", hint="give --minibatches 1 or more")
     events: list[Event] = []
-    times = stage_times(plan)
-    links = ClusterLinks(plan, times)
-    if not Engine(shape_of(plan), times, links, count, events).run():
-        depths = [stage.in_flight for stage in plan.stages]
-        raise PlanError(
-            f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
-            hint="make the plan again with: plan solve",
-        )
+    engine = Engine(pipeline_of(plan), count, events)
+    if not engine.run():
+        raise _deadlock(plan)
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())
-    return Timeline.of_plan(plan, "simulated", count, rows, memory=memory, links=tuple(links.uses()))
+    links = engine.carrier.links.uses([rank for stage in plan.stages for rank in stage.ranks])
+    return Timeline.of_plan(plan, "simulated", count, rows, memory=memory, links=tuple(links))
+
+
+def simulated_s(plan: Plan) -> float:
+    """Seconds per minibatch in the steady state of `plan`, as `simulate` has them, without its events.
+
+    Raises:
+        PlanError: as `simulate`.
+    """
+    _check(plan)
+    seconds = steady_s(pipeline_of(plan))
+    if math.isinf(seconds):
+        raise _deadlock(plan)
+    return seconds
 
 
 def default_minibatches(plan: Plan) -> int:
-    """Four times what is in flight, so that a good part of the run is neither start-up nor drain."""
-    if plan.schedule not in ASYNCHRONOUS:
-        return FEWEST
-    first = plan.stages[0]
-    return min(
-        max(4 * first.in_flight * first.replicas // plan.microbatches, FEWEST_ASYNCHRONOUS), MOST // plan.workers + 1
+    """Enough for a steady state, and to see how the run begins and ends."""
+    count = steady_minibatches(shape_of(plan))
+    return count if plan.schedule in ASYNCHRONOUS else max(count, FEWEST)
+
+
+def pipeline_of(plan: Plan) -> Pipeline:
+    """The plan as the simulation sees it."""
+    return Pipeline(
+        shape=shape_of(plan),
+        cluster=plan.cluster,
+        stages=stage_times(plan),
+        transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in plan.transfers},
+        gradient_bytes=tuple(
+            stage.memory.gradients_bytes - _received_bytes(plan, number) for number, stage in enumerate(plan.stages)
+        ),
+        shared_bytes={ends: s.gradient_bytes for s in plan.shared for ends in (s.stages, s.stages[::-1])},
     )
 
 
-def stage_times(plan: Plan) -> list[StageTimes]:
+def _received_bytes(plan: Plan, stage: int) -> int:
+    """What the memory for gradients holds of other stages': those of weights that an earlier stage has, too."""
+    seen: set[str] = set()
+    received = 0
+    for shared in plan.shared:
+        if shared.stages[1] == stage and not seen.issuperset(shared.weights):
+            seen.update(shared.weights)
+            received += shared.gradient_bytes
+    return received
+
+
+def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
     """Seconds of each stage's computations."""
     topology = Topology(plan.cluster)
     slowest = topology.link(len(topology) - 1)
@@ -64,7 +95,15 @@ def stage_times(plan: Plan) -> list[StageTimes]:
         StageTimes(s.forward_s, s.backward_s, s.update_s, recompute_s=s.forward_s if s.recompute else 0.0)
         for s in plan.stages
     ]
-    return [with_handling(times, number, plan.transfers, slowest) for number, times in enumerate(plain)]
+    return tuple(with_handling(times, number, plan.transfers, slowest) for number, times in enumerate(plain))
+
+
+def _deadlock(plan: Plan) -> PlanError:
+    depths = [stage.in_flight for stage in plan.stages]
+    return PlanError(
+        f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
+        hint="make the plan again with: plan solve",
+    )
 
 
 def _check(plan: Plan) -> None:

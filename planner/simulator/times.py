@@ -1,13 +1,60 @@
-"""What computations take besides the layers' own time."""
+"""What a pipeline takes: seconds of its stages' computations, bytes of what they exchange, and the links for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from planner.cost import Link
+from planner.cluster import Cluster
+from planner.cost import WEIGHT_SHARE, Link
 from planner.plan_file import Transfer
-from planner.simulator.engine import StageTimes
+from planner.schedule.streams import PipelineShape
+
+Ends = tuple[int, int]  # stages
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one microbatch on one replica.
+
+    `recompute_s` comes before each backward: the forward once more.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    recompute_s: float = 0.0
+
+    @property
+    def weight_s(self) -> float:
+        """The part of the backward that is for the weights, where it is in two parts."""
+        return WEIGHT_SHARE * self.backward_s
+
+    @property
+    def compute_s(self) -> float:
+        """All that the processor does."""
+        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """All that a simulation needs to know.
+
+    Args:
+        shape: who runs which stage, and who exchanges what with whom.
+        cluster: with the links between them.
+        stages: seconds of each.
+        transfer_bytes: of one microbatch's activations and gradients, by (source, target) stage.
+        gradient_bytes: that the replicas of each stage all-reduce per round.
+        shared_bytes: gradients of the weights that two stages share, either way, per round.
+    """
+
+    shape: PipelineShape
+    cluster: Cluster
+    stages: tuple[StageTimes, ...]
+    transfer_bytes: Mapping[Ends, tuple[int, int]] = field(default_factory=dict)
+    gradient_bytes: tuple[int, ...] = ()
+    shared_bytes: Mapping[Ends, int] = field(default_factory=dict)
 
 
 def with_handling(times: StageTimes, stage: int, transfers: Sequence[Transfer], link: Link) -> StageTimes:

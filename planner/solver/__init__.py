@@ -8,21 +8,22 @@ from dataclasses import replace
 
 from planner.cluster import Cluster
 from planner.constraints import Constraints
-from planner.cost import ASYNCHRONOUS, RecomputeRule, check_combination
+from planner.cost import RecomputeRule, check_combination
 from planner.errors import InputError, ProfileError
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
 from planner.pricing import Candidate, Ledger, Price
 from planner.profile_file import REMEDY, Profile
-from planner.solver.assemble import assemble
+from planner.solver.assemble import assemble, simulated_plan
 from planner.solver.copies import price_with_copies
 from planner.solver.deadline import Deadline
-from planner.solver.depth import DepthRule, price_with_depths
+from planner.solver.depth import TOLERANCE, DepthRule
 from planner.solver.infeasible import explain
 from planner.solver.interleaved_plan import solve_interleaved
 from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.request import Request
 from planner.solver.states import Chain
 from planner.solver.task import Task
+from planner.solver.trials import Trials
 from planner.solver.vertical_sync import solve_synced
 from planner.solver.zero_bubble import solve_zero_bubble
 
@@ -67,9 +68,11 @@ def solve(
         time_limit_s: after which to answer with the best plan so far; steps that take some seconds are not cut short.
 
     Returns:
-        A plan on as few GPUs as are needed for its speed. `solver.status` is `optimal` when every legal cut was
-        searched, else `feasible` with a bound. Plans for models that can be trained cut along the profile's order; for
-        imported profiles, which cannot, other orders of their branches count as well.
+        A plan on as few GPUs as are needed for its speed. Under the resource model its time is that of its simulation,
+        by which it was chosen among the best by the cost model. `solver.status` is `optimal` when that is within
+        `TOLERANCE` of `lower_bound_s`, the least, by the cost model, that any plan's busiest resource takes over every
+        legal cut. Plans for models that can be trained cut along the profile's order; for imported profiles, which
+        cannot, other orders of their branches count as well.
 
     Raises:
         InfeasibleError: when no plan fits the memory, with the smallest change that would.
@@ -82,28 +85,43 @@ def solve(
     deadline = Deadline.after(time_limit_s)
     ledger = Ledger(profile)
     request = Request(ledger, cluster, cost_model, schedule, microbatches, recompute, constraints or Constraints())
+    trials = Trials(cluster, schedule, microbatches, depth, deadline)
     if vertical_sync:
         _check_vertical_sync(request)
-        found, cost = solve_synced(request, depth, lambda r, rule: _found(r, solver, deadline, rule, chunks))
+        found, cost = solve_synced(request, depth, lambda r, rule: _found(r, solver, trials.again(depth=rule), chunks))
     else:
-        found, cost = _found(request, solver, deadline, depth, chunks)
+        found, cost = _found(request, solver, trials, chunks)
     if cost_model != "max-load":
         cost = price_with_copies(request.ledger, found.stages, cluster, cost, schedule)
-    bound_s = min(found.bound_s, cost.seconds_per_minibatch)
+    report = _report(found, cost, cost_model, trials)
+    contiguous = request.constraints.contiguous
+    plan = assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report, contiguous=contiguous)
+    plan = plan.model_copy(update={"vertical_sync": vertical_sync})
+    if plan.predicted.by == "simulation" and (vertical_sync or plan.shared):
+        plan = simulated_plan(plan)  # candidates know of neither
+    return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
+
+
+def _report(found: Found, cost: Price, cost_model: CostModelName, trials: Trials) -> SolverReport:
+    """How good a plan at this price is."""
     seconds = cost.seconds_per_minibatch
-    optimal = seconds <= bound_s * (1 + _ROUNDING)
-    bound_s = seconds if optimal else bound_s
-    report = SolverReport(
+    bound_s = min(found.bound_s, seconds)
+    if cost.cost_model_s is None:
+        optimal = seconds <= bound_s * (1 + _ROUNDING)
+        bound_s = seconds if optimal else bound_s
+    else:
+        optimal = seconds <= bound_s * (1 + TOLERANCE)
+    return SolverReport(
         name=found.name,
         cost_model=cost_model,
         status="optimal" if optimal else "feasible",
         lower_bound_s=bound_s,
         gap=(seconds - bound_s) / seconds,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
+        cost_model_s=seconds if cost.cost_model_s is None else cost.cost_model_s,
+        simulated=trials.tally.count,
+        exhausted=trials.tally.exhausted,
     )
-    contiguous = request.constraints.contiguous
-    plan = assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report, contiguous=contiguous)
-    return plan.model_copy(update={"vertical_sync": vertical_sync})
 
 
 def _check_vertical_sync(request: Request) -> None:
@@ -115,32 +133,33 @@ def _check_vertical_sync(request: Request) -> None:
         )
 
 
-def _found(
-    request: Request, solver: SolverName, deadline: Deadline, depth: DepthRule, chunks: int
-) -> tuple[Found, Price]:
-    """The best plan's stages, by the method that the request asks for, and their price with waits."""
+def _found(request: Request, solver: SolverName, trials: Trials, chunks: int) -> tuple[Found, Price]:
+    """The best plan's stages, by the method that the request asks for, and their simulated price."""
     cluster, schedule, microbatches = request.cluster, request.schedule, request.microbatches
     if schedule == "zb-h1":
         drained = replace(request, schedule="1f1b-flush")
-        return solve_zero_bubble(request, _found(drained, solver, deadline, depth, chunks)[0])
+        found, _ = _found(drained, solver, trials.again(schedule="1f1b-flush"), chunks)
+        return solve_zero_bubble(request, found, trials)
     if (method := method_for(request, solver)) != "search":
-        found = answer(request, method, deadline)
+        found = answer(request, method, trials.deadline)
         cost = request.priced(found.stages)
-        if schedule in ASYNCHRONOUS and request.model == "resource":
-            cost = price_with_depths(request.ledger, found.stages, cluster, cost, depth, schedule, microbatches)
+        if request.simulated:
+            cost = trials.price(request.ledger, found.stages, cost)
         return found, cost
     ledger = request.without_constraints().ledger
     if schedule == "interleaved":
-        stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, request.recompute)
+        stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, request.recompute, trials)
     else:
-        stages, cost, bound_s = _searched(request.about(ledger.profile), deadline, depth)
+        stages, cost, bound_s = _searched(request.about(ledger.profile), trials)
     return Found(tuple(stages), bound_s, "search"), cost
 
 
-def _searched(request: Request, deadline: Deadline, depth: DepthRule) -> tuple[Sequence[Candidate], Price, float]:
-    """Stages, price with waits, and lower bound, for schedules with one stage per GPU."""
+def _searched(request: Request, trials: Trials) -> tuple[Sequence[Candidate], Price, float]:
+    """Stages, their simulated price, and lower bound, for schedules with one stage per GPU."""
     ledger, cluster, recompute = request.ledger, request.cluster, request.recompute
-    task = Task(Chain(ledger), cluster, request.model, request.schedule, request.microbatches, recompute, deadline)
+    task = Task(
+        Chain(ledger), cluster, request.model, request.schedule, request.microbatches, recompute, trials.deadline
+    )
     path = task.best()
     if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
         task, path = wider, wider.best()
@@ -150,6 +169,6 @@ def _searched(request: Request, deadline: Deadline, depth: DepthRule) -> tuple[S
     task, path, bound_s = task.over_levels(path) if task.placed else task.beyond_the_order(path)
     stages, cost = task.priced(path)
     bound_s = min(bound_s, cost.seconds_per_minibatch)
-    if request.schedule in ASYNCHRONOUS and request.model == "resource":
-        stages, cost = along.fastest_with_waits((stages, cost), depth)
+    if request.simulated:
+        stages, cost = along.fastest_simulated((stages, cost), trials)
     return stages, cost, bound_s

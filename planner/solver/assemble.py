@@ -11,6 +11,7 @@ from planner.cost import cost_model, link_of
 from planner.plan_file import Plan, Prediction, ScheduleName, Shared, SolverReport, Stage, Transfer, config_of
 from planner.pricing import Candidate, Ledger, Price, messages
 from planner.sharing import SharedWeight
+from planner.simulator.plan import simulated_s
 from planner.solver.copies import shared_in
 
 
@@ -41,12 +42,33 @@ def assemble(
         microbatches=microbatches,
         stages=_stages(ledger, stages, price),
         transfers=transfers(ledger, stages, contiguous=contiguous),
-        shared=_shared(ledger, stages),
+        shared=shared_between(ledger, stages),
         contiguous=contiguous,
         predicted=_prediction(ledger, cluster, stages, price, microbatches, report),
         solver=report,
         cluster=cluster,
     )
+
+
+def simulated_plan(plan: Plan) -> Plan:
+    """The plan with the prediction of its own simulation.
+
+    Raises:
+        PlanError: for a plan that cannot be simulated.
+    """
+    seconds, before = simulated_s(plan), plan.predicted
+    faster, bound_s = before.seconds_per_minibatch / seconds, min(plan.solver.lower_bound_s, seconds)
+    predicted = before.model_copy(
+        update={
+            "seconds_per_minibatch": seconds,
+            "by": "simulation",
+            "samples_per_s": None if before.samples_per_s is None else before.samples_per_s * faster,
+            "speedup_over_one_gpu": before.speedup_over_one_gpu * faster,
+            "speedup_over_data_parallel": before.speedup_over_data_parallel * faster,
+        }
+    )
+    report = plan.solver.model_copy(update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds})
+    return plan.model_copy(update={"predicted": predicted, "solver": report})
 
 
 def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True) -> tuple[Transfer, ...]:
@@ -63,7 +85,7 @@ def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool =
     )
 
 
-def _shared(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
+def shared_between(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
     """The weights that two stages train, for each two of them."""
     layers = {layer.name: layer for layer in ledger.profile.layers}
     found: dict[tuple[int, int], list[SharedWeight]] = {}
@@ -115,6 +137,8 @@ def _prediction(
 ) -> Prediction:
     """Compared, per microbatch, with one GPU and with all GPUs data parallel, under the same cost model.
 
+    Of data parallelism that is what its simulation says, too: nothing shares the links with its all-reduce.
+
     Both alternatives train one microbatch per GPU and step, whether or not their memory would suffice. Where devices
     differ, one GPU is the profiled one, and data parallel waits for the slowest.
     """
@@ -130,6 +154,7 @@ def _prediction(
     samples = None if size is None else size * microbatches
     return Prediction(
         seconds_per_minibatch=seconds,
+        by="cost model" if price.cost_model_s is None else "simulation",
         samples_per_s=None if samples is None else samples / seconds,
         bottleneck=price.bottleneck,
         speedup_over_one_gpu=one_gpu_s * microbatches / seconds,

@@ -9,6 +9,7 @@ from planner.cluster import Cluster
 from planner.errors import InfeasibleError
 from planner.plan_file import ScheduleName
 from planner.pricing import Candidate, Ledger, Price, versions_of
+from planner.profile_file import Layer
 from planner.sharing import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.units import format_bytes
 
@@ -16,6 +17,11 @@ from planner.units import format_bytes
 def shared_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[SharedWeight]:
     """The trained weights that two of the stages hold, for each two."""
     return list(shared_weights(_names(ledger, stages), trained_parameters(ledger.profile)))
+
+
+def copied_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[Layer]]:
+    """For each stage, the layers of earlier stages whose trained weights it holds again."""
+    return copied_layers(ledger.profile, _names(ledger, stages))
 
 
 def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:
@@ -32,7 +38,7 @@ def price_with_copies(
         InfeasibleError: when that does not fit.
     """
     memory = list(price.memory)
-    for number, copied in enumerate(copied_layers(ledger.profile, _names(ledger, stages))):
+    for number, copied in enumerate(copied_in(ledger, stages)):
         for layer in copied:
             held = memory[number]
             versions = versions_of(schedule, price.in_flight[number])

@@ -22,25 +22,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cluster import Cluster
-from planner.cost import Link, backward_and_reduce_s, ring_all_reduce_s
 from planner.cost_2bw import VERSIONS
-from planner.plan_file import ScheduleName, Transfer
+from planner.plan_file import ScheduleName
 from planner.pricing import Candidate, Ledger, Price, stage_memory, versions_of
-from planner.schedule.streams import Channel, PipelineShape, warm_up_depth
-from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
-from planner.simulator.times import with_handling
-from planner.solver.assemble import transfers
-from planner.topology import Topology, rank_ranges
+from planner.schedule.streams import warm_up_depth
+from planner.simulator.pipeline import Pipeline, steady_s
+from planner.solver.pipelines import pipeline_for, wires_s
 
 Depths = tuple[int, ...]
 DepthRule = Literal["auto", "published"]
 
-TOLERANCE = 0.01  # a pipeline this close to its busiest resource counts as fast as that: timings are no better
-MOST_WORKERS = 64  # beyond, simulating takes too long: the published depths are kept and their waits not priced
-MOST_MICROBATCHES = 2**12  # times workers, for the same reason
+TOLERANCE = 0.01  # a pipeline this close to its busiest resource is not deepened: timings are no better
 UNLIMITED = 2**30
-_SIMULATED_MINIBATCHES = 12  # of several microbatches each
-FAR = 1.5  # what deepening beyond the count at the top of this file does not gain
+FAR = 1.1  # what deepening beyond the count at the top of this file does not gain
+MOST_IN_VAIN = 3  # deeper pipelines, one after the other, that were hardly faster
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
 
 
@@ -49,30 +44,33 @@ class PipelineTimes:
     """What a depth depends on.
 
     Args:
-        replicas: per stage.
-        stages: seconds per unit (a minibatch, or a microbatch where it is divided), and per round for the all-reduce.
-        transfers: by (source, target) stage.
+        pipeline: of the stages, at any depths.
+        wires_s: seconds of a unit's messages, there and back, by (source, target) stage.
         busiest_s: busy seconds per unit of the busiest resource: no depth is faster.
         deepest: per stage, the most units in flight that memory and schedule allow.
-        schedule: "1f1b" or "2bw".
-        microbatches: units per minibatch.
     """
 
-    replicas: tuple[int, ...]
-    stages: tuple[StageTimes, ...]
-    transfers: Mapping[tuple[int, int], TransferTimes]
+    pipeline: Pipeline
+    wires_s: Mapping[tuple[int, int], float]
     busiest_s: float
     deepest: Depths
-    schedule: ScheduleName = "1f1b"
-    microbatches: int = 1
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Per stage."""
+        return tuple(len(ranks) for ranks in self.pipeline.shape.ranks)
 
 
 @dataclass(frozen=True)
 class DepthChoice:
-    """Depths per stage, and what they give."""
+    """Depths per stage, and the seconds per unit that the simulation has with them.
+
+    `counted_s`: the same less `TOLERANCE` of it where that is waiting, by which depths are compared.
+    """
 
     depths: Depths
     seconds_per_unit: float
+    counted_s: float
 
 
 def price_with_depths(
@@ -85,7 +83,7 @@ def price_with_depths(
     microbatches: int = 1,
     below_s: float = math.inf,
 ) -> Price:
-    """`price` with the depths of `rule`: their memory, and seconds that count what they leave the workers waiting.
+    """`price` with the depths of `rule`: their memory, and the seconds of the simulation.
 
     Args:
         price: of the stages at the published depths, by the resource model, which sees no waiting.
@@ -95,15 +93,12 @@ def price_with_depths(
         below_s: whether the plan can be this fast is all that matters: one that is far from it is not deepened.
     """
     times = pipeline_times(ledger, stages, cluster, price, schedule, microbatches)
-    if sum(times.replicas) > MOST_WORKERS or sum(times.replicas) * microbatches > MOST_MICROBATCHES:
-        return price
     choice = choose_depths(times, below_s / microbatches) if rule == "auto" else price_depths(times, price.in_flight)
     memory = tuple(
         stage_memory(ledger.footprint(stage).divided(microbatches), depth, versions_of(schedule, depth))
         for stage, depth in zip(stages, choice.depths, strict=True)
     )
-    seconds = choice.seconds_per_unit * microbatches
-    return replace(price, seconds_per_minibatch=seconds, in_flight=choice.depths, memory=memory)
+    return replace(price.simulated(choice.seconds_per_unit * microbatches), in_flight=choice.depths, memory=memory)
 
 
 def pipeline_times(
@@ -114,31 +109,16 @@ def pipeline_times(
     schedule: ScheduleName,
     microbatches: int,
 ) -> PipelineTimes:
-    topology = Topology(cluster)
-    ranks = rank_ranges([stage.replicas for stage in stages])
-    moved = transfers(ledger, stages)
-    wires = {
-        (t.source, t.target): TransferTimes(
-            topology.message_s(ranks[t.source], ranks[t.target], t.output_bytes),
-            topology.message_s(ranks[t.source], ranks[t.target], t.gradient_bytes) if t.gradient_bytes else None,
-        )
-        for t in moved
-    }
-    deepest = tuple(
-        max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), schedule, microbatches))
-        for stage, depth in zip(stages, price.in_flight, strict=True)
-    )
+    """Those of stages with this price."""
+    pipeline = pipeline_for(ledger, stages, cluster, price, schedule, microbatches)
     return PipelineTimes(
-        replicas=tuple(stage.replicas for stage in stages),
-        stages=tuple(
-            _stage_times(ledger, stage, index, moved, topology.stage_link(ranks[index]))
-            for index, stage in enumerate(stages)
-        ),
-        transfers=wires,
+        pipeline=pipeline,
+        wires_s=wires_s(pipeline),
         busiest_s=price.bottleneck.busy_s / microbatches,
-        deepest=deepest,
-        schedule=schedule,
-        microbatches=microbatches,
+        deepest=tuple(
+            max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), schedule, microbatches))
+            for stage, depth in zip(stages, price.in_flight, strict=True)
+        ),
     )
 
 
@@ -155,24 +135,16 @@ def _deepest(
     return min(depth, int(fit))
 
 
-def _stage_times(ledger: Ledger, stage: Candidate, index: int, moved: Sequence[Transfer], link: Link) -> StageTimes:
-    work = ledger.work(stage)
-    plain = StageTimes(
-        float(work.forward_s), float(work.backward_s), float(work.update_s), recompute_s=float(work.recompute_s)
-    )
-    times = with_handling(plain, index, moved, link)
-    ring_s = float(ring_all_reduce_s(work.trainable_bytes, stage.replicas, link))
-    return replace(times, all_reduce_s=float(backward_and_reduce_s(times.backward_s, ring_s, link)) if ring_s else 0.0)
-
-
 def published_depths(replicas: Sequence[int]) -> Depths:
     """NOAM for every stage."""
     return tuple(warm_up_depth(replicas, stage) for stage in range(len(replicas)))
 
 
 def price_depths(times: PipelineTimes, depths: Depths) -> DepthChoice:
-    """Seconds per unit of given depths, by simulation of the streams; `TOLERANCE` of the waiting is not counted."""
-    return DepthChoice(depths, max(times.busiest_s, _simulated_s(times, depths) / (1 + TOLERANCE)))
+    """Seconds per unit of given depths, by simulation of the streams."""
+    shape = replace(times.pipeline.shape, depths=depths)
+    seconds = steady_s(replace(times.pipeline, shape=shape)) / shape.microbatches
+    return DepthChoice(depths, seconds, max(times.busiest_s, seconds / (1 + TOLERANCE)))
 
 
 def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice:
@@ -183,15 +155,17 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         below_s: a time that the pipeline has to reach; where the counted depths are `FAR` from it, they are all.
     """
     published = published_depths(times.replicas)
-    best, trimmed = price_depths(times, published), True
+    best, trimmed, in_vain = price_depths(times, published), True, 0
     for number, candidate in enumerate(_deeper(times)):
-        if number and best.seconds_per_unit > below_s * FAR:
+        if best.counted_s <= times.busiest_s or in_vain == MOST_IN_VAIN:
             break
-        if best.seconds_per_unit > times.busiest_s:
-            deeper = price_depths(times, candidate)
-            if _regret(deeper, published) < _regret(best, published):
-                best, trimmed = deeper, False
-    return best if trimmed else _trimmed(times, best)
+        if number and best.counted_s > below_s * FAR:
+            break
+        deeper = price_depths(times, candidate)
+        in_vain = 0 if deeper.counted_s < best.counted_s * (1 - WORTH) else in_vain + 1
+        if _regret(deeper, published) < _regret(best, published):
+            best, trimmed = deeper, False
+    return best if trimmed or best.counted_s > below_s else _trimmed(times, best)
 
 
 def _deeper(times: PipelineTimes) -> Iterator[Depths]:
@@ -199,7 +173,7 @@ def _deeper(times: PipelineTimes) -> Iterator[Depths]:
     counted, last = _counted_depths(times), len(times.replicas) - 1
     candidates = [counted]
     # For long pipelines, whose simulation is slow, the first stage or all.
-    for more, upto in [(1, upto) for upto in (range(1, last + 1) if last < 8 else (1, last))] + [(2, last)]:
+    for more, upto in [(1, upto) for upto in (range(1, last + 1) if last < 5 else (1, last))] + [(2, last)]:
         candidates.append(tuple(depth + more * (stage < upto) for stage, depth in enumerate(counted)))
     candidates.append(_counted_depths(times, more=1))
     for candidate in dict.fromkeys(candidates):
@@ -207,7 +181,7 @@ def _deeper(times: PipelineTimes) -> Iterator[Depths]:
 
 
 def _regret(choice: DepthChoice, published: Depths) -> float:
-    return choice.seconds_per_unit * (1 + WORTH * (choice.depths[0] - published[0]))
+    return choice.counted_s * (1 + WORTH * (choice.depths[0] - published[0]))
 
 
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
@@ -216,7 +190,7 @@ def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     while low < high:
         middle = (low + high) // 2
         less = price_depths(times, (middle, *best.depths[1:]))
-        if less.seconds_per_unit > best.seconds_per_unit:
+        if less.counted_s > best.counted_s:
             low = middle + 1
         else:
             best, high = less, middle
@@ -229,32 +203,10 @@ def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
     depths = [1]
     outstanding = 2.0 * replicas[-1] - 1
     for stage in reversed(range(len(replicas) - 1)):
-        own_s = times.stages[stage].compute_s
-        wire_s = sum(
-            transfer.activation_s + (transfer.gradient_s or 0.0)
-            for (source, target), transfer in times.transfers.items()
-            if source <= stage < target
-        )
+        own_s = times.pipeline.stages[stage].compute_s
+        wire_s = sum(seconds for (source, target), seconds in times.wires_s.items() if source <= stage < target)
         outstanding += min(own_s / times.busiest_s, replicas[stage]) + replicas[stage] - 1 + wire_s / times.busiest_s
         depth = math.ceil(outstanding / replicas[stage] * (1 - TOLERANCE))
         depths.append(max(depth, warm_up_depth(replicas, stage)) + more)
         outstanding = float(depths[-1] * replicas[stage])
     return tuple(reversed(depths))
-
-
-def _simulated_s(times: PipelineTimes, depths: Depths) -> float:
-    ranks, first = [], 0
-    for replicas in times.replicas:
-        ranks.append(tuple(range(first, first + replicas)))
-        first += replicas
-    channels = tuple(Channel(*ends, gradient=t.gradient_s is not None) for ends, t in sorted(times.transfers.items()))
-    shape = PipelineShape(tuple(ranks), channels, times.schedule, times.microbatches, depths=depths)
-    if times.microbatches > 1:
-        # Completions come in bursts of a minibatch.
-        outcome = simulate(shape, times.stages, times.transfers, _SIMULATED_MINIBATCHES)
-        return outcome.seconds_per_unit(times.microbatches)
-    period = math.lcm(*times.replicas)
-    # Long enough to forget the start, and to see several periods of round-robin where that is possible.
-    minibatches = max(96, 16 * max(times.replicas), min(8 * period, 400))
-    outcome = simulate(shape, times.stages, times.transfers, minibatches)
-    return outcome.seconds_per_unit(period if 8 * period <= minibatches else times.replicas[-1])

@@ -31,6 +31,11 @@ class Request:
         return self.ledger.profile.graph_hash is not None
 
     @property
+    def simulated(self) -> bool:
+        """Whether plans are judged by their simulation: not by the published models, nor where nothing can be run."""
+        return self.model == "resource" and self.constraints.contiguous
+
+    @property
     def kinds(self) -> tuple[Kind | None, ...]:
         """The kinds of GPUs; None for the profiled one, when there is no other."""
         return self.cluster.kinds or (None,)

@@ -50,6 +50,7 @@ class SynchronousSearch:
         deadline: Deadline = NO_HURRY,
     ) -> None:
         self.deadline, self.interrupted = deadline, False  # interrupted: there may be faster plans
+        self.found: list[Path] = []  # by the walk to the best: each exchanges a larger sum for a smaller maximum
         # More replicas than microbatches idle, and naive runs one microbatch at a time.
         most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
         self.space, self.model, self.memory_bytes, self.recompute = space, model, memory_bytes, recompute
@@ -63,6 +64,7 @@ class SynchronousSearch:
         limit_s = np.inf
         while (answer := self.within(limit_s)) is not None:
             path, sum_s, max_s = answer
+            self.found.append(path)
             if best is None or path.seconds < best.seconds:
                 best = path
             # A better plan needs a smaller maximum than this one's, and a total below the best.

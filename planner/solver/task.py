@@ -15,18 +15,21 @@ from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Price, price
 from planner.solver.branches import MOST_STATES, search_beyond
 from planner.solver.deadline import NO_HURRY, Deadline
-from planner.solver.depth import DepthRule, price_with_depths
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits
 from planner.solver.levels import beyond_the_order, nearest_path, nearest_search, search_all_cuts, search_levels
+from planner.solver.pipelines import MOST_WORKERS, too_large
 from planner.solver.placements import Question
 from planner.solver.search import Path, Search
 from planner.solver.states import StateSpace
 from planner.solver.synchronous import SynchronousSearch
-from planner.solver.waits import SLOWED, BestOn, Priced, fastest, questions
+from planner.solver.trials import SETTLED, Priced, Trials
+from planner.solver.waits import SLOWED, BestOn, fastest, questions, slowed
 from planner.topology import Topology
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
+SLOWER_DRAINED = (1.0, 2.0)  # links for which rivals of schedules that drain are made
+FASTER = (2.0, 4.0)  # links for which plans for clusters of several levels are proposed, too
 MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit
 LEANER_SCHEDULES: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush")  # that hold fewer weights, or also drain for it
 _ROUNDING = 1e-9  # the search and the price add the same numbers in different order
@@ -49,6 +52,7 @@ class Task:
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
         self.model, self.schedule, self.microbatches = model, schedule, microbatches
         self._link = link_of(cluster)
+        self._met: list[Path] = []  # on the way to the best, of schedules that drain
 
     def best(self) -> Path | None:
         """The best path on the cluster."""
@@ -59,6 +63,8 @@ class Task:
         search = self._search(self.cluster.gpus, self.cluster.memory_bytes)
         path = search.best()
         self.interrupted = search.interrupted
+        if isinstance(search, SynchronousSearch):
+            self._met = search.found
         return path
 
     def beyond_the_order(self, path: Path) -> tuple[Task, Path, float]:
@@ -189,10 +195,21 @@ class Task:
     def _drained(self) -> SynchronousModel:
         return SynchronousModel(self._link, self.schedule, self.microbatches)
 
-    def fastest_with_waits(self, first: Priced, depth: DepthRule) -> Priced:
-        """The fastest plan once waits are counted: `first`, or another that its waits let pass."""
-        ledger, cluster = self.space.ledger, self.cluster
-        layers = ledger.profile.layers
+    def fastest_simulated(self, first: Priced, trials: Trials) -> Priced:
+        """The fastest plan when it is simulated: `first`, or another that its waits let pass."""
+        if self.schedule in ASYNCHRONOUS:
+            return self._fastest_asynchronous(first, trials)
+        ledger, best = self.space.ledger, None
+        if too_large(first[0], self.schedule, self.microbatches) or len(self.space) > MOST_DRAINED_STATES:
+            return trials.fastest(ledger, [first])
+        for slower in SLOWER_DRAINED:
+            best = trials.fastest(ledger, [first, *self._rivals(slower)], best)
+            if trials.over or best[1].seconds_per_minibatch <= first[1].seconds_per_minibatch * (1 + SETTLED):
+                break
+        return best
+
+    def _fastest_asynchronous(self, first: Priced, trials: Trials) -> Priced:
+        cluster, layers = self.cluster, self.space.ledger.profile.layers
         memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in layers) or 1
         link_unit = memory_unit / float(self.space.compute_s[-1])
 
@@ -202,18 +219,30 @@ class Task:
             def best_on(gpus: int, below_s: float) -> Priced | None:
                 if self.deadline.passed:
                     return None
-                limit_s = below_s * (1 if link == self._link else SLOWED)
+                slower = link.bandwidth_bytes_per_s < self._link.bandwidth_bytes_per_s
+                limit_s = below_s * (SLOWED if slower else 1)
                 path = kind(self.space, model, gpus, memory, self.recompute).best(limit_s)
                 return None if path is None else self.priced(path)
 
             return best_on
 
-        def with_waits(plan: Priced, below_s: float) -> Price:
-            stages, cost = plan
-            return price_with_depths(ledger, stages, cluster, cost, depth, self.schedule, self.microbatches, below_s)
+        asked = [*questions(cluster.gpus, self._link, cluster.memory_bytes, link_unit, memory_unit)]
+        if self.placed:  # where some transfers cross faster links than the slowest
+            most = min(cluster.gpus, MOST_WORKERS)
+            asked += [(Search, most, slowed(self._link, 1 / faster), cluster.memory_bytes) for faster in FASTER]
+        kinds = ((best_of(kind, link, memory), most) for kind, most, link, memory in asked)
+        return fastest(self.space.ledger, first, kinds, trials)
 
-        asked = questions(cluster.gpus, self._link, cluster.memory_bytes, link_unit, memory_unit)
-        return fastest(first, ((best_of(kind, link, memory), most) for kind, most, link, memory in asked), with_waits)
+    def _rivals(self, slower: float) -> list[Priced]:
+        """Plans for a schedule that drains, found on the way to the best one for links that many times slower."""
+        if slower == 1 and self._met:
+            return [self.priced(path) for path in self._met]
+        model = SynchronousModel(slowed(self._link, slower), self.schedule, self.microbatches)
+        search = SynchronousSearch(
+            self.space, model, self.cluster.gpus, self.cluster.memory_bytes, self.recompute, self.deadline
+        )
+        search.best()
+        return [self.priced(path) for path in search.found]
 
     def relaxed_s(self) -> float:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""

@@ -11,7 +11,7 @@ more of them never make the answer worse; for links and memory, which have no sm
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from planner.cluster import Cluster
 from planner.cost import IMPOSSIBLE, Integers, Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
-from planner.pricing import Candidate, Price
-from planner.solver.depth import MOST_WORKERS
+from planner.pricing import Candidate, Ledger
+from planner.solver.pipelines import MOST_WORKERS
 from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import StateSpace
+from planner.solver.trials import SETTLED, Priced, Trials
 
-Priced = tuple[Sequence[Candidate], Price]
 BestOn = Callable[[int, float], Priced | None]
 
 DENSE = 16  # up to so many GPUs each number is tried; simulating takes the longer, the more there are
@@ -96,14 +96,20 @@ def questions(
     for kind in PROPOSED:
         yield kind, min(gpus, MOST_WORKERS), link, memory_bytes
     for bandwidth in steps_below(link.bandwidth_bytes_per_s, link_unit, SLOWER, SLOWER_STEPS):
-        slower = bandwidth / link.bandwidth_bytes_per_s
-        ring = link.all_reduce_bandwidth_bytes_per_s
-        reduced = None if ring is None else ring * slower
-        slow = replace(link, bandwidth_bytes_per_s=bandwidth, all_reduce_bandwidth_bytes_per_s=reduced)
-        yield Search, min(gpus, FEW), slow, memory_bytes
+        slower = link.bandwidth_bytes_per_s / bandwidth
+        yield Search, min(gpus, FEW), slowed(link, slower), memory_bytes
     most = memory_unit if memory_bytes is None else min(memory_bytes, memory_unit)
     for memory in steps_below(most, memory_unit, LEANER, LEANER_STEPS):
         yield Search, min(gpus, FEW), link, max(1, int(memory))
+
+
+def slowed(link: Link, times: float) -> Link:
+    """The link, so many times slower."""
+    ring = link.all_reduce_bandwidth_bytes_per_s
+    reduced = None if ring is None else ring / times
+    return replace(
+        link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, all_reduce_bandwidth_bytes_per_s=reduced
+    )
 
 
 def counts_to_try(gpus: int) -> list[int]:
@@ -118,21 +124,19 @@ def steps_below(value: float, unit: float, step: float, count: int) -> list[floa
     return [unit * step**power for power in range(highest, highest - count, -1)]
 
 
-def fastest(
-    first: Priced,
-    kinds: Iterable[tuple[BestOn, int]],
-    with_waits: Callable[[Priced, float], Price],
-) -> Priced:
-    """The proposal whose price with waits is least, with that price.
+def fastest(ledger: Ledger, first: Priced, kinds: Iterable[tuple[BestOn, int]], trials: Trials) -> Priced:
+    """The proposal that is fastest when it is simulated, with its price.
 
     Args:
+        ledger: of the model.
         first: the plan whose busiest resource is least busy.
         kinds: how to find the best plan of each kind, and for how many GPUs at most.
-        with_waits: the price of a plan when its waits are counted, exact where it may be below so many seconds.
+        trials: that price them.
     """
-    bound_s = first[1].seconds_per_minibatch * (1 + _ROUNDING)
-    best = first[0], with_waits(first, math.inf)
-    seen = {tuple(first[0])}
+    bound_s = first[1].seconds_per_minibatch * (1 + SETTLED)
+    best = first[0], trials.price(ledger, *first)
+    if best[1].cost_model_s is None:
+        return best
     for best_on, gpus in kinds:
         used = gpus + 1
         for count in counts_to_try(gpus):
@@ -140,14 +144,16 @@ def fastest(
                 return best
             if count >= used:
                 continue  # the best plan on more GPUs left some unused
+            if trials.over:
+                trials.tally.exhausted = False
+                return best
             proposal = best_on(count, best[1].seconds_per_minibatch)
             if proposal is None:
                 break
             used = sum(stage.replicas for stage in proposal[0])
-            if tuple(proposal[0]) in seen:
+            if tuple(proposal[0]) in trials.tally.seen:
                 continue
-            seen.add(tuple(proposal[0]))
-            price = with_waits(proposal, best[1].seconds_per_minibatch)
+            price = trials.price(ledger, *proposal, best[1].seconds_per_minibatch)
             if price.seconds_per_minibatch < best[1].seconds_per_minibatch * (1 - _ROUNDING):
                 best = proposal[0], price
     return best

@@ -13,10 +13,11 @@ from planner.schedule.draw import draw_order
 from planner.schedule.instructions import BackwardWeight, Instruction
 from planner.schedule.shape import shape_of
 from planner.schedule.streams import Channel, PipelineShape, stream
-from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+from planner.simulator.pipeline import StageTimes
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
+from tests.simulator.pipelines import FREE, run
 
 
 def test_gradients_of_weights_come_the_later_the_later_the_stage() -> None:
@@ -35,8 +36,8 @@ def test_the_bubble_is_the_published_one(workers: int, microbatches: int) -> Non
     for schedule in ("zb-h1", "1f1b-flush"):
         shape = make_shape((1,) * workers, schedule, microbatches)
         times = (StageTimes(1.0, 2.0, 0.0),) * workers  # B and W take 1 each
-        ends = simulate(shape, times, {(c.source, c.target): TransferTimes(0.0, 0.0) for c in shape.channels}, 4)
-        seconds[schedule] = (ends.completions_s[-1] - ends.completions_s[microbatches - 1]) / 3
+        ends_s = run(shape, times, FREE, 4).ends_s
+        seconds[schedule] = (ends_s[-1] - ends_s[microbatches - 1]) / 3
     assert seconds["zb-h1"] == pytest.approx(3 * microbatches + (workers - 1))
     assert seconds["1f1b-flush"] == pytest.approx(3 * microbatches + 3 * (workers - 1))
 

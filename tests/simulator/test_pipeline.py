@@ -11,49 +11,45 @@ from planner.cluster import flat_cluster
 from planner.plan_file import ScheduleName
 from planner.pricing import Ledger, candidates, price
 from planner.schedule.streams import PipelineShape
-from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+from planner.simulator.pipeline import StageTimes
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
+from tests.simulator.pipelines import FREE, TransferTimes, run
 
-FREE = TransferTimes(0.0, 0.0)
 
-
-def equal_stages(
-    shape: PipelineShape, transfer: TransferTimes
-) -> tuple[tuple[StageTimes, ...], dict[tuple[int, int], TransferTimes]]:
+def equal_stages(shape: PipelineShape, transfer: TransferTimes) -> tuple[tuple[StageTimes, ...], TransferTimes]:
     """Every worker busy for one second per minibatch: 1 s of forward, 2 s of backward per replica and its share."""
     stages = tuple(StageTimes(len(ranks) / 3, 2 * len(ranks) / 3, 0.0) for ranks in shape.ranks)
-    return stages, {(c.source, c.target): transfer for c in shape.channels}
+    return stages, transfer
 
 
 def test_one_stage_takes_its_own_time() -> None:
-    outcome = simulate(make_shape((1,), "1f1b"), (StageTimes(1.0, 2.0, 0.5),), {}, 10)
-    assert outcome.completions_s == tuple(3.0 + 3.5 * i for i in range(10))
-    assert outcome.seconds_per_unit() == pytest.approx(3.5)
+    outcome = run(make_shape((1,), "1f1b"), (StageTimes(1.0, 2.0, 0.5),), {}, 10)
+    assert outcome.ends_s == tuple(3.0 + 3.5 * i for i in range(10))
+    assert outcome.seconds_per_minibatch == pytest.approx(3.5)
 
 
 def test_naive_adds_everything_up() -> None:
     """F0 1, send 0.25, F1 1, B1 2, send 0.5, B0 2, update 0.125; stage 1's update hides behind stage 0's work."""
     shape = make_shape((1, 1), "naive")
     stage = StageTimes(1.0, 2.0, 0.125)
-    outcome = simulate(shape, (stage, stage), {(0, 1): TransferTimes(0.25, 0.5)}, 20)
-    assert outcome.seconds_per_unit() == pytest.approx(1 + 0.25 + 1 + 2 + 0.5 + 2 + 0.125)
+    outcome = run(shape, (stage, stage), {(0, 1): TransferTimes(0.25, 0.5)}, 20)
+    assert outcome.seconds_per_minibatch == pytest.approx(1 + 0.25 + 1 + 2 + 0.5 + 2 + 0.125)
 
 
 def test_gpipe_takes_the_published_number_of_slots() -> None:
     """(M + K - 1) slots of forward and of backward per minibatch (GPipe, section 2.3)."""
     shape = make_shape((1, 1, 1), "gpipe", 4)
-    outcome = simulate(shape, (StageTimes(1.0, 2.0, 0.0),) * 3, {(0, 1): FREE, (1, 2): FREE}, 10)
-    starts = outcome.completions_s[::4]
+    outcome = run(shape, (StageTimes(1.0, 2.0, 0.0),) * 3, FREE, 10)
+    starts = outcome.ends_s[::4]
     assert [later - earlier for earlier, later in pairwise(starts)] == [pytest.approx((4 + 3 - 1) * 3.0)] * 9
 
 
 def test_flush_has_the_same_bubble_as_gpipe() -> None:
     stages = (StageTimes(1.0, 2.0, 0.0),) * 3
-    transfers = {(0, 1): FREE, (1, 2): FREE}
+    transfers = FREE
     ends = [
-        simulate(make_shape((1, 1, 1), schedule, 6), stages, transfers, 5).completions_s[-1]
-        for schedule in ("gpipe", "1f1b-flush")
+        run(make_shape((1, 1, 1), schedule, 6), stages, transfers, 5).ends_s[-1] for schedule in ("gpipe", "1f1b-flush")
     ]
     assert ends[0] == pytest.approx(ends[1])
 
@@ -61,37 +57,37 @@ def test_flush_has_the_same_bubble_as_gpipe() -> None:
 def test_asynchronous_1f1b_with_free_links_keeps_every_worker_busy() -> None:
     for replicas in [(1, 1), (1, 1, 1, 1), (3, 1), (7, 1), (15, 1)]:
         shape = make_shape(replicas, "1f1b")
-        outcome = simulate(shape, *equal_stages(shape, FREE), 200)
-        assert outcome.seconds_per_unit(replicas[0]) == pytest.approx(1.0), replicas
+        outcome = run(shape, *equal_stages(shape, FREE), 200)
+        assert outcome.seconds_per_minibatch == pytest.approx(1.0), replicas
 
 
 def test_with_the_published_depth_a_transfer_is_waited_for() -> None:
     """Two equal stages, two in flight: the loop F0 x F1 B1 x B0 takes 2 + 2x and holds two minibatches."""
     shape = make_shape((1, 1), "1f1b")
     for x in (0.1, 0.4):
-        outcome = simulate(shape, *equal_stages(shape, TransferTimes(x, x)), 400)
-        assert outcome.seconds_per_unit() == pytest.approx(1 + x, rel=0.01)
+        outcome = run(shape, *equal_stages(shape, TransferTimes(x, x)), 400)
+        assert outcome.seconds_per_minibatch == pytest.approx(1 + x, rel=0.01)
 
 
 def test_a_link_slower_than_the_stages_sets_the_pace() -> None:
     """Activations and gradients leave stage 1's two neighbours by different links; stage 0's carries 3 s each way."""
     shape = PipelineShape(((0,), (1,)), make_shape((1, 1), "1f1b").channels, "1f1b", depths=(6, 1))
-    outcome = simulate(shape, *equal_stages(shape, TransferTimes(3.0, 3.0)), 200)
-    assert outcome.seconds_per_unit() == pytest.approx(3.0, rel=0.01)
+    outcome = run(shape, *equal_stages(shape, TransferTimes(3.0, 3.0)), 200)
+    assert outcome.seconds_per_minibatch == pytest.approx(3.0, rel=0.01)
 
 
-def test_an_all_reduce_hides_behind_its_backward_only() -> None:
+def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> None:
     shape = make_shape((2,), "1f1b")
-    for all_reduce_s, expected in ((1.5, 3.0), (5.0, 6.0)):
-        outcome = simulate(shape, (StageTimes(1.0, 2.0, 0.0, all_reduce_s),), {}, 40)
-        assert outcome.seconds_per_unit(2) == pytest.approx(expected / 2)
+    for all_reduce_s, expected in ((1.2, 3.2), (6.0, 1 + 2 / 6 + 6.0)):
+        outcome = run(shape, (StageTimes(1.0, 2.0, 0.0),), {}, 40, [all_reduce_s])
+        assert outcome.seconds_per_minibatch == pytest.approx(expected / 2)
 
 
 def test_a_deadlock_is_reported_not_timed() -> None:
     shape = PipelineShape(((0,), (1, 2)), make_shape((1, 2), "1f1b").channels, "1f1b", depths=(1, 2))
-    outcome = simulate(shape, *equal_stages(shape, FREE), 10)
+    outcome = run(shape, *equal_stages(shape, FREE), 10)
     assert outcome.deadlocked
-    assert outcome.seconds_per_unit() == float("inf")
+    assert outcome.seconds_per_minibatch == float("inf")
 
 
 def drained(schedule: ScheduleName, microbatches: int, times: list[tuple[float, float]]) -> tuple[float, float]:
@@ -102,10 +98,8 @@ def drained(schedule: ScheduleName, microbatches: int, times: list[tuple[float, 
         Ledger(profile(*layers)), stages, flat_cluster(len(times), 1.0), schedule=schedule, microbatches=microbatches
     )
     shape = make_shape((1,) * len(times), schedule, microbatches)
-    outcome = simulate(
-        shape, tuple(StageTimes(f, b, 0.0) for f, b in times), {(c.source, c.target): FREE for c in shape.channels}, 3
-    )
-    ends = outcome.completions_s[microbatches - 1 :: microbatches]
+    outcome = run(shape, tuple(StageTimes(f, b, 0.0) for f, b in times), FREE, 3)
+    ends = outcome.ends_s[microbatches - 1 :: microbatches]
     return priced.seconds_per_minibatch, (ends[-1] - ends[0]) / 2
 
 

@@ -11,10 +11,8 @@ import planner
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.errors import InputError, PlanError
 from planner.plan_file import Plan, ScheduleName
-from planner.schedule.shape import shape_of
-from planner.simulator.pipeline import TransferTimes
 from planner.simulator.pipeline import simulate as simulate_quickly
-from planner.simulator.plan import simulate, stage_times
+from planner.simulator.plan import pipeline_of, simulate, simulated_s
 from planner.summary import ENDS, summarize
 from planner.timeline import Event, Timeline
 from tests.samples import layer
@@ -52,11 +50,12 @@ def check(timeline: Timeline, plan: Plan) -> None:
         if event.lane == "compute":
             assert key not in ends or event.kind == "update"  # which each replica has
         ends[key], starts[key] = event.end_s, event.start_s
-    for events in lanes.values():
-        for one, other in pairwise(events):
-            assert one.end_s <= other.start_s + 1e-12, (one, other)
+    for (_, lane), events in lanes.items():
+        for one, other in pairwise(events):  # messages may share a link
+            assert lane != "compute" or one.end_s <= other.start_s + 1e-12, (one, other)
     for link in timeline.links:
         assert all(end <= start + 1e-12 for end, start in zip(link.end_s, link.start_s[1:], strict=False))
+        assert all(0 < share <= 1 + 1e-9 for share in link.share)
     units = plan.microbatches * timeline.minibatches
     for kind in ("forward", "backward"):
         assert sum(1 for each, _ in ends if each == kind) == units * len(plan.stages)
@@ -119,15 +118,22 @@ def test_interleaved_runs_keep_the_rules() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), KINDS)
-def test_without_replicas_it_is_the_quick_simulation(schedule: ScheduleName, microbatches: int) -> None:
-    layers = [layer(f"l{i}", 1 + 0.3 * i, 2 - 0.2 * i, output_bytes=10 + i, update_s=0.1) for i in range(4)]
-    plan = plan_of(layers, (1,) * 4, flat_cluster(4, 30.0), schedule=schedule, microbatches=microbatches)
-    transfers = {
-        (t.source, t.target): TransferTimes(t.output_bytes / 30, t.gradient_bytes / 30) for t in plan.transfers
-    }
-    quick = simulate_quickly(shape_of(plan), tuple(stage_times(plan)), transfers, 12)
-    ends = [e.end_s for e in simulate(plan, 12).events.rows() if e.kind in ENDS and e.stage == 3]
-    assert sorted(ends) == pytest.approx(list(quick.completions_s))
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1, 1), (1, 2)])
+def test_the_pace_without_events_is_that_of_the_summary(
+    replicas: tuple[int, ...], schedule: ScheduleName, microbatches: int
+) -> None:
+    layers = [
+        layer(f"l{i}", 1 + 0.3 * i, 2 - 0.2 * i, output_bytes=10 + i, update_s=0.1, weight_bytes=9)
+        for i in range(len(replicas))
+    ]
+    plan = plan_of(layers, replicas, flat_cluster(4, 30.0), schedule=schedule, microbatches=microbatches)
+    timeline = simulate(plan, 12)
+    quick = simulate_quickly(pipeline_of(plan), 12)
+    last = len(replicas) - 1
+    ends = [e.end_s for e in timeline.events.rows() if e.kind in ENDS and e.stage == last]
+    assert sorted(ends) == list(quick.ends_s)
+    assert quick.seconds_per_minibatch == pytest.approx(summarize(timeline).seconds_per_minibatch, rel=1e-12)
+    assert simulated_s(plan) == pytest.approx(summarize(simulate(plan)).seconds_per_minibatch, rel=1e-6)
 
 
 def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> None:
@@ -145,7 +151,7 @@ def test_without_gradients_there_is_nothing_to_reduce() -> None:
     assert timeline.span_s == 6.0
 
 
-def test_all_reduces_and_messages_take_turns_on_a_link() -> None:
+def test_all_reduces_and_messages_share_a_link() -> None:
     """Stage 0's links carry 6 bytes of activations, or of gradients, and 12 of the ring for each of its minibatches."""
     layers = [
         layer("a", 0.1, 0.2, output_bytes=6, weight_bytes=12),
@@ -162,14 +168,14 @@ def test_all_reduces_and_messages_take_turns_on_a_link() -> None:
 
 
 def test_devices_of_a_server_share_its_link() -> None:
-    """Two of one server send to two of another: 10 bytes at 10 bytes/s on the shared link, one after the other."""
+    """Two of one server send to two of another: 10 bytes each at 10 bytes/s on the shared link, side by side."""
     layers = equal_layers(2, output_bytes=10)
 
     def arrivals(cluster: Cluster) -> list[float]:
         timeline = simulate(plan_of(layers, (2, 2), cluster), 2)
         return sorted(e.end_s for e in timeline.events.rows() if e.kind == "receive_activation")
 
-    assert arrivals(hierarchical_cluster((2, 2), (100.0, 10.0))) == [2.0, 3.0]
+    assert arrivals(hierarchical_cluster((2, 2), (100.0, 10.0))) == [3.0, 3.0]
     assert arrivals(hierarchical_cluster((2, 2), (100.0, 10.0), shared=False)) == [2.0, 2.0]
     timeline = simulate(plan_of(layers, (2, 2), hierarchical_cluster((2, 2), (100.0, 10.0))), 20)
     shared = {link.name for link in timeline.links if link.rank is None}

@@ -17,13 +17,14 @@ from planner.plan_file import Plan
 from planner.pricing import Ledger, Price, candidates, price
 from planner.profile_file import Profile
 from planner.report.plan import plan_report
-from planner.simulator.pipeline import StageTimes, TransferTimes, simulate
+from planner.simulator.pipeline import StageTimes
 from planner.solver import solve
 from planner.solver.brute import brute_force
 from planner.solver.interleaved import InterleavedSearch
 from planner.solver.states import Chain
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_interleaved
+from tests.simulator.pipelines import FREE, run
 from tests.solver.strategies import profiles
 from tests.solver.test_against_brute_force import bandwidths, latencies, memories, rules
 
@@ -32,8 +33,8 @@ def simulated_s(workers: int, chunks: int, microbatches: int, forward_s: list[fl
     """Seconds per minibatch with free links and backwards of twice the forward."""
     stages = tuple(StageTimes(seconds, 2 * seconds, 0.0) for seconds in forward_s)
     shape = make_interleaved(workers, chunks, microbatches)
-    outcome = simulate(shape, stages, {(c.source, c.target): TransferTimes(0, 0) for c in shape.channels}, 3)
-    ends = outcome.completions_s[microbatches - 1 :: microbatches]
+    outcome = run(shape, stages, FREE, 3)
+    ends = outcome.ends_s[microbatches - 1 :: microbatches]
     return (ends[-1] - ends[0]) / 2
 
 

@@ -1,0 +1,98 @@
+"""Stages that may become a plan, as the simulation sees them, and what their schedule takes of time in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.cluster import Cluster
+from planner.cost import ASYNCHRONOUS
+from planner.plan_file import ScheduleName
+from planner.pricing import Candidate, Ledger, Price
+from planner.schedule.shape import trainable_pairs
+from planner.schedule.streams import Channel, PipelineShape
+from planner.simulator.pipeline import Pipeline, StageTimes
+from planner.simulator.times import with_handling
+from planner.solver.assemble import shared_between, transfers
+from planner.solver.copies import copied_in
+from planner.topology import Topology, rank_ranges
+
+MOST_WORKERS = 64  # beyond, simulating takes too long
+MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
+
+
+def too_large(stages: Sequence[Candidate], schedule: ScheduleName, microbatches: int) -> bool:
+    """Whether simulating these stages takes longer than a search should; the cost model's word stands then."""
+    workers = sum(stage.replicas for stage in stages)
+    if schedule in ASYNCHRONOUS:
+        return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
+    return len(stages) * microbatches > MOST_COMPUTATIONS
+
+
+def pipeline_for(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    price: Price,
+    schedule: ScheduleName,
+    microbatches: int,
+) -> Pipeline:
+    """The stages with as many units in flight as their price says.
+
+    As `planner.simulator.plan.pipeline_of` has it of the plan that is made of them.
+    """
+    topology = Topology(cluster)
+    slowest = topology.link(len(topology) - 1)
+    moved = transfers(ledger, stages)
+    plain = (
+        StageTimes(
+            float(work.forward_s), float(work.backward_s), float(work.update_s), recompute_s=float(work.recompute_s)
+        )
+        for work in map(ledger.work, stages)
+    )
+    shared = shared_between(ledger, stages)
+    shape = PipelineShape(
+        ranks=_ranks(stages, price.chunks),
+        channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),
+        schedule=schedule,
+        microbatches=microbatches,
+        depths=price.in_flight,
+        shared=trainable_pairs(shared, [stage.replicas for stage in stages], schedule),
+    )
+    return Pipeline(
+        shape=shape,
+        cluster=cluster,
+        stages=tuple(with_handling(times, number, moved, slowest) for number, times in enumerate(plain)),
+        transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in moved},
+        gradient_bytes=tuple(
+            int(ledger.work(stage).trainable_bytes) + sum(layer.gradient_bytes for layer in copied)
+            for stage, copied in zip(stages, copied_in(ledger, stages), strict=True)
+        ),
+        shared_bytes={ends: each.gradient_bytes for each in shared for ends in (each.stages, each.stages[::-1])},
+    )
+
+
+def wires_s(pipeline: Pipeline) -> dict[tuple[int, int], float]:
+    """Seconds of a unit's messages between two stages, there and back, on average over their pairs of replicas."""
+    topology, found = Topology(pipeline.cluster), {}
+    for (source, target), sizes in pipeline.transfer_bytes.items():
+        pairs = _pairs(pipeline.shape.ranks[source], pipeline.shape.ranks[target])
+        levels = topology.level(pairs[:, 0], pairs[:, 1])
+        seconds = sum(size / topology.path_bytes_per_s[levels] + topology.latency_s[levels] for size in sizes if size)
+        found[source, target] = float(np.mean(seconds))
+    return found
+
+
+def _pairs(ranks: Sequence[int], others: Sequence[int]) -> np.typing.NDArray[np.int64]:
+    """The ranks of two stages that meet: minibatch b is on replica b modulo their number in both."""
+    many = math.lcm(len(ranks), len(others))
+    return np.array([[ranks[b % len(ranks)], others[b % len(others)]] for b in range(many)])
+
+
+def _ranks(stages: Sequence[Candidate], chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Their own, or consecutive ones; with chunks the same workers once more for each."""
+    workers = len(stages) // chunks
+    ranges = rank_ranges([stage.replicas for stage in stages[:workers]]) * chunks
+    return tuple(stage.ranks or tuple(each) for stage, each in zip(stages, ranges, strict=True))
