@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PERIODS = 4  # of the round-robin, in which a pipeline may repeat itself
+_REPEATS = 1e-7  # relative difference of times that counts as none
 _SAME = 1e-9  # of two stages with the same pace the first is taken
 
 
@@ -40,21 +42,49 @@ def steady_state(
         None for a run too short to have one.
     """
     replicas = [len(each) for each in ranks]
-    period = microbatches
+    period = whole = microbatches
     if microbatches == 1:
-        period = math.lcm(*replicas)
+        period = whole = math.lcm(*replicas)
         if 8 * period > minibatches:
             period = max(replicas)
     slowest: Steady | None = None
+    lasts = []
     for stage, ends in enumerate(ends_s):
         completed = len(ends) if admitted_s is None else bisect_right(ends, admitted_s[stage])
         first, last = steady_range(completed, period)
+        lasts.append(last)
         if first < last:
             start, end = float(ends[first]), float(ends[last])
             seconds = (end - start) / (last - first) * microbatches
             if slowest is None or seconds > slowest.seconds_per_minibatch * (1 + _SAME):
                 slowest = Steady(start, end, seconds)
+    if slowest is not None and (exactly := repeating_s(ends_s, lasts, whole)) is not None:
+        return Steady(slowest.start_s, slowest.end_s, exactly * microbatches)
     return slowest
+
+
+def repeating_s(ends_s: Sequence[Sequence[float]], lasts: Sequence[int], period: int) -> float | None:
+    """Seconds per unit where the run repeats itself; None where it does not.
+
+    It does where all stages took as long for the last few periods as for as many before.
+
+    Args:
+        ends_s: of each stage's backwards, ascending.
+        lasts: of each stage, which of them is the last to be looked at.
+        period: units after which it could repeat itself, or a few times as many.
+    """
+    for periods in range(1, PERIODS + 1):
+        units = periods * period
+        if min(lasts) < 2 * units:
+            return None
+        took_s = ends_s[0][lasts[0]] - ends_s[0][lasts[0] - units]
+        if all(
+            abs(ends[last] - ends[last - units] - took_s) <= _REPEATS * took_s
+            and abs(ends[last - units] - ends[last - 2 * units] - took_s) <= _REPEATS * took_s
+            for ends, last in zip(ends_s, lasts, strict=True)
+        ):
+            return took_s / units
+    return None
 
 
 def steady_range(completions: int, period: int = 1) -> tuple[int, int]:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from planner.schedule.streams import PipelineShape
 from planner.simulator.engine import Engine
 from planner.simulator.times import Pipeline, StageTimes
-from planner.steady import Steady, steady_state
+from planner.steady import Steady, repeating_s, steady_state
 
 __all__ = ["Outcome", "Pipeline", "StageTimes", "simulate", "steady_minibatches", "steady_s"]
 
 FEWEST_ASYNCHRONOUS, FEWEST_DIVIDED, FEWEST = 48, 12, 4  # minibatches; the last of schedules that drain
 MOST_PERIODS = 400  # minibatches, for the sake of whole periods of the round-robin
 MOST = 2**17  # minibatches times workers
-PERIODS = 4  # of the round-robin, in which a pipeline may repeat itself
-SAME = 1e-7  # relative difference of times that counts as none
 
 
 @dataclass(frozen=True)
@@ -99,22 +97,8 @@ class _Watch:
         through = len(self._ends_s[0])
         if through < self._from or through % self._period:
             return False
-        for periods in range(1, PERIODS + 1):
-            units = periods * self._period
-            if through > 2 * units and (seconds := self._same(units)) is not None:
-                self.seconds_per_unit = seconds / units
-                return True
-        return False
-
-    def _same(self, units: int) -> float | None:
-        """What every stage took for its last `units` as for those before; None where they differ."""
-        took: float | None = None
-        for ends in self._ends_s:
-            last, before = ends[-1] - ends[-1 - units], ends[-1 - units] - ends[-1 - 2 * units]
-            took = last if took is None else took
-            if abs(last - before) > SAME * took or abs(last - took) > SAME * took:
-                return None
-        return took
+        self.seconds_per_unit = repeating_s(self._ends_s, [len(ends) - 1 for ends in self._ends_s], self._period)
+        return self.seconds_per_unit is not None
 
 
 def steady_minibatches(shape: PipelineShape) -> int:

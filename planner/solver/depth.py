@@ -17,7 +17,7 @@ That is where the choice starts; the simulator of the streams decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,8 +34,10 @@ DepthRule = Literal["auto", "published"]
 
 TOLERANCE = 0.01  # a pipeline this close to its busiest resource is not deepened: timings are no better
 UNLIMITED = 2**30
-FAR = 1.1  # what deepening beyond the count at the top of this file does not gain
-MOST_IN_VAIN = 3  # deeper pipelines, one after the other, that were hardly faster
+FAR = 1.5  # what deepening beyond the count at the top of this file does not gain
+NEAR = 1.1  # the same of going still deeper, or less deep
+HARDLY = 0.005  # where all stages deeper gain no more than this, the first few do not either
+_ROUNDING = 1e-9
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
 
 
@@ -155,29 +157,41 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         below_s: a time that the pipeline has to reach; where the counted depths are `FAR` from it, they are all.
     """
     published = published_depths(times.replicas)
-    best, trimmed, in_vain = price_depths(times, published), True, 0
-    for number, candidate in enumerate(_deeper(times)):
-        if best.counted_s <= times.busiest_s or in_vain == MOST_IN_VAIN:
-            break
-        if number and best.counted_s > below_s * FAR:
-            break
-        deeper = price_depths(times, candidate)
-        in_vain = 0 if deeper.counted_s < best.counted_s * (1 - WORTH) else in_vain + 1
-        if _regret(deeper, published) < _regret(best, published):
+    best, trimmed = price_depths(times, published), True
+
+    def consider(candidate: Depths) -> float:
+        """How much of the time is gained by it."""
+        nonlocal best, trimmed
+        if best.counted_s <= times.busiest_s:
+            return 0.0
+        before, deeper = best.counted_s, price_depths(times, tuple(map(min, candidate, times.deepest)))
+        if _better(deeper, best, published):
             best, trimmed = deeper, False
+        return 1 - deeper.counted_s / before
+
+    counted, last = _counted_depths(times), len(times.replicas) - 1
+    consider(counted)
+    if best.counted_s <= below_s * FAR:
+        gained = consider(_more(counted, 1, last))
+        if gained > HARDLY and best.counted_s <= below_s * NEAR:
+            # For long pipelines, whose simulation is slow, the first stage or all.
+            for upto in range(1, last) if last < 8 else (1,):
+                consider(_more(counted, 1, upto))
+        consider(_more(counted, 2, last))
+        if best.counted_s <= below_s * NEAR:
+            consider(_counted_depths(times, more=1))
     return best if trimmed or best.counted_s > below_s else _trimmed(times, best)
 
 
-def _deeper(times: PipelineTimes) -> Iterator[Depths]:
-    """Candidates, each at least as deep as the one before: the count at the top of this file, and a little beyond."""
-    counted, last = _counted_depths(times), len(times.replicas) - 1
-    candidates = [counted]
-    # For long pipelines, whose simulation is slow, the first stage or all.
-    for more, upto in [(1, upto) for upto in (range(1, last + 1) if last < 5 else (1, last))] + [(2, last)]:
-        candidates.append(tuple(depth + more * (stage < upto) for stage, depth in enumerate(counted)))
-    candidates.append(_counted_depths(times, more=1))
-    for candidate in dict.fromkeys(candidates):
-        yield tuple(map(min, candidate, times.deepest))
+def _more(depths: Depths, more: int, upto: int) -> Depths:
+    """That many more at the first stages."""
+    return tuple(depth + more * (stage < upto) for stage, depth in enumerate(depths))
+
+
+def _better(deeper: DepthChoice, best: DepthChoice, published: Depths) -> bool:
+    one, other = _regret(deeper, published), _regret(best, published)
+    alike = abs(one - other) <= _ROUNDING * other
+    return sum(deeper.depths) < sum(best.depths) if alike else one < other
 
 
 def _regret(choice: DepthChoice, published: Depths) -> float:

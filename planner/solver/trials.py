@@ -24,7 +24,7 @@ from planner.solver.pipelines import pipeline_for, too_large
 Priced = tuple[Sequence[Candidate], Price]
 
 SETTLED = 1e-3  # a plan this close to the time that none is below needs no rival
-MOST_COMPUTATIONS = 2**15  # forwards and backwards that are simulated in one search, at each depth: a second or so
+MOST_COMPUTATIONS = 2**16  # forwards and backwards that are simulated in one search, at each depth: a second or so
 _ROUNDING = 1e-9
 
 

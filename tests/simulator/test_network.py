@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -78,9 +79,7 @@ def test_no_link_carries_more_than_it_can_and_every_transfer_has_a_full_link(see
 def test_far_off_transfers_keep_their_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long chain of shared links, of which a change is told a few only: all comes through, and not much later."""
     links = [Direction(10.0) for _ in range(30)]
-    chain = [
-        (0.1 * number, path(one, other), 40.0 + number) for number, (one, other) in enumerate(zip(links, links[1:]))
-    ]
+    chain = [(0.1 * number, path(one, other), 40.0 + number) for number, (one, other) in enumerate(pairwise(links))]
     exact = ends_of(chain)
     monkeypatch.setattr(network, "NEAREST", 6)
     assert max(ends_of(chain)) == pytest.approx(max(exact), rel=0.1)
