@@ -96,8 +96,7 @@ class Prediction(Record):
     """What to expect of the plan, in steady state."""
 
     seconds_per_minibatch: Seconds
-    # the cost model alone where it is a published one, and for plans too large to simulate in a search
-    by: Literal["simulation", "cost model"] = "cost model"
+    by: Literal["simulation", "cost model"] = "cost model"  # for published ones, and where simulating takes too long
     samples_per_s: Annotated[float, Field(gt=0)] | None  # None when the profile does not know its batch size
     bottleneck: Bottleneck
     speedup_over_one_gpu: float

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PERIODS = 4  # of the round-robin, in which a pipeline may repeat itself
+LOOKED_AT = 16  # units at least, to say so
 _REPEATS = 1e-7  # relative difference of times that counts as none
 _SAME = 1e-9  # of two stages with the same pace the first is taken
 
@@ -66,7 +67,7 @@ def steady_state(
 def repeating_s(ends_s: Sequence[Sequence[float]], lasts: Sequence[int], period: int) -> float | None:
     """Seconds per unit where the run repeats itself; None where it does not.
 
-    It does where all stages took as long for the last few periods as for as many before.
+    It does where, in all stages, every one of the last units ended as long after the one a few periods before it.
 
     Args:
         ends_s: of each stage's backwards, ascending.
@@ -75,13 +76,14 @@ def repeating_s(ends_s: Sequence[Sequence[float]], lasts: Sequence[int], period:
     """
     for periods in range(1, PERIODS + 1):
         units = periods * period
-        if min(lasts) < 2 * units:
+        looked_at = max(units, LOOKED_AT)
+        if min(lasts) < units + looked_at:
             return None
         took_s = ends_s[0][lasts[0]] - ends_s[0][lasts[0] - units]
         if all(
-            abs(ends[last] - ends[last - units] - took_s) <= _REPEATS * took_s
-            and abs(ends[last - units] - ends[last - 2 * units] - took_s) <= _REPEATS * took_s
+            abs(ends[number] - ends[number - units] - took_s) <= _REPEATS * took_s
             for ends, last in zip(ends_s, lasts, strict=True)
+            for number in range(last, last - looked_at, -1)
         ):
             return took_s / units
     return None

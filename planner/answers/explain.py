@@ -204,10 +204,16 @@ def _next_best(case: _Case) -> Alternative | None:
         return None  # none of those has chunks
     limit = case.plan.cluster.memory_bytes
     best: tuple[float, str] | None = None
-    for stages in _others(case):
+    others = [
+        (case.question.formula(case.ledger, stages, case.plan.cluster).seconds_per_minibatch, number, stages)
+        for number, stages in enumerate(_others(case))
+    ]
+    for least_s, _, stages in sorted(others, key=lambda other: other[:2]):
         config = config_of(tuple(stage.replicas for stage in stages))
         if config == case.plan.config:
             continue
+        if best is not None and least_s >= best[0]:
+            break
         cost = case.question.price(case.ledger, stages, case.plan.cluster)
         if limit is not None and any(memory.total_bytes > limit for memory in cost.memory):
             continue

@@ -58,7 +58,7 @@ class Question:
 
     def price(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
         """What these stages cost, by simulation where the cost model is the planner's own."""
-        cost = self._without_waits(ledger, stages, cluster)
+        cost = self.formula(ledger, stages, cluster)
         if self.cost_model != "resource":
             return cost
         microbatches = self.microbatches_on(cluster)
@@ -68,7 +68,7 @@ class Question:
         """The fastest of some lists of stages; at least one."""
 
         def busiest_s(stages: Sequence[Candidate]) -> float:
-            return self._without_waits(ledger, stages, cluster).seconds_per_minibatch
+            return self.formula(ledger, stages, cluster).seconds_per_minibatch
 
         best: Sequence[Candidate] = ()
         best_s = math.inf
@@ -80,7 +80,8 @@ class Question:
                 best, best_s = stages, seconds
         return list(best)
 
-    def _without_waits(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
+    def formula(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
+        """What they cost by the cost model."""
         return price(
             ledger,
             stages,

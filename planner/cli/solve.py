@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from planner.profile_file import Profile
 
 DESCRIPTION = """\
-Find the fastest plan: which layers form which stage, and how many GPUs run each. The answer is exact for the cost model
-and says how good it is. It uses no more GPUs than its speed needs.
+Find the fastest plan: which layers form which stage, and how many GPUs run each. An exact search by the cost model
+finds candidates and a bound, the simulation of their schedules chooses among them, and the answer says how far it is
+from the bound. It uses no more GPUs than its speed needs.
 
     plan solve --gpus 8 --bandwidth 10Gbps --memory 16GB
 """
@@ -148,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
     elif shared:
         size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
         text = shared[0].sentence(
-            f"; they exchange gradients of up to {size} per update, which the prediction leaves out"
+            f"; they exchange gradients of up to {size} per update"
+            + ("" if plan.predicted.by == "simulation" else ", which the prediction leaves out")
         )
         print(f"note: {text}", file=sys.stderr)
     if args.verify is not None:

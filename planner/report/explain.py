@@ -49,11 +49,21 @@ def sentences(explanation: Explanation) -> str:
 
 def _optimality(explanation: Explanation) -> str:
     solver = explanation.solver
+    if solver.simulated == 0:
+        if solver.status == "optimal":
+            return "No plan is faster by this cost model: the search was exact."
+        return (
+            f"It may not be the fastest: none can take less than {format_seconds(solver.lower_bound_s)}, "
+            f"which is {solver.gap:.1%} below it."
+        )
+    bound = f"By the cost model no plan takes less than {format_seconds(solver.lower_bound_s)}"
     if solver.status == "optimal":
-        return "No plan is faster by this cost model: the search was exact."
+        return f"{bound}: the search was exact, and the simulation of this plan is within 1% of that."
+    which = "a candidate was" if solver.simulated == 1 else f"{solver.simulated} candidates were"
+    left = "none was left" if solver.exhausted else "the work allowed for it was done, and some were left"
     return (
-        f"It may not be the fastest: none can take less than {format_seconds(solver.lower_bound_s)}, "
-        f"which is {solver.gap:.1%} below it."
+        f"{bound}; the simulation of this plan is {solver.gap:.1%} above that. It may not be the fastest: "
+        f"{which} simulated, after which {left} that could be faster by the cost model."
     )
 
 

@@ -122,7 +122,7 @@ def _prediction(plan: Plan) -> str:
         seconds = f"{format_rate(predicted.samples_per_s)} samples/s, {seconds}"
     place = RESOURCES[predicted.bottleneck.resource].format(stage=predicted.bottleneck.stage)
     lines = [
-        ("predicted", seconds),
+        ("predicted", f"{seconds}, {_by(plan)}"),
         ("limited by", f"{place}, busy {format_seconds(predicted.bottleneck.busy_s)} per minibatch"),
         ("against one GPU", f"{predicted.speedup_over_one_gpu:.2f}x"),
         ("against data parallel", f"{predicted.speedup_over_data_parallel:.2f}x on {plan.cluster.gpus} GPUs"),
@@ -151,5 +151,31 @@ def _communication(plan: Plan) -> str:
 
 def _solver(plan: Plan) -> str:
     solver = plan.solver
-    quality = "optimal" if solver.status == "optimal" else f"feasible, at most {solver.gap:.1%} from optimal"
+    if solver.status == "optimal":
+        quality = "optimal"
+    elif plan.predicted.by == "cost model":
+        quality = f"feasible, at most {solver.gap:.1%} from optimal"
+    else:
+        quality = f"feasible: {bound_line(plan)}"
     return f"{quality}, {solver.name} in {format_seconds(solver.seconds)}"
+
+
+def _by(plan: Plan) -> str:
+    """Who predicts."""
+    if plan.predicted.by == "simulation":
+        return "simulated"
+    if plan.solver.cost_model == "resource" and plan.contiguous:
+        return "by the cost model: too large to simulate here"
+    return "by the cost model"
+
+
+def bound_line(plan: Plan) -> str:
+    """How far the simulated time is from the bound of the cost model, and whether all was simulated that could be."""
+    solver = plan.solver
+    text = (
+        f"simulated, {solver.gap:.1%} above the {format_seconds(solver.lower_bound_s)} "
+        "that by the cost model no plan is below"
+    )
+    if solver.exhausted:
+        return f"{text}; of {solver.simulated} candidates the fastest" if solver.simulated > 1 else text
+    return f"{text}; after {solver.simulated} candidates others were left that could be faster"

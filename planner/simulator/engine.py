@@ -35,12 +35,22 @@ from planner.schedule.instructions import (
     SendShared,
     Unit,
     Update,
-    matching_receive,
 )
 from planner.schedule.streams import stream
 from planner.simulator.carrier import Carrier
 from planner.simulator.times import Pipeline
 from planner.timeline import Event, Kind
+
+# A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
+_Message = tuple[int, int, int, int, int, int, int]
+_KIND: dict[type[Send | Receive], int] = {
+    SendActivation: 0,
+    ReceiveActivation: 0,
+    SendGradient: 1,
+    ReceiveGradient: 1,
+    SendShared: 2,
+    ReceiveShared: 2,
+}
 
 
 @dataclass
@@ -80,8 +90,8 @@ class Engine:
         self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
         self._clock = dict.fromkeys(self._streams, 0.0)
         self._replicated = [len(ranks) > 1 for ranks in self.shape.ranks]
-        self._arrived: dict[tuple[int, Receive], float] = {}
-        self._awaited: set[tuple[int, Receive]] = set()
+        self._arrived: dict[_Message, float] = {}
+        self._awaited: set[_Message] = set()
         self._rounds: dict[tuple[int, int], _Round] = {}
         # How many rounds each replica has joined.
         self._joined = {(rank, stage): 0 for stage, ranks in enumerate(self.shape.ranks) for rank in ranks}
@@ -138,16 +148,16 @@ class Engine:
                 self.admitted_s[stage] = max(self.admitted_s[stage], self._clock[rank])
             case Backward():
                 self._backward(rank, instruction)
+            case SendActivation() | SendGradient() | SendShared():
+                self._send(rank, instruction)
+            case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
+                return self._receive(rank, instruction)
             case BackwardInput():
                 self._backward_input(rank, instruction)
             case BackwardWeight():
                 self._backward_weight(rank, instruction)
             case Update(stage=stage, round=round_):
                 self._compute(rank, "update", stage, Unit(round_), self.stages[stage].update_s)
-            case SendActivation() | SendGradient() | SendShared():
-                self._send(rank, instruction)
-            case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
-                return self._receive(rank, instruction)
             case AllReduce():
                 return self._wait_for_ring(rank, instruction)
             case AddShared():
@@ -198,7 +208,8 @@ class Engine:
         self._deliver(rank, send, end_s)
 
     def _deliver(self, sender: int, send: Send, end_s: float) -> None:
-        key = send.peer_rank, matching_receive(send, sender)
+        unit = send.unit
+        key = (send.peer_rank, _KIND[type(send)], send.peer_stage, unit.minibatch, unit.microbatch, sender, send.stage)
         self._arrived[key] = end_s
         if key in self._awaited:
             self._awaited.remove(key)
@@ -216,7 +227,9 @@ class Engine:
             self.events.append(Event(there[1], "receive_gradient", there[0], *which, here[1], here[0]))
 
     def _receive(self, rank: int, receive: Receive) -> bool:
-        key, carried = (rank, receive), receive.peer_rank != rank
+        unit, peer = receive.unit, receive.peer_rank
+        key = (rank, _KIND[type(receive)], receive.stage, unit.minibatch, unit.microbatch, peer, receive.peer_stage)
+        carried = peer != rank
         arrival_s = self._arrived.get(key)
         if arrival_s is None:
             self._awaited.add(key)

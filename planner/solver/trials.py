@@ -65,7 +65,7 @@ class Tally:
     """
 
     count: int = 0
-    left: int = MOST_COMPUTATIONS
+    left: int = field(default_factory=lambda: MOST_COMPUTATIONS)
     exhausted: bool = True
     seen: set[tuple[Candidate, ...]] = field(default_factory=set)
 

@@ -80,7 +80,10 @@ def test_other_schedules(schedule: ScheduleName, microbatches: int) -> None:
     assert len(comparison.rows) == (6 if schedule == "gpipe" else 7)
     stages = baselines.data_parallel(Ledger(MODEL), 2)
     cost = price(Ledger(MODEL), stages, flat_cluster(2, 10.0), schedule=schedule, microbatches=microbatches)
-    assert parallel.seconds_per_microbatch == pytest.approx(cost.seconds_per_minibatch / microbatches, rel=0.011)
+    formula_s = cost.seconds_per_minibatch / microbatches
+    # Under naive the all-reduce of a round is waited for once, not by every minibatch.
+    rel = 0.1 if schedule == "naive" else 0.01
+    assert parallel.seconds_per_microbatch == pytest.approx(formula_s, rel=rel)
 
 
 def test_several_levels() -> None:

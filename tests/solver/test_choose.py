@@ -48,12 +48,12 @@ def test_the_fastest_is_chosen_and_all_are_shown() -> None:
 
 def test_idle_time_is_the_bubble_where_all_else_is_even() -> None:
     """Free links, equal layers, four stages: (K - 1) / (m + K - 1), and half of that bubble with two chunks."""
-    model = profile(*(layer(f"l{i}", 1, 2, weight_bytes=10**6, update_s=0) for i in range(8)))
-    choice = choose([model], flat_cluster(4, 1e2), microbatches=8)
+    model = profile(*(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10**6, update_s=0) for i in range(8)))
+    choice = choose([model], flat_cluster(4, 1e4), microbatches=8)
     idle = {option.schedule: option.idle_share for option in choice.options}
-    assert idle["gpipe"] == pytest.approx(3 / 11)
-    assert idle["1f1b-flush"] == pytest.approx(3 / 11)
-    assert idle["interleaved"] == pytest.approx(3 / 19)
+    assert idle["gpipe"] == pytest.approx(3 / 11, abs=1e-3)
+    assert idle["1f1b-flush"] == pytest.approx(3 / 11, abs=1e-3)
+    assert idle["interleaved"] == pytest.approx(3 / 19, abs=1e-3)
     assert idle["1f1b"] == pytest.approx(0, abs=0.02)
 
 

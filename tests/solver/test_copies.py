@@ -15,10 +15,10 @@ from tests.samples import layer, profile
 def tied() -> Profile:
     """An embedding whose weight the head uses, too, and two layers between; the weight counts in the embedding."""
     made = profile(
-        layer("embedding", 1, 1, output_bytes=8, weight_bytes=10**6),
-        layer("one", 1, 2, output_bytes=8, weight_bytes=10**6),
-        layer("two", 1, 2, output_bytes=8, weight_bytes=10**6),
-        layer("head", 1, 2),
+        layer("embedding", 200, 200, output_bytes=8, weight_bytes=10**6),
+        layer("one", 200, 400, output_bytes=8, weight_bytes=10**6),
+        layer("two", 200, 400, output_bytes=8, weight_bytes=10**6),
+        layer("head", 200, 400),
     )
     names = (("embed.weight",), ("one.weight",), ("two.weight",), ("embed.weight",))
     layers = tuple(

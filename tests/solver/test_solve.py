@@ -83,7 +83,7 @@ def test_ranks_are_consecutive_and_predictions_per_sample() -> None:
     predicted = plan.predicted
     seconds = predicted.seconds_per_minibatch
     assert predicted.bottleneck.busy_s == 3
-    assert seconds == pytest.approx(3, rel=0.02), "messages leave workers waiting a little"
+    assert seconds == pytest.approx(3, rel=0.03), "messages leave workers waiting a little"
     assert predicted.samples_per_s == pytest.approx(4 / seconds)
     assert predicted.speedup_over_one_gpu == pytest.approx(9 / seconds)
     # Three replicas of everything would spend 2·2/3·1000/10 on every all-reduce.
