@@ -18,7 +18,7 @@ from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits
 from planner.solver.levels import beyond_the_order, nearest_path, nearest_search, search_all_cuts, search_levels
-from planner.solver.pipelines import MOST_WORKERS, too_large
+from planner.solver.pipelines import MOST_WORKERS
 from planner.solver.placements import Question
 from planner.solver.search import Path, Search
 from planner.solver.states import StateSpace
@@ -199,13 +199,14 @@ class Task:
         """The fastest plan when it is simulated: `first`, or another that its waits let pass."""
         if self.schedule in ASYNCHRONOUS:
             return self._fastest_asynchronous(first, trials)
-        ledger, best = self.space.ledger, None
-        if too_large(first[0], self.schedule, self.microbatches) or len(self.space) > MOST_DRAINED_STATES:
-            return trials.fastest(ledger, [first])
+        ledger = self.space.ledger
+        best = trials.fastest(ledger, [first])
+        if best[1].cost_model_s is None or len(self.space) > MOST_DRAINED_STATES:
+            return best
         for slower in SLOWER_DRAINED:
-            best = trials.fastest(ledger, [first, *self._rivals(slower)], best)
             if trials.over or best[1].seconds_per_minibatch <= first[1].seconds_per_minibatch * (1 + SETTLED):
                 break
+            best = trials.fastest(ledger, [first, *self._rivals(slower)], best)
         return best
 
     def _fastest_asynchronous(self, first: Priced, trials: Trials) -> Priced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -26,7 +27,7 @@ def ends_of(begins: list[tuple[float, Path, float]]) -> list[float]:
     while waiting or not math.isinf(net.next_s):
         if waiting and waiting[0][1][0] <= net.next_s:
             number, (now_s, crossed, size) = waiting.pop(0)
-            net.begin(now_s, crossed, size, lambda now_s, number=number: ended(number, now_s))
+            net.begin(now_s, crossed, size, partial(ended, number))
         else:
             net.finish()
     return ends
@@ -42,7 +43,7 @@ def test_rates_change_when_others_begin_and_end() -> None:
     """Alone 4 s at 10 B/s; then 5 B/s each until the short one has its 10 bytes; then alone again."""
     link = Direction(10.0)
     assert ends_of([(0.0, path(link), 60.0), (4.0, path(link), 10.0)]) == pytest.approx([7.0, 6.0])
-    assert [tuple(busy) for busy in link.busy] == [(0.0, 7.0, pytest.approx(1.0))]
+    assert [pytest.approx(tuple(busy)) for busy in link.busy] == [(0.0, 7.0, 1.0)]
 
 
 def test_a_limit_of_its_own_leaves_the_rest_of_a_link_to_others() -> None:
