@@ -204,7 +204,10 @@ class Task:
         if best[1].cost_model_s is None or len(self.space) > MOST_DRAINED_STATES:
             return best
         for slower in SLOWER_DRAINED:
-            if trials.over or best[1].seconds_per_minibatch <= first[1].seconds_per_minibatch * (1 + SETTLED):
+            if best[1].seconds_per_minibatch <= first[1].seconds_per_minibatch * (1 + SETTLED):
+                break
+            if trials.over:
+                trials.tally.exhausted = False
                 break
             best = trials.fastest(ledger, [first, *self._rivals(slower)], best)
         return best
