@@ -218,6 +218,8 @@ def make_job(
             f"{baseline or plan.schedule}",
             hint="other schedules divide a minibatch, which may be as large as you like: plan solve --microbatches",
         )
+    if options.deferred_batch_norm and baseline is not None:
+        raise InputError(f"--deferred-batch-norm is for plans, not for {baseline}", hint="leave out one of the two")
     if options.tensorboard is not None:
         check_tensorboard()
     if options.evaluate_every is not None and baseline is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,30 +68,45 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def write_bytes(path: Path | str, content: bytes) -> None:
-    """Write to a temporary name beside `path`, then move into place.
+    """Write `content` in place of `path`; see `replacing`.
 
     Raises:
         PlannerError: when the disk is full or the folder cannot be written; nothing is left behind.
     """
     path = Path(path)
-    temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
+    except OSError as cause:
+        raise PlannerError(
+            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place with -o"
+        ) from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` to write under: the file moves into place, whole and on disk, as the block ends.
+
+    Folders on the way are made. When the block or the move fails, an older file stays as it was, and nothing else is
+    left behind.
+
+    Raises:
+        OSError: when the disk is full or the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         # mkstemp makes private files; results are ordinary ones.
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
-    except OSError as cause:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise PlannerError(
-            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place with -o"
-        ) from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _umask() -> int:

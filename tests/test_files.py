@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import PlannerError, ProfileError
-from planner.files import Record, load_record, save_record, write_text
+from planner.files import Record, load_record, replacing, save_record, write_text
 
 
 class Small(Record):
@@ -87,3 +87,21 @@ def test_a_place_that_cannot_be_written_is_an_error_and_keeps_what_was_there(tmp
         write_text(tmp_path / "file" / "below", "text")
     assert (tmp_path / "file").read_text() == "kept"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("failure", [OSError("no space"), KeyboardInterrupt()])
+def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path: Path, failure: BaseException) -> None:
+    path = tmp_path / "new folder" / "file"
+    with replacing(path) as temporary:
+        temporary.write_text("old")
+
+    def fail() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half of")
+            assert temporary.parent == path.parent
+            raise failure
+
+    with pytest.raises(type(failure)):
+        fail()
+    assert path.read_text() == "old"
+    assert [each.name for each in path.parent.iterdir()] == ["file"]

@@ -113,6 +113,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="under 1f1b, update after K minibatches per replica, with their mean gradient (default: %(default)s)",
     )
+    group.add_argument(
+        "--deferred-batch-norm",
+        action="store_true",
+        help="update the running statistics of BatchNorm once per minibatch, by those of all its microbatches on all "
+        "replicas together, as if it were not divided; microbatches are normalised by their own as ever",
+    )
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from planner.errors import PlannerError
 from planner.executor.job import Loss
+from planner.files import replacing
 
 
 def gather_bytes(
@@ -85,14 +85,8 @@ def save_state(state: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         PlannerError: when the disk is full or the folder cannot be written; an older file is left as it was.
     """
-    temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            torch.save(dict(state), file)
-        temporary.replace(path)
-    except (OSError, RuntimeError) as cause:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as temporary:
+            torch.save(dict(state), temporary)
+    except (OSError, RuntimeError) as cause:  # the latter is torch.save's for a full disk
         raise PlannerError(f"the weights cannot be written to '{path}': {cause}", hint="is the disk full?") from None

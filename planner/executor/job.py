@@ -23,6 +23,7 @@ class TrainingOptions(Record):
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
     tensorboard: str | None = None  # folder for TensorBoard
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
+    deferred_batch_norm: bool = False  # running statistics of whole minibatches, however these are divided
 
 
 class RunOptions(Record):

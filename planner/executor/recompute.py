@@ -29,7 +29,9 @@ class ChangingBuffers:
         before = self._copies(self._all if self._changing is None else self._changing)
         yield before
         if self._changing is None:
-            self._changing = [name for name, value in before.items() if not torch.equal(value, self._all[name])]
+            changed = {_owner(name) for name, value in before.items() if not torch.equal(value, self._all[name])}
+            # With all others of their modules: one may have been given the value that it had.
+            self._changing = [name for name in before if _owner(name) in changed]
             for name in before.keys() - set(self._changing):
                 del before[name]
 
@@ -50,3 +52,8 @@ class ChangingBuffers:
         with torch.no_grad():
             for name, value in values.items():
                 self._all[name].copy_(value)
+
+
+def _owner(buffer: str) -> str:
+    """The path of the module that it is of."""
+    return buffer.rpartition(".")[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 from planner.executor.data import BatchSource
 from planner.executor.gradients import GradientAverager
 from planner.executor.loss_scaler import SCALE
+from planner.executor.minibatch_statistics import MinibatchStatistics
 from planner.executor.optimizer import StageOptimizer
 from planner.executor.recompute import Buffers, ChangingBuffers
 from planner.executor.shared import SharedGradients
@@ -46,6 +47,7 @@ class StageReplica:
         seed: of the random numbers inside layers.
         recompute: keep only what was received for the backward, and run the forward again for the rest.
         shared: the gradients of weights that other stages hold, too.
+        statistics: of deferred BatchNorms.
         counts_in_norm: whether it is the replica of the stage that adds its gradients to the norm of all.
     """
 
@@ -63,6 +65,7 @@ class StageReplica:
         recompute: bool = False,
         counts_in_norm: bool = True,
         shared: SharedGradients | None = None,
+        statistics: MinibatchStatistics | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -76,6 +79,7 @@ class StageReplica:
         self._recompute = recompute
         self._counts_in_norm = counts_in_norm
         self._shared = shared if shared is not None else SharedGradients(index, ())
+        self._statistics = statistics if statistics is not None else MinibatchStatistics(module, None)
         self._buffers = ChangingBuffers(module)
         self._units: dict[Unit, _InFlight] = {}
         self._averaged = 1  # minibatches whose gradients the next update averages
@@ -97,6 +101,7 @@ class StageReplica:
             record.outputs = {spec.name: self._nothing(spec) for spec in self.module.sent}
             return
         record.batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
+        self._statistics.begin(unit.minibatch)
         # A stage that trains nothing has one version, whatever its updates.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
         with self.versions.at(unit):
@@ -206,10 +211,11 @@ class StageReplica:
         """What this replica adds to the squared norm of all gradients: those of a replicated stage count once."""
         return self.optimizer.squared_norm(self._shared.counted_elsewhere) if self._counts_in_norm else 0.0
 
-    def update(self, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
+    def update(self, round_: int, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
         """Step the optimizer: this makes a new weight version, beside those `kept` for forwards to come.
 
         Args:
+            round_: whose gradients it steps with; of one minibatch, where these are divided.
             kept: older versions, by the updates that they have had.
             squared_norm: of the gradients that are clipped together, where those of other stages are among them.
         """
@@ -221,6 +227,7 @@ class StageReplica:
             self.optimizer.step(squared_norm)
         self.optimizer.advance(self._averaged)
         self._averaged = 1
+        self._statistics.commit(round_)
 
     def _share(self, unit: Unit) -> float:
         """Factor on the unit's loss: its share of the minibatch's samples, so that these all count the same."""

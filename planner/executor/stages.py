@@ -37,7 +37,14 @@ class Modules:
 
 
 def build_modules(
-    plan: Plan, stages: Sequence[int], model_file: ModelFile, seed: int, *, defer_weights: bool, evaluate: bool = False
+    plan: Plan,
+    stages: Sequence[int],
+    model_file: ModelFile,
+    seed: int,
+    *,
+    defer_weights: bool,
+    evaluate: bool = False,
+    defer_batch_norm: bool = False,
 ) -> Modules:
     """Build the model, capture it, and keep the layers of `stages`; with `defer_weights`, make no other weights.
 
@@ -48,6 +55,7 @@ def build_modules(
         seed: of the initial weights.
         defer_weights: make the weights of `stages` alone.
         evaluate: make the stages of the evaluation graph, too.
+        defer_batch_norm: let BatchNorms in training gather their statistics; see `MinibatchStatistics`.
 
     Raises:
         PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
@@ -76,7 +84,12 @@ def build_modules(
         own = {name for stage in stages for name in plan.stages[stage].layers}
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
         materialize(graph.model, model_file.build_model, seed, set(graph.names_of(wanted)))
-    modules = {stage: build_stage(graph, plan.stages[stage].layers, compile_=plan.compiled) for stage in stages}
+    modules = {
+        stage: build_stage(
+            graph, plan.stages[stage].layers, compile_=bool(plan.compiled), defer_batch_norm=defer_batch_norm
+        )
+        for stage in stages
+    }
     separate_copies(list(modules.values()))
     if evaluation is None:
         return Modules(modules, None, shared)

@@ -25,6 +25,7 @@ from planner.executor.layouts import Layouts
 from planner.executor.links import LinkGroups, Links
 from planner.executor.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.memory import PeakMemory
+from planner.executor.minibatch_statistics import MinibatchStatistics
 from planner.executor.optimizer import make_optimizer
 from planner.executor.outcome import gather, report_of
 from planner.executor.recording import TraceRecorder, Window, gather_timeline
@@ -124,6 +125,8 @@ class TrainingRun:
             job.seed,
             defer_weights=job.defer_weights,
             evaluate=job.options.evaluate_every is not None,
+            # A minibatch that is not divided is its own microbatch.
+            defer_batch_norm=job.options.deferred_batch_norm and self.plan.microbatches > 1,
         )
         check_shared(self.plan, built.shared, model_file, job.options)
         self.evaluation = built.evaluation
@@ -361,6 +364,7 @@ class TrainingRun:
             recompute=self.plan.stages[stage].recompute,
             counts_in_norm=self.rank == self.plan.stages[stage].ranks[0],
             shared=self.shared[stage],
+            statistics=MinibatchStatistics(module, replicas),
         )
 
     def _segments(self) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,6 +13,7 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint_index import find, load_index
 from planner.executor.checkpoint_read import read_weights
 from planner.executor.tensor_file import read_tensors, write_tensors
+from planner.files import replacing
 
 SUFFIX = ".safetensors"
 
@@ -53,14 +53,10 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> Exported:
     found, path = find(Path(checkpoint)), Path(path)
     index = load_index(found)
     weights = read_weights(found, [part for part in index.parts if part.replica == 0], None)
-    temporary = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = write_tensors(temporary, weights)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            written = write_tensors(temporary, weights)
     except OSError as cause:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise PlannerError(
             f"the weights cannot be written to '{path}': {cause.strerror or cause}", hint="choose another place with -o"
         ) from None

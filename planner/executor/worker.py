@@ -180,7 +180,7 @@ class Worker:
             norm = self._joint_norm.sum(share)
             self._heart.begin(instruction)
         for each in self._due:
-            self._stages[each.stage].update(each.kept, norm)
+            self._stages[each.stage].update(each.round, each.kept, norm)
             if self._on_update is not None:
                 self._on_update(each, self.log)
         self._due.clear()

@@ -11,20 +11,32 @@ from torch import Tensor, nn
 from planner.model.block_values import BlockLayer
 from planner.model.capture import loss_of
 from planner.model.compiling import compiled
+from planner.model.deferred_norm import defer_module
 from planner.model.graph import LayerGraph
 from planner.model.parts import StageParts, exchange, stage_parts
 from planner.model.randomness import RandomKey, reseed
 from planner.model.weights import add_missing, holder_of
 
 
-def block_parts(graph: LayerGraph, first: int, last: int, keep: Sequence[str], *, compile_: bool = False) -> StageParts:
+def block_parts(
+    graph: LayerGraph,
+    first: int,
+    last: int,
+    keep: Sequence[str],
+    *,
+    compile_: bool = False,
+    defer_batch_norm: bool = False,
+) -> StageParts:
     """The stage of layers first..last of a graph of blocks, perhaps with each block compiled by itself."""
+    weights = _weights(graph, first, last)
+    if defer_batch_norm:
+        _defer_norms(graph, first, last, weights)
     trade = exchange(graph, first, last, keep)
     read = [(index, leaf.node.name) for index, leaf in trade.inputs]
     received = [node.name for node in trade.received]
     sent = [node.name for node in trade.sent]
     code = _code(graph, first, last, read, received, sent, compiled if compile_ else _as_it_is)
-    return stage_parts(graph, graph.layers[first : last + 1], trade, _weights(graph, first, last), code)
+    return stage_parts(graph, graph.layers[first : last + 1], trade, weights, code)
 
 
 def _code(
@@ -95,9 +107,7 @@ def _weights(graph: LayerGraph, first: int, last: int) -> nn.Module:
 
     Shared, because moving a stage to a device replaces buffers in the registries, and the blocks must see that.
     """
-    chain = graph.blocks
-    assert chain is not None
-    inside = {m for layer in chain.layers[first : last + 1] for _, block in layer.blocks for m in block.modules()}
+    inside = _inside(graph, first, last)
     root = nn.Module()
     for path, module in graph.model.named_modules(remove_duplicate=False):
         if module in inside:
@@ -108,3 +118,18 @@ def _weights(graph: LayerGraph, first: int, last: int) -> nn.Module:
     layers = graph.layers[first : last + 1]
     add_missing(root, graph, [name for layer in layers for name in (*layer.parameters, *layer.buffers)])
     return root
+
+
+def _inside(graph: LayerGraph, first: int, last: int) -> set[nn.Module]:
+    chain = graph.blocks
+    assert chain is not None
+    return {m for layer in chain.layers[first : last + 1] for _, block in layer.blocks for m in block.modules()}
+
+
+def _defer_norms(graph: LayerGraph, first: int, last: int, weights: nn.Module) -> None:
+    """Let the BatchNorms of layers first..last gather statistics, in modules beside the stage's `weights`."""
+    inside = _inside(graph, first, last)
+    for path, module in graph.model.named_modules():
+        norm = defer_module(path, module) if module in inside else None
+        if norm is not None:
+            weights.add_module(f"_deferred_{path.replace('.', '_')}", norm)

@@ -16,6 +16,13 @@ from planner.model.batch import Batch
 from planner.model.batch_limits import least_batch_size
 from planner.model.block_stage import block_parts
 from planner.model.compiling import compiled, uncompiled
+from planner.model.deferred_norm import (
+    DeferredNorm,
+    RunningStatistics,
+    counts_minibatches,
+    deferred_arguments,
+    running_statistics,
+)
 from planner.model.failure import operation_failure, user_place
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.memory_format import lay_out
@@ -86,6 +93,11 @@ class StageModule(nn.Module):
         return tuple(layer.name for layer in self._parts.layers)
 
     @property
+    def deferred_norms(self) -> tuple[DeferredNorm, ...]:
+        """BatchNorms that gather the statistics of their inputs; none unless built so."""
+        return tuple(module for module in self._modules.values() if isinstance(module, DeferredNorm))
+
+    @property
     def fixed_batch_size(self) -> int | None:
         """The only number of samples that it takes; None when it takes others."""
         return self._parts.fixed_batch_size
@@ -152,6 +164,7 @@ def build_stage(
     *,
     observable: bool = False,
     compile_: bool = False,
+    defer_batch_norm: bool = False,
 ) -> StageModule:
     """The stage of `graph` that computes the layers named.
 
@@ -162,6 +175,8 @@ def build_stage(
         observable: whether the stage tells its `observer` of every layer.
         compile_: whether torch.compile makes one piece of code of the layers, or of each block where the file names
             blocks; an observer would cut it into pieces.
+        defer_batch_norm: whether BatchNorms in training gather the statistics of their inputs in `deferred_norms`,
+            instead of updating their running statistics.
 
     Raises:
         CaptureError: when a layer is unknown, or the layers are not consecutive.
@@ -169,9 +184,10 @@ def build_stage(
     first, last = _range(graph, layer_names)
     assert not (observable and compile_), "what is compiled has no layers"
     if graph.blocks is not None:
-        parts = block_parts(graph, first, last, keep, compile_=compile_)
+        parts = block_parts(graph, first, last, keep, compile_=compile_, defer_batch_norm=defer_batch_norm)
     else:
-        parts = _Builder(graph, first, last, uncompiled(reseed) if compile_ else reseed).build(keep, observable)
+        builder = _Builder(graph, first, last, uncompiled(reseed) if compile_ else reseed, defer_batch_norm)
+        parts = builder.build(keep, observable)
         parts = replace(parts, code=compiled(parts.code)) if compile_ else parts
     if graph.channels_last:
         lay_out(parts.weights)  # those that were made since the capture, too
@@ -195,7 +211,12 @@ class _Builder:
     """Copies the operations of layers first..last into a graph of their own, and generates its code."""
 
     def __init__(
-        self, graph: LayerGraph, first: int, last: int, reseed: Callable[[RandomKey, torch.device, int], None]
+        self,
+        graph: LayerGraph,
+        first: int,
+        last: int,
+        reseed: Callable[[RandomKey, torch.device, int], None],
+        defer_batch_norm: bool,
     ) -> None:
         self._graph = graph
         self._first, self._last = first, last
@@ -204,6 +225,11 @@ class _Builder:
         self._weights = weights_of(graph, self._layers)
         self._new = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._deferred: dict[fx.Node, RunningStatistics] = {}
+        if defer_batch_norm:
+            nodes = [node for layer in self._layers for node in layer.nodes]
+            found = {node: running_statistics(node, graph.names) for node in nodes}
+            self._deferred = {node: running for node, running in found.items() if running is not None}
 
     def build(self, keep: Sequence[str], observable: bool) -> StageParts:
         graph = self._graph
@@ -242,15 +268,28 @@ class _Builder:
         return expressions
 
     def _copy(self, node: fx.Node) -> None:
+        if self._deferred and counts_minibatches(node, self._graph.names, self._deferred.values()):
+            return
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
                 self._copies[source] = self._new.get_attr(self._attribute(source))
+        if node in self._deferred:
+            self._copies[node] = self._deferred_norm(node)
+            return
         copy = self._new.node_copy(node, self._copies.__getitem__)
         # The tracer wrote down the device it ran on; the stage runs where its inputs are.
         copy.args, copy.kwargs = tree_map(
             lambda leaf: self._device if isinstance(leaf, torch.device) else leaf, (copy.args, copy.kwargs)
         )
         self._copies[node] = copy
+
+    def _deferred_norm(self, node: fx.Node) -> fx.Node:
+        running = self._deferred[node]
+        place = f"_deferred_{running.mean.replace('.', '_')}"
+        if place not in self._weights._modules:
+            self._weights.add_module(place, DeferredNorm(running, self._weights.get_buffer(running.mean)))
+        given = deferred_arguments(node)
+        return self._new.call_module(place, tuple(self._copies[a] if isinstance(a, fx.Node) else a for a in given))
 
     def _last_on_gradient_path(self, layer: GraphLayer) -> fx.Node | None:
         for node in reversed(layer.nodes):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
+from planner.executor.job import TrainingOptions
 from planner.executor.setup import CPU, join_group
 from tests.executor import eager
 
@@ -42,7 +43,7 @@ def main(folder: Path) -> None:
 def in_memory(folder: Path) -> None:
     """A model that the script builds itself."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     file = planner.in_memory(
         model,
         example_batch=(torch.randn(1, 6), torch.randn(1, 1)),
@@ -51,7 +52,7 @@ def in_memory(folder: Path) -> None:
     )
     plan = planner.load_plan(folder / "memory.json")
     generator = torch.Generator().manual_seed(1)
-    with planner.pipeline(plan, file) as pipeline:
+    with planner.pipeline(plan, file, options=TrainingOptions(deferred_batch_norm=True)) as pipeline:
         for _ in range(4):
             pipeline.step((torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)))
         pipeline.save_weights(folder / "memory.weights")

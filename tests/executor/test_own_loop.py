@@ -41,7 +41,7 @@ def make_memory_plan(folder: Path) -> Plan:
 import torch
 from torch import nn
 def build_model():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 def example_batch(size):
     return torch.randn(size, 6), torch.randn(size, 1)
 loss = nn.functional.mse_loss
@@ -114,16 +114,19 @@ def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
 
 
 def assert_in_memory(weights: Weights) -> None:
-    """The model of the script, trained without a pipeline."""
+    """The model of the script, trained without a pipeline; its BatchNorm counts minibatches, not their halves."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(1)
+    generator, norm = torch.Generator().manual_seed(1), nn.BatchNorm1d(6)
     for _ in range(4):
         inputs, target = torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)
         optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(model(inputs), target))
+        for half in (slice(4), slice(4, 8)):
+            torch.autograd.backward(nn.functional.mse_loss(model(inputs[half]), target[half]) / 2)
         optimizer.step()
+        norm(inputs)
+    model[0].load_state_dict({**model[0].state_dict(), **dict(norm.named_buffers())})
     eager.assert_close(weights, model)
 
 
