@@ -1,18 +1,21 @@
 """Do runs survive random kills, to the bit? See README.md in this folder.
 
 python -m benchmarks.kills --kills 100 --save
+python -m benchmarks.kills --total              # of all portions that were saved, each with a seed of its own
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -28,16 +31,43 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--per-run", type=int, default=5, help="kills that one run survives")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} beside this file")
+    parser.add_argument(
+        "--save", action="store_true", help=f"add to {RESULTS.name} beside this file; replaces what has the same seed"
+    )
+    parser.add_argument("--total", action="store_true", help="run nothing, and print what has been saved")
     arguments = parser.parse_args()
+    if arguments.total:
+        portions = _saved()
+        kills = [Kill(**kill) for portion in portions for kill in portion["kills"]]
+        return _report(
+            kills, sum(each["runs"] for each in portions), [p for each in portions for p in each["problems"]]
+        )
+    load = os.getloadavg()[0]
     outcomes = measure(arguments.kills, arguments.per_run, arguments.seed)
     kills = [kill for outcome in outcomes for kill in outcome.kills]
     problems = [problem for outcome in outcomes for problem in outcome.problems]
     if arguments.save:
-        content = {"date": time.strftime("%Y-%m-%d"), "kills": [vars(kill) for kill in kills], "problems": problems}
-        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        portion = {
+            "seed": arguments.seed,
+            "date": time.strftime("%Y-%m-%d"),
+            "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # of the last minute, before and after
+            "runs": len(outcomes),
+            "kills": [vars(kill) for kill in kills],
+            "problems": problems,
+        }
+        others = [each for each in _saved() if each["seed"] != arguments.seed]
+        RESULTS.write_text(json.dumps([*others, portion], indent=1) + "\n", encoding="utf-8")
+    return _report(kills, len(outcomes), problems)
+
+
+def _saved() -> list[dict[str, Any]]:
+    portions: list[dict[str, Any]] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
+    return portions
+
+
+def _report(kills: Sequence[Kill], runs: int, problems: Sequence[str]) -> int:
     print(table(kills))
-    print(f"\n{len(kills)} kills in {len(outcomes)} runs, {len(problems)} promises broken")
+    print(f"\n{len(kills)} kills in {runs} runs, {len(problems)} promises broken")
     for problem in problems:
         print(f"- {problem}")
     return 1 if problems else 0

@@ -197,9 +197,8 @@ def _check(
     result = json.loads(out)
     if outcome.kills:
         outcome.kills[-1].went_on_from = result["first_minibatch"]
-    wanted = [entry for entry in expected["losses"] if entry["minibatch"] >= result["first_minibatch"]]
-    if result["losses"] != wanted:
-        outcome.problems.append(f"losses from minibatch {result['first_minibatch']} on differ")
+    if result["losses"] != expected["losses"]:
+        outcome.problems.append(f"losses differ, last started at minibatch {result['first_minibatch']}")
     weights = torch.load(own / "weights.pt", weights_only=True)
     right = torch.load(expected["saved_weights"], weights_only=True)
     if weights.keys() != right.keys() or not all(torch.equal(weights[name], right[name]) for name in right):

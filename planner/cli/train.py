@@ -263,6 +263,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
 
     die_with_parent()
     keep_freed_pages()
+    job = job.model_copy(update={"run": os.environ.get("TORCHELASTIC_RUN_ID", "")})
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         job = after_failure(job)
     code, result = run_worker(job)

@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +37,10 @@ from planner.executor.checkpoint_index import (
 )
 from planner.executor.checkpoint_read import fill_module, fill_optimizer, scheduler_state
 from planner.executor.checkpoint_write import Restorable, has_part, write_part
-from planner.executor.collect import broadcast_bytes, gather_bytes
+from planner.executor.collect import broadcast_bytes, encode_losses, gather_bytes, merge_losses
 from planner.executor.heartbeat import Heart
-from planner.executor.job import Job
+from planner.executor.job import Evaluation, Job
+from planner.executor.run_log import Past, RunLog
 from planner.executor.setup import message_timeout
 from planner.files import Record, save_record
 
@@ -65,6 +67,8 @@ class _Written(Record):
     """What a worker wrote, or why not."""
 
     parts: tuple[StagePart, ...]
+    losses: str  # since the last one; see `encode_losses`
+    evaluations: tuple[Evaluation, ...]
     problem: str | None = None
 
 
@@ -90,6 +94,9 @@ class Checkpointer:
         timeout = message_timeout(job.run_options.hang_timeout_s)
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self._problem: str | None = None  # of the last checkpoint
+        self._told = [0, 0]  # losses and evaluations of this worker that are in the log
+        self._log: RunLog | None = None  # on rank 0
+        self.past = Past()  # on rank 0: what is known of the run from before its workers were started again
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
         self._start = self._agree()
@@ -106,6 +113,7 @@ class Checkpointer:
         """
         path = self.resumed_from
         if path is None:
+            self._begin_log(0)
             return 0
         self._heart.enter("reading the checkpoint")
         index = load_index(path)
@@ -120,10 +128,22 @@ class Checkpointer:
                     stateful.load_state_dict(
                         scheduler_state(path, index, name, groups, stage=own.stage, learning_rate_factor=factor)
                     )
-        return position(index, path, self._data)
+        first = position(index, path, self._data)
+        self._begin_log(first)
+        return first
 
-    def save(self, minibatch: int) -> None:
+    def save(
+        self,
+        minibatch: int,
+        losses: Sequence[tuple[int, float]] = (),
+        evaluations: Sequence[Evaluation] = (),
+    ) -> None:
         """Write a checkpoint after `minibatch` minibatches; where that fails, the older ones are kept.
+
+        Args:
+            minibatch: where the pipeline has drained.
+            losses: all (minibatch, part of its loss) that this worker has seen.
+            evaluations: all that it has.
 
         Raises:
             InputError: when the model or optimizer keeps what no checkpoint can hold.
@@ -131,11 +151,20 @@ class Checkpointer:
         began_s = time.perf_counter()
         folder = self._folder / partial_name(minibatch, self._start.token)
         self._heart.enter("writing a checkpoint")
+        parts: tuple[StagePart, ...] = ()
+        problem = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written = _Written(parts=tuple(write_part(folder, own) for own in self._stages if has_part(own)))
+            parts = tuple(write_part(folder, own) for own in self._stages if has_part(own))
         except OSError as cause:
-            written = _Written(parts=(), problem=f"worker {self._rank}: {cause.strerror or cause}")
+            problem = f"worker {self._rank}: {cause.strerror or cause}"
+        written = _Written(
+            parts=parts,
+            losses=encode_losses(losses[self._told[0] :]).decode(),
+            evaluations=tuple(evaluations[self._told[1] :]),
+            problem=problem,
+        )
+        self._told = [len(losses), len(evaluations)]
         self._heart.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(written.model_dump_json().encode(), _CPU, self._group)
         if self._rank == 0:
@@ -192,10 +221,21 @@ class Checkpointer:
                 hint="choose another --checkpoint-folder",
             ) from None
 
+    def _begin_log(self, first: int) -> None:
+        if self._rank == 0 and self._job.checkpoints.every is not None:
+            self._log = RunLog(self._folder, self._job.run)
+            self.past = self._log.begin(first, again=self._job.started_again)
+
     def _complete(self, minibatch: int, folder: Path, replies: list[_Written]) -> None:
         self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
+        assert self._log is not None
+        self._log.note(
+            merge_losses(reply.losses.encode() for reply in replies),
+            [evaluation for reply in replies for evaluation in reply.evaluations],
+        )
         if self._problem is None:
             try:
+                self._log.append(minibatch)
                 parts = [part for reply in replies for part in reply.parts]
                 save_record(self._index(minibatch, parts), folder / INDEX)
                 sync_folder(folder)

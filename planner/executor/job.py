@@ -65,6 +65,8 @@ class Job(Record):
     defer_weights: bool = False  # each worker makes the weights of its own stage alone
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
+    run: str = ""  # tells runs apart; all starts of a run have the same
+    started_again: bool = False  # after a failure
     result_path: str | None = None  # where rank 0 leaves the result for the launching process
     failure_folder: str | None = None  # where a failing worker leaves its reason, and all of them what they do
 
@@ -98,13 +100,17 @@ class Evaluation(Record):
 
 
 class TrainResult(Record):
-    """What a run measured, beside what the plan predicted."""
+    """What a run measured, beside what the plan predicted.
+
+    Where workers were started again, losses and evaluations are those of the whole run, and what is measured is since
+    the last start.
+    """
 
     config: str
     schedule: str  # the plan's schedule, or "data-parallel"
     workers: int
     minibatches: int  # trained in this run
-    first_minibatch: int = 0  # those before it were trained in earlier runs
+    first_minibatch: int = 0  # those before it were trained in earlier runs, or before the last restart
     minibatch_size: int
     samples: int
     seconds: float  # the whole run, start-up and drain included
@@ -116,7 +122,7 @@ class TrainResult(Record):
     reports: tuple[WorkerReport, ...]
     saved_weights: str | None = None
     resumed_from: str | None = None  # checkpoint
-    restarts: tuple[str, ...] = ()  # why the workers were started again; what is measured is since the last time
+    restarts: tuple[str, ...] = ()  # why the workers were started again
     checkpoint: str | None = None  # the newest that this run wrote
     checkpoint_s: float = 0.0  # seconds in which worker 0 wrote checkpoints or waited for their other parts
 

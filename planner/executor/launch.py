@@ -38,13 +38,14 @@ def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainRe
         on_restart: told why, each time before the workers start again from the last complete checkpoint.
 
     Returns:
-        What rank 0 measured since the last start.
+        What rank 0 measured since the last start, with the losses of the whole run.
 
     Raises:
         PlannerError: why the first worker failed; all others have ended by then.
     """
     allowed = job.run_options.max_restarts
     reasons: list[str] = []
+    job = job.model_copy(update={"run": uuid.uuid4().hex})
     while True:
         try:
             return _run(job).model_copy(update={"restarts": tuple(reasons)})

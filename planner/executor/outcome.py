@@ -14,6 +14,7 @@ from planner.executor.data import BatchSource
 from planner.executor.job import Evaluation, Job, Loss, TrainResult, WorkerReport
 from planner.executor.measure import steady_state
 from planner.executor.replica import StageReplica
+from planner.executor.run_log import Past
 from planner.executor.worker import Worker, WorkerLog
 from planner.plan_file import Plan
 from planner.schedule.instructions import Unit
@@ -62,8 +63,9 @@ class Gathered:
     def result(
         self, job: Job, data: BatchSource, first: int, seconds: float, checkpointer: Checkpointer | None
     ) -> TrainResult:
-        """The result of a run from minibatch `first` on that took `seconds`."""
+        """The result of a run that was started at minibatch `first` and took `seconds` from there."""
         plan, minibatches = job.plan, data.minibatches(job.steps, job.epochs)
+        past = Past() if checkpointer is None else checkpointer.past
         assert plan.microbatch_size is not None
         last = plan.stages[-1].ranks
         return TrainResult(
@@ -78,8 +80,8 @@ class Gathered:
             samples_per_s=sum(report.samples_per_s for report in self.reports if report.rank in last),
             predicted_samples_per_s=plan.predicted.samples_per_s,
             random_data=data.random,
-            losses=self.losses,
-            evaluations=self.evaluations,
+            losses=(*past.losses, *self.losses),
+            evaluations=(*past.evaluations, *self.evaluations),
             reports=self.reports,
             saved_weights=job.save_weights,
             resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,

@@ -38,4 +38,5 @@ def after_failure(job: Job) -> Job:
     options = job.checkpoints
     if options.every is None or not complete(Path(options.folder)):
         return job
-    return job.model_copy(update={"checkpoints": options.model_copy(update={"resume": AUTO})})
+    options = options.model_copy(update={"resume": AUTO})
+    return job.model_copy(update={"checkpoints": options, "started_again": True})

@@ -63,7 +63,9 @@ def check_same_job(job: Job, wire: torch.device) -> None:
     Raises:
         PlanError: when hosts were given different plans or options.
     """
-    own: dict[str, bool | set[str]] = dict.fromkeys(("model", "result_path", "failure_folder", "show_progress"), True)
+    own: dict[str, bool | set[str]] = dict.fromkeys(
+        ("model", "run", "result_path", "failure_folder", "show_progress"), True
+    )
     own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # which each host may have its own of
     text = f"{__version__} {torch.__version__} {job.model_dump_json(exclude=own)}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -179,13 +179,13 @@ class TrainingRun:
         self, on_progress: ProgressCallback | None, on_timeline: Callable[[Timeline], None] | None = None
     ) -> TrainResult | None:
         """Train, and gather what all workers measured on rank 0."""
-        if self.rank == self.plan.stages[-1].ranks[0]:
-            folder = self.job.options.tensorboard
-            written = tensorboard(folder) if folder is not None else None
-            on_progress = all_of(on_progress, hook(self.model_file), written)
         groups = LinkGroups.create(self.shape, self._new_group, tags=self.place.backend == "gloo")
         replicas = self._replica_groups()
         checkpointer = self._restore()
+        if self.rank == self.plan.stages[-1].ranks[0]:
+            folder = self.job.options.tensorboard
+            written = tensorboard(folder, self.first) if folder is not None else None
+            on_progress = all_of(on_progress, hook(self.model_file), written)
         states = (tensor for module in self.modules.values() for tensor in module.state_dict().values())
         weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
         peak = PeakMemory(self.place.compute, already_bytes=weights_bytes)
@@ -212,7 +212,7 @@ class TrainingRun:
                 replica.versions.restart()
             self._train(worker, evaluator, on_progress, first, last)
             if self.job.checkpoints.every is not None and checkpointer is not None:
-                checkpointer.save(last)
+                checkpointer.save(last, worker.log.losses, [] if evaluator is None else evaluator.done)
         self.heart.enter("waiting for the last messages", meeting=True)
         links.drain()
         dist.barrier()

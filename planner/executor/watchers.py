@@ -26,13 +26,17 @@ def hook(model_file: ModelFile) -> ProgressCallback | None:
     return call
 
 
-def tensorboard(folder: str) -> ProgressCallback:
+def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
     """Writes losses, rates and evaluations for TensorBoard.
+
+    Args:
+        folder: where to.
+        first: minibatch that the run goes on from: what is there of later ones is done again, and no longer shown.
 
     Raises:
         InputError: when TensorBoard is not installed.
     """
-    writer = _writer(folder)
+    writer = _writer(folder, first + 1 if first else None)
     newest = -EVERY_MINIBATCHES
 
     def write(progress: Progress) -> None:
@@ -82,5 +86,5 @@ def check_tensorboard() -> Callable[..., Any]:
     return writer
 
 
-def _writer(folder: str) -> Any:
-    return check_tensorboard()(folder)
+def _writer(folder: str, purge_step: int | None) -> Any:
+    return check_tensorboard()(folder, purge_step=purge_step)

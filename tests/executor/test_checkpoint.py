@@ -26,6 +26,7 @@ from planner.executor.checkpoint_write import Restorable, write_part
 from planner.executor.heartbeat import Heart
 from planner.executor.job import CheckpointOptions, Job
 from planner.executor.optimizer_state import take_state
+from planner.executor.run_log import FILE, RunLog
 from planner.files import save_record
 from planner.model.file import ModelFile, load_model_file
 from planner.model.graph import LayerGraph
@@ -260,6 +261,10 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 class _CrashError(BaseException):
     """The process ends here."""
 
@@ -290,19 +295,23 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
 
         return call
 
-    Checkpointer(job, split.stages, data, Heart()).save(5)
+    checkpointer = Checkpointer(job, split.stages, data, Heart())
+    checkpointer.restore()
+    checkpointer.save(5)
     contents, minibatch = {5: split.content()}, 10
     while not done:
         crash_at += 1
-        split.train()
-        contents[minibatch] = split.content()
         calls = 0
         with monkeypatch.context() as patch:
             for owner, name in ((os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "unlink")):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
             try:
-                Checkpointer(job, split.stages, data, Heart()).save(minibatch)
+                checkpointer = Checkpointer(job, split.stages, data, Heart())
+                checkpointer.restore()
+                split.train()
+                contents[minibatch] = split.content()
+                checkpointer.save(minibatch)
                 done = True
             except _CrashError:
                 pass
@@ -315,7 +324,7 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         assert_equal(split.content(), contents[resumed])
         minibatch = resumed + 5
     assert crash_at > 8
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == [f"step-{minibatch - 5:08}"]
+    assert names(tmp_path / "folder") == [FILE, f"step-{minibatch - 5:08}"]
 
 
 def test_a_full_disk_keeps_the_older_checkpoints_and_training(
@@ -329,7 +338,9 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     checkpointer = Checkpointer(
         Job(model=str(path), plan=plan, steps=50, checkpoints=options), split.stages, DataPosition(4, None), Heart()
     )
-    checkpointer.save(5)
+    checkpointer.restore()
+    losses = [(minibatch, minibatch / 2) for minibatch in range(15)]
+    checkpointer.save(5, losses[:5])
     checkpointer.check_last()
 
     def full(descriptor: int) -> None:
@@ -337,15 +348,17 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        checkpointer.save(10)
+        checkpointer.save(10, losses[:10])
     assert "the checkpoint after minibatch 10 could not be written" in caplog.text
     assert "No space left on device" in caplog.text
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["step-00000005"]
+    assert names(tmp_path / "folder") == [FILE, "step-00000005"]
     with pytest.raises(PlannerError, match=r"the run ended, but its last checkpoint could not .*step-00000005"):
         checkpointer.check_last()
-    checkpointer.save(15)
+    checkpointer.save(15, losses)
     checkpointer.check_last()
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["step-00000015"]
+    assert names(tmp_path / "folder") == [FILE, "step-00000015"]
+    past = RunLog(tmp_path / "folder", "").begin(15, again=True)
+    assert [(loss.minibatch, loss.loss) for loss in past.losses] == losses
 
 
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
