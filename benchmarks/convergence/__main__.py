@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,20 +18,24 @@ from benchmarks.convergence import characters, digits
 from benchmarks.convergence.picture import curves_svg
 from planner.api import estimate, train
 from planner.cluster import flat_cluster
+from planner.executor.data import make_batches
 from planner.executor.job import TrainingOptions
 from planner.model.file import load_model_file
 from planner.plan_file import Plan, ScheduleName, SolverReport
 from planner.pricing import Ledger, price
 from planner.profile_file import Profile
+from planner.schedule.instructions import Unit
 from planner.solver.assemble import assemble
 from planner.solver.baselines import equal_layers
 from planner.solver.vertical_sync import synced_price
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
 DOCS = HERE.parents[1] / "docs" / "images"
 STAGES, MICROBATCHES, SEED = 4, 4, 0
 ACCURACY, WITHIN = 0.97, 0.02
 DIVIDED: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
+ONE_PROCESS = "one process"
 SCHEDULES = ("1f1b", "1f1b, vertical sync", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive")
 
 
@@ -44,6 +49,14 @@ class Curve:
     accuracy: float | None
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The curves of a model, and how it was trained."""
+
+    setting: str
+    curves: list[Curve]
+
+
 def main() -> None:
     """Run, print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -51,29 +64,61 @@ def main() -> None:
         "--save", action="store_true", help="write results.json, results.md and the pictures of the docs"
     )
     parser.add_argument("--models", default="digits,characters")
-    parser.add_argument("--schedules", default=";".join(SCHEDULES), help="separated by semicolons")
+    parser.add_argument(
+        "--schedules",
+        default=";".join((ONE_PROCESS, *SCHEDULES)),
+        help="separated by semicolons; --save keeps the other curves that results.json has of the same setting",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = {}
-    lines = ["| model | schedule | held-out loss | against one process | accuracy | |", "|---|---|---|---|---|---|"]
+    results = read_results()
     for module in (digits, characters):
         name = module.__name__.rpartition(".")[2]
         if name not in args.models.split(","):
             continue
-        curves = [one_process(module)]
         for schedule in args.schedules.split(";"):
-            curves.append(in_pipeline(module, schedule))
-            print(name, schedule, curves[-1].losses[-1], curves[-1].accuracy, flush=True)
-        lines += list(table(name, curves))
-        results[name] = [asdict(curve) for curve in curves]
-        if args.save:
-            DOCS.mkdir(parents=True, exist_ok=True)
-            title = f"{name}: held-out loss, {STAGES} stages"
-            (DOCS / f"convergence-{name}.svg").write_text(curves_svg(title, curves_of(curves)), encoding="utf-8")
-    print("\n".join(lines))
-    if args.save:
-        (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (HERE / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            curve = one_process(module) if schedule == ONE_PROCESS else in_pipeline(module, schedule)
+            print(name, schedule, curve.losses[-1], curve.accuracy, flush=True)
+            known = results.get(name)
+            kept = known.curves if known is not None and known.setting == module.SETTING else []
+            results[name] = Measured(module.SETTING, ordered([*(c for c in kept if c.name != schedule), curve]))
+            if args.save:
+                save(results)
+    print(markdown(results))
+
+
+def ordered(curves: list[Curve]) -> list[Curve]:
+    """One process first, then as `SCHEDULES`."""
+    names = (ONE_PROCESS, *SCHEDULES)
+    return sorted(curves, key=lambda curve: names.index(curve.name))
+
+
+def read_results() -> dict[str, Measured]:
+    """What results.json has."""
+    if not RESULTS.exists():
+        return {}
+    content = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {
+        name: Measured(each["setting"], [Curve(**curve) for curve in each["curves"]]) for name, each in content.items()
+    }
+
+
+def save(results: dict[str, Measured]) -> None:
+    """Write all files."""
+    content = json.dumps({name: asdict(each) for name, each in results.items()}, indent=1)
+    RESULTS.write_text(content + "\n", encoding="utf-8")
+    (HERE / "results.md").write_text(markdown(results) + "\n", encoding="utf-8")
+    DOCS.mkdir(parents=True, exist_ok=True)
+    for name, each in results.items():
+        picture = curves_svg(f"{name}: held-out loss, {STAGES} stages", curves_of(each.curves))
+        (DOCS / f"convergence-{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def markdown(results: dict[str, Measured]) -> str:
+    """The table of all that was measured."""
+    head = ["| model | schedule | held-out loss | against one process | accuracy | |", "|---|---|---|---|---|---|"]
+    rows = [row for name, each in results.items() for row in table(name, each.curves)]
+    return "\n".join([*head, *rows, "", *(f"{name}: {each.setting}.\n" for name, each in results.items())]).rstrip()
 
 
 def curves_of(curves: list[Curve]) -> dict[str, list[tuple[float, float]]]:
@@ -83,7 +128,7 @@ def curves_of(curves: list[Curve]) -> dict[str, list[tuple[float, float]]]:
 
 def table(name: str, curves: list[Curve]) -> Iterator[str]:
     """A row per schedule; the last column says whether the aim is reached."""
-    reference = curves[0].losses[-1]
+    reference = curves[0].losses[-1] if curves[0].name == ONE_PROCESS else math.nan
     for curve in curves:
         loss, accuracy = curve.losses[-1], curve.accuracy
         if accuracy is None:
@@ -123,28 +168,27 @@ def make_plan(module: ModuleType, schedule: ScheduleName, *, vertical_sync: bool
 
 
 def one_process(module: ModuleType) -> Curve:
-    """Plain PyTorch, on the same data in another order."""
-    torch.manual_seed(SEED)
+    """A plain loop: the same weights at first, and the same minibatches."""
     file = load_model_file(str(module.__file__))
+    torch.manual_seed(SEED)
     model = file.build_model()
     optimizer = file.optimizer(dict(model.named_parameters()))
     scheduler = file.scheduler(optimizer)
     assert scheduler is not None
-    done, minibatches, losses, accuracy = 0, [], [], None
-    while done < module.MINIBATCHES:
-        for inputs, target in DataLoader(module.dataset(), module.MINIBATCH, shuffle=True, drop_last=True):
-            optimizer.zero_grad()
-            torch.autograd.backward(module.loss(model(inputs), target))
-            optimizer.step()
-            scheduler.step()
-            done += 1
-            if done % module.EVERY == 0 or done == module.MINIBATCHES:
-                loss, accuracy = evaluate(module, model, module.evaluation_dataset())
-                minibatches.append(done)
-                losses.append(loss)
-            if done == module.MINIBATCHES:
-                break
-    return Curve("one process", minibatches, losses, accuracy)
+    batches = make_batches(file, module.MINIBATCH, 1, SEED, drop_last=True)
+    minibatches, losses, accuracy = [], [], None
+    for minibatch in range(module.MINIBATCHES):
+        batch = batches.batch(Unit(minibatch))
+        optimizer.zero_grad()
+        torch.autograd.backward(module.loss(model(*batch.args), batch.target))
+        optimizer.step()
+        scheduler.step()
+        done = minibatch + 1
+        if done % module.EVERY == 0 or done == module.MINIBATCHES:
+            loss, accuracy = evaluate(module, model, module.evaluation_dataset())
+            minibatches.append(done)
+            losses.append(loss)
+    return Curve(ONE_PROCESS, minibatches, losses, accuracy)
 
 
 def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tuple[float, float | None]:

@@ -1,6 +1,6 @@
 """How fast are two processes on two cores, against one? See README.md in this folder.
 
-python -m benchmarks.two_cores --rounds 3 --seconds 8 -o results.json
+python -m benchmarks.two_cores --save
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.two_cores.aims import aims_markdown
 from benchmarks.two_cores.launch import Place, places, run_workers
-from benchmarks.two_cores.ours import Ours
+from benchmarks.two_cores.ours import UNSTASHED, Ours
+from benchmarks.two_cores.stashing import StashMemory, stash_memory
 from benchmarks.two_cores.table import Sample, markdown
 from planner.plan_file import ScheduleName, load_plan
 
 BATCH_SIZES = {"transformer": 16, "vgg_like": 32}
-MICROBATCHES = {"transformer": (4, 8), "vgg_like": (2, 4)}  # the better ones of 2, 4 and 8 for the baselines
-SYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b-flush", "gpipe")
+SYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b-flush", "zb-h1")
 TIMEOUT_S = 240.0
+HERE = Path(__file__).parent
+README, RESULTS, MARKER = HERE / "README.md", HERE / "results.json", "<!-- result -->"
 
 
 @dataclass(frozen=True)
@@ -43,40 +46,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(BATCH_SIZES), default=sorted(BATCH_SIZES))
     parser.add_argument("--networks", nargs="+", default=["loopback", "1gbit"], help="loopback, or a rate for tc")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="length of each measured window")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16], help="of the synchronous schedules")
+    parser.add_argument("--gpipe", action="store_true", help="measure GPipe, too: torch's and ours")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=2.5, help="length of each measured window")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name starts with one of these")
-    parser.add_argument("-o", "--output", type=Path, default=None, help="also write every sample as JSON")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the memory of weight stashing")
+    parser.add_argument("--save", action="store_true", help="write results.json, and the tables into the README")
     arguments = parser.parse_args()
     samples: list[Sample] = []
+    memory: list[StashMemory] = []
     with tempfile.TemporaryDirectory(prefix="two_cores-") as folder:
         for model in arguments.models:
             for link in arguments.networks:
+                # The microbatches' number matters as much on any network: the others have the first one alone.
+                counts = arguments.microbatches if link == arguments.networks[0] else arguments.microbatches[:1]
                 with places(link) as where:
-                    contenders = _contenders(model, link, where, arguments.seconds, Path(folder))
-                    chosen = [
-                        c for c in contenders if arguments.only is None or c.name.startswith(tuple(arguments.only))
-                    ]
-                    samples += _measure(model, link, chosen, arguments.rounds)
-    if arguments.output is not None:
-        content = {"environment": _environment(), "samples": [vars(sample) for sample in samples]}
-        arguments.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(_environment()))
-    print(markdown(samples))
+                    ours = Ours(model, link, BATCH_SIZES[model], where, arguments.seconds, Path(folder), TIMEOUT_S)
+                    contenders = _contenders(ours, counts, gpipe=arguments.gpipe)
+                    chosen = [each for each in contenders if each.name.startswith(tuple(arguments.only))]
+                    samples += _measure(ours, chosen, arguments.rounds)
+            if not arguments.no_memory:
+                memory.append(stash_memory(model, BATCH_SIZES[model], Path(folder)))
+    environment = _environment()
+    tables = f"{_described(environment, arguments)}\n\n{aims_markdown(samples, memory)}\n\n{markdown(samples)}"
+    print(tables)
+    if arguments.save:
+        content = {
+            "environment": environment,
+            "samples": [vars(sample) for sample in samples],
+            "memory": [vars(each) for each in memory],
+        }
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        head = README.read_text(encoding="utf-8").split(MARKER)[0]
+        README.write_text(f"{head}{MARKER}\n\n{tables}\n", encoding="utf-8")
 
 
-def _contenders(model: str, link: str, where: Sequence[Place], seconds: float, folder: Path) -> list[Contender]:
-    """All ways to train `model` between the two places, for one table."""
-    batch_size = BATCH_SIZES[model]
-    ours = Ours(model, link, batch_size, where, seconds, folder, TIMEOUT_S)
+def _contenders(ours: Ours, counts: Sequence[int], *, gpipe: bool) -> list[Contender]:
+    """All ways to train the model between the two places, for one table."""
+    where, batch_size = ours.where, ours.batch_size
     asynchronous = ours.straight("1f1b", 1)
-    solved = ours.solved()
     cut = ours.cut(asynchronous)
 
     def baseline(name: str, contestants: Sequence[Place], **options: int) -> Callable[[], dict[str, Any]]:
         flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-        flags += ["--model", model, "--batch-size", str(batch_size), "--seconds", str(seconds)]
-        return lambda: run_workers(contestants, "benchmarks.two_cores.worker", [name, *flags], TIMEOUT_S)
+        flags += ["--model", ours.model, "--batch-size", str(batch_size), "--seconds", str(ours.seconds)]
+        return lambda: run_workers(contestants, "benchmarks.two_cores.worker", [name, *flags], ours.timeout_s)
 
     found = [
         Contender("one process", baseline("plain", where[:1])),
@@ -84,36 +99,64 @@ def _contenders(model: str, link: str, where: Sequence[Place], seconds: float, f
         Contender("DDP", baseline("ddp", where)),
         Contender("DDP, a minibatch on each", baseline("ddp-each", where)),
         Contender("ours 1f1b", partial(ours.train, asynchronous)),
-        Contender(f"ours as solved ({load_plan(solved).config})", partial(ours.train, solved)),
+        Contender("ours 1f1b, weights not stashed", partial(ours.train, asynchronous, UNSTASHED)),
     ]
-    for count in MICROBATCHES[model]:
-        torch_options = {"cut": cut, "microbatches": count}
-        found += [
-            Contender(f"torch 1F1B, {count} microbatches", baseline("torch-1f1b", where, **torch_options)),
-            Contender(f"torch GPipe, {count} microbatches", baseline("torch-gpipe", where, **torch_options)),
-            Contender(
-                f"ours 1f1b-flush, {count} microbatches", partial(ours.train, ours.straight("1f1b-flush", count))
-            ),
-            Contender(f"ours gpipe, {count} microbatches", partial(ours.train, ours.straight("gpipe", count))),
-        ]
+    solved = ours.solved()
+    if load_plan(solved).config != load_plan(asynchronous).config:
+        found.append(Contender(f"ours as solved ({load_plan(solved).config})", partial(ours.train, solved)))
+    schedules: tuple[ScheduleName, ...] = (*SYNCHRONOUS, "gpipe") if gpipe else SYNCHRONOUS
+    for count in counts:
+        options = {"cut": cut, "microbatches": count}
+        found.append(Contender(f"torch 1F1B, {count} microbatches", baseline("torch-1f1b", where, **options)))
+        if gpipe:
+            found.append(Contender(f"torch GPipe, {count} microbatches", baseline("torch-gpipe", where, **options)))
+        for schedule in schedules:
+            plan = ours.straight(schedule, count)
+            found.append(Contender(f"ours {schedule}, {count} microbatches", partial(ours.train, plan)))
     return found
 
 
-def _measure(model: str, link: str, contenders: Sequence[Contender], rounds: int) -> list[Sample]:
+def _measure(ours: Ours, contenders: Sequence[Contender], rounds: int) -> list[Sample]:
     """Every contender once per round; each round starts with another one, so that none is always first."""
     samples = []
     for index in range(rounds):
         shift = index * len(contenders) // rounds
         for contender in (*contenders[shift:], *contenders[:shift]):
             result = contender.measure()
-            predicted = result.get("predicted_samples_per_s")
-            samples.append(Sample(model, link, contender.name, index, result["samples_per_s"], predicted))
+            sample = Sample(
+                ours.model,
+                ours.network,
+                contender.name,
+                index,
+                result["samples_per_s"],
+                result.get("predicted_samples_per_s"),
+                first_stage_s(result),
+            )
+            samples.append(sample)
             print(
-                f"{model}, {link}, round {index + 1}/{rounds}: {contender.name} {result['samples_per_s']:.1f}",
+                f"{ours.model}, {ours.network}, round {index + 1}/{rounds}: {contender.name} "
+                f"{result['samples_per_s']:.1f}",
                 file=sys.stderr,
                 flush=True,
             )
     return samples
+
+
+def first_stage_s(result: Mapping[str, Any]) -> float | None:
+    """Seconds that the first stage computes for a minibatch, from the result of `plan train`; None of a baseline's."""
+    if "reports" not in result:
+        return None
+    report = next(each for each in result["reports"] if each["stage"] == 0)
+    seconds: float = report["busy_share"] * result["minibatch_size"] / report["samples_per_s"]
+    return seconds
+
+
+def _described(environment: Mapping[str, str], arguments: argparse.Namespace) -> str:
+    """What the tables belong to, in a sentence."""
+    return (
+        f"{environment['date']}: {environment['cpu']}, {environment['system']}, Python {environment['python']}, torch "
+        f"{environment['torch']}, gloo. Samples/s, medians of {arguments.rounds} windows of {arguments.seconds:g} s."
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -22,6 +22,7 @@ from planner.units import parse_bandwidth
 
 LOOPBACK = "10Gbps"  # what a plan for the loopback assumes; neither model is near it
 WARM_UP_STEPS = 20
+STASHED, UNSTASHED = "planner", "benchmarks.two_cores.unstashed"  # modules to run
 
 
 @dataclass
@@ -43,12 +44,12 @@ class Ours:
 
     def cut(self, plan: Path) -> int:
         """Where the baselines are cut: where `plan`, for whole minibatches, is."""
-        return cut_of(load_plan(plan), load_profile(self._profile(1)))
+        return cut_of(load_plan(plan), load_profile(self.profile(1)))
 
     def solved(self) -> Path:
         """What `plan solve` finds best for two devices; returns the plan's path."""
         plan = self.folder / f"{self.model}-{self.network}.plan.json"
-        command = ["--gpus", str(len(CORES)), "--bandwidth", self._bandwidth, "--profile", str(self._profile(1))]
+        command = ["--gpus", str(len(CORES)), "--bandwidth", self._bandwidth, "--profile", str(self.profile(1))]
         _plan("solve", *command, "-o", str(plan))
         return plan
 
@@ -56,7 +57,7 @@ class Ours:
         """The best plan of two stages with one worker each; returns the plan's path."""
         plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"
         cluster = flat_cluster(len(CORES), parse_bandwidth(self._bandwidth))
-        save_plan(straight_plan(load_profile(self._profile(microbatches)), cluster, schedule, microbatches), plan)
+        save_plan(straight_plan(load_profile(self.profile(microbatches)), cluster, schedule, microbatches), plan)
         return plan
 
     @property
@@ -64,20 +65,20 @@ class Ours:
         """The network's, as `plan` writes it: tc's "1gbit" is "1Gbps"."""
         return LOOPBACK if self.network == "loopback" else self.network.replace("gbit", "Gbps").replace("mbit", "Mbps")
 
-    def _profile(self, microbatches: int) -> Path:
+    def profile(self, microbatches: int) -> Path:
         """The profile at the size of a microbatch, measured when it is first asked for."""
         size = self.batch_size // microbatches
         path = self.folder / f"{self.model}-{size}.profile.json"
         if not path.exists():
-            _plan("profile", str(self.model_file), "--batch-size", str(size), "-o", str(path))
+            _plan("profile", str(self.model_file), "--batch-size", str(size), "--seconds", "2", "-o", str(path))
         return path
 
-    def train(self, plan: Path) -> dict[str, Any]:
+    def train(self, plan: Path, module: str = STASHED) -> dict[str, Any]:
         """Train for about `seconds` after the start-up; the result of `plan train --json`."""
         predicted_s = load_plan(plan).predicted.seconds_per_minibatch
         steps = WARM_UP_STEPS + math.ceil(self.seconds / predicted_s)
         arguments = ["train", str(self.model_file), "--plan", str(plan), "--steps", str(steps), "--json"]
-        return run_workers(self.where, "planner", arguments, self.timeout_s)
+        return run_workers(self.where, module, arguments, self.timeout_s)
 
 
 def cut_of(plan: Plan, profile: Profile) -> int:

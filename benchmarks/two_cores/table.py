@@ -23,6 +23,7 @@ class Sample:
     round: int
     samples_per_s: float
     predicted_samples_per_s: float | None = None
+    first_stage_s: float | None = None  # computing of the first stage for a minibatch
 
 
 def markdown(samples: Sequence[Sample]) -> str:

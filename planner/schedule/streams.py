@@ -21,6 +21,7 @@ those that minibatch t - 2 left, whatever is there since.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -322,20 +323,29 @@ def _synchronous(shape: PipelineShape, stage: int, rank: int, minibatch: int) ->
 
 
 def _zero_bubble(shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
-    """As 1f1b-flush, but the gradients of weights come some backwards after those that other stages wait for."""
+    """As 1f1b-flush, but the gradients of weights come some backwards after those that other stages wait for.
+
+    That matters where the pipeline fills and where it drains. In between all workers are busy, and a backward in one
+    part computes less: it finds what it needs in the cache.
+    """
     units = [Unit(minibatch, microbatch) for microbatch in range(shape.microbatches)]
     mine = [unit for unit in units if shape.rank_of(stage, unit) == rank]
     ahead = min(shape.in_flight(stage), warm_up_depth([len(ranks) for ranks in shape.ranks], stage))
     behind = shape.in_flight(stage) - ahead
+    draining = max(1, shape.in_flight(stage) - 1)
+    waiting: deque[Unit] = deque()
     for is_forward, index in one_forward_one_backward(len(mine), ahead):
         if is_forward:
             yield from _forward(shape, stage, mine[index])
+        elif behind <= index < len(mine) - draining:
+            yield from _backward(shape, stage, mine[index], last_of_round=False)
         else:
             yield from _backward(shape, stage, mine[index], last_of_round=False, split=True)
-            if index >= behind:
-                yield BackwardWeight(stage, mine[index - behind], last_of_round=index - behind == len(mine) - 1)
-    for index in range(max(0, len(mine) - behind), len(mine)):
-        yield BackwardWeight(stage, mine[index], last_of_round=index == len(mine) - 1)
+            waiting.append(mine[index])
+            if len(waiting) > behind:
+                yield BackwardWeight(stage, waiting.popleft(), last_of_round=index == len(mine) - 1 and not waiting)
+    while waiting:
+        yield BackwardWeight(stage, waiting.popleft(), last_of_round=not waiting)
     yield from _finish_minibatch(shape, [stage], rank, minibatch)
 
 

@@ -1,0 +1,105 @@
+"""What weight stashing takes in memory: the same run with a version per minibatch in flight, and with one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.two_cores.launch import places, run_workers
+from benchmarks.two_cores.ours import STASHED, UNSTASHED, Ours
+from planner.cluster import flat_cluster
+from planner.plan_file import Plan, SolverReport, load_plan, save_plan
+from planner.pricing import Ledger, candidates, price
+from planner.profile_file import Profile, load_profile
+from planner.solver.assemble import assemble
+from planner.solver.states import uncut_groups
+
+IN_FLIGHT = 8
+STEPS = 3 * IN_FLIGHT
+TIMEOUT_S = 120.0
+# glibc gives every larger block back to the system when it is freed, so that the resident size is what is in use.
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+@dataclass(frozen=True)
+class StashMemory:
+    """Peaks of a first stage that holds nearly all of a model, in bytes."""
+
+    model: str
+    weight_bytes: int  # of the stage
+    versions: int
+    stashed_bytes: int
+    unstashed_bytes: int
+
+    @property
+    def measured_bytes(self) -> int:
+        """What the versions beside the newest took."""
+        return self.stashed_bytes - self.unstashed_bytes
+
+    @property
+    def formula_bytes(self) -> int:
+        """(d - 1) W: a version for each of the d minibatches in flight, the newest one among them."""
+        return (self.versions - 1) * self.weight_bytes
+
+
+def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
+    """Measure both runs of `model`."""
+    with places("loopback") as where, _environment(RETURNED):
+        ours = Ours(model, "loopback", batch_size, where, 0.0, folder, TIMEOUT_S)
+        profile = load_profile(ours.profile(1))
+        path = folder / f"{model}-deep.plan.json"
+        save_plan(deep_plan(profile), path)
+        arguments = ["train", str(ours.model_file), "--plan", str(path), "--steps", str(STEPS), "--json"]
+        first = []
+        for module in (STASHED, UNSTASHED):
+            result = run_workers(where, module, arguments, TIMEOUT_S)
+            first.append(next(report for report in result["reports"] if report["stage"] == 0))
+    return _compared(model, profile, load_plan(path), first)
+
+
+def deep_plan(profile: Profile) -> Plan:
+    """All layers but the last few in the first stage, with so many minibatches in flight that their versions show."""
+    ledger = Ledger(profile)
+    groups = uncut_groups(ledger)
+    total = sum(layer.weight_bytes for layer in profile.layers)
+
+    def weights_after(cut: int) -> int:
+        return sum(profile.layers[layer].weight_bytes for group in groups[cut:] for layer in group)
+
+    cut = next(cut for cut in range(1, len(groups)) if weights_after(cut) < 0.2 * total)
+    stages = candidates([[i for group in part for i in group] for part in (groups[:cut], groups[cut:])], (1, 1))
+    cluster = flat_cluster(2, 1e9)
+    cost = price(ledger, stages, cluster, schedule="1f1b", microbatches=1)
+    report = SolverReport(
+        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
+    )
+    plan = assemble(ledger, cluster, stages, cost, "1f1b", 1, report)
+    first, last = plan.stages
+    return plan.model_copy(update={"stages": (first.model_copy(update={"in_flight": IN_FLIGHT}), last)})
+
+
+def _compared(model: str, profile: Profile, plan: Plan, first: list[dict[str, Any]]) -> StashMemory:
+    weight_bytes = sum(layer.weight_bytes for layer in profile.layers if layer.name in plan.stages[0].layers)
+    stashed, unstashed = first
+    return StashMemory(
+        model,
+        weight_bytes,
+        versions=stashed["weight_versions"],
+        stashed_bytes=stashed["peak_memory_bytes"],
+        unstashed_bytes=unstashed["peak_memory_bytes"],
+    )
+
+
+@contextmanager
+def _environment(added: dict[str, str]) -> Iterator[None]:
+    """The workers inherit it."""
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
