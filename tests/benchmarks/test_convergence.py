@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.convergence import __main__ as command
 from benchmarks.convergence import characters, digits
-from benchmarks.convergence.__main__ import Curve, curves_of, make_plan, table
+from benchmarks.convergence.__main__ import Curve, Measured, curves_of, make_plan, ordered, read_results, save, table
 from benchmarks.convergence.picture import curves_svg
 
 CURVES = [Curve("one process", [10, 20], [2.0, 1.0], None), Curve("1f1b & co", [10, 20], [2.1, 1.03], None)]
@@ -27,6 +29,19 @@ def test_the_table_says_what_is_missed() -> None:
     assert rows[1] == "| characters | 1f1b & co | 1.0300 | +3.0% |  | missed |"
     (row,) = table("digits", [Curve("one process", [1], [0.1], 0.98)])
     assert "98.0% | reached" in row
+
+
+def test_results_are_kept_from_one_command_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "HERE", tmp_path)
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(command, "DOCS", tmp_path / "images")
+    assert read_results() == {}
+    results = {"characters": Measured("AdamW", ordered([Curve("naive", [10], [1.0], None), CURVES[0]]))}
+    save(results)
+    assert read_results() == results
+    assert [curve.name for curve in results["characters"].curves] == ["one process", "naive"]
+    assert (tmp_path / "images" / "convergence-characters.svg").exists()
+    assert (tmp_path / "results.md").read_text().endswith("characters: AdamW.\n")
 
 
 def test_held_out_text_is_not_trained_on() -> None:
