@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16], help="of the synchronous schedules")
     parser.add_argument("--gpipe", action="store_true", help="measure GPipe, too: torch's and ours")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=2.5, help="length of each measured window")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measured window")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name starts with one of these")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory of weight stashing")
     parser.add_argument("--save", action="store_true", help="write results.json, and the tables into the README")
@@ -59,11 +59,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="two_cores-") as folder:
         for model in arguments.models:
             for link in arguments.networks:
-                # The microbatches' number matters as much on any network: the others have the first one alone.
-                counts = arguments.microbatches if link == arguments.networks[0] else arguments.microbatches[:1]
+                # What hardly depends on the network is measured over the first one alone.
+                whole = link == arguments.networks[0]
+                counts = arguments.microbatches if whole else arguments.microbatches[:1]
                 with places(link) as where:
                     ours = Ours(model, link, BATCH_SIZES[model], where, arguments.seconds, Path(folder), TIMEOUT_S)
-                    contenders = _contenders(ours, counts, gpipe=arguments.gpipe)
+                    contenders = _contenders(ours, counts, whole=whole, gpipe=arguments.gpipe)
                     chosen = [each for each in contenders if each.name.startswith(tuple(arguments.only))]
                     samples += _measure(ours, chosen, arguments.rounds)
             if not arguments.no_memory:
@@ -82,7 +83,7 @@ def main() -> None:
         README.write_text(f"{head}{MARKER}\n\n{tables}\n", encoding="utf-8")
 
 
-def _contenders(ours: Ours, counts: Sequence[int], *, gpipe: bool) -> list[Contender]:
+def _contenders(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> list[Contender]:
     """All ways to train the model between the two places, for one table."""
     where, batch_size = ours.where, ours.batch_size
     asynchronous = ours.straight("1f1b", 1)
@@ -93,14 +94,16 @@ def _contenders(ours: Ours, counts: Sequence[int], *, gpipe: bool) -> list[Conte
         flags += ["--model", ours.model, "--batch-size", str(batch_size), "--seconds", str(ours.seconds)]
         return lambda: run_workers(contestants, "benchmarks.two_cores.worker", [name, *flags], ours.timeout_s)
 
-    found = [
-        Contender("one process", baseline("plain", where[:1])),
-        Contender("two processes that share nothing", baseline("plain", where)),
+    found = [Contender("one process", baseline("plain", where[:1]))]
+    if whole:
+        found.append(Contender("two processes that share nothing", baseline("plain", where)))
+    found += [
         Contender("DDP", baseline("ddp", where)),
         Contender("DDP, a minibatch on each", baseline("ddp-each", where)),
         Contender("ours 1f1b", partial(ours.train, asynchronous)),
-        Contender("ours 1f1b, weights not stashed", partial(ours.train, asynchronous, UNSTASHED)),
     ]
+    if whole:
+        found.append(Contender("ours 1f1b, weights not stashed", partial(ours.train, asynchronous, UNSTASHED)))
     solved = ours.solved()
     if load_plan(solved).config != load_plan(asynchronous).config:
         found.append(Contender(f"ours as solved ({load_plan(solved).config})", partial(ours.train, solved)))

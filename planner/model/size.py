@@ -29,6 +29,7 @@ def evaluate_number(expression: sympy.Expr, batch_size: int) -> int | float | bo
     return int(number) if number.is_integer else float(number)
 
 
+@lru_cache(maxsize=4096)
 def samples_in(size: Size, value: int) -> int | None:
     """The batch size at which `size`, a multiple of it, comes to `value`; None when the size says nothing of it."""
     if isinstance(size, int):
