@@ -79,6 +79,8 @@ def main() -> None:
         for schedule in args.schedules.split(";"):
             curve = one_process(module) if schedule == ONE_PROCESS else in_pipeline(module, schedule)
             print(name, schedule, curve.losses[-1], curve.accuracy, flush=True)
+            if args.save:
+                results = read_results()  # another command may have written it since
             known = results.get(name)
             kept = known.curves if known is not None and known.setting == module.SETTING else []
             results[name] = Measured(module.SETTING, ordered([*(c for c in kept if c.name != schedule), curve]))
