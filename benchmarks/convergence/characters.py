@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-MINIBATCHES, MINIBATCH, EVERY = 1600, 32, 200
-LEARNING_RATE, BETAS, WEIGHT_DECAY = 3e-3, (0.0, 0.98), 0.01
+MINIBATCHES, MINIBATCH, EVERY = 2400, 32, 300
+LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.0, 0.98), 0.01
 SETTING = (
     f"{MINIBATCHES} minibatches of {MINIBATCH} windows, AdamW with betas {BETAS}, learning rate up to {LEARNING_RATE}, "
     "warm-up over a tenth, then down along a line"
