@@ -13,13 +13,17 @@ _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 
 def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """A line for each curve of (minibatches, loss)."""
+    """A line for each curve of (minibatches, loss); the axis begins at zero unless that hides the differences."""
     points = [point for curve in curves.values() for point in curve]
-    right, top = max(x for x, _ in points), max(y for _, y in points) * 1.05
+    right, top, least = max(x for x, _ in points), max(y for _, y in points), min(y for _, y in points)
+    low = 0.0 if least < top / 3 else least - (top - least) / 10
+    top += (top - low) / 20
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         x, y = point
-        return LEFT + (WIDTH - LEFT - RIGHT) * x / right, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * y / top
+        return LEFT + (WIDTH - LEFT - RIGHT) * x / right, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - low) / (
+            top - low
+        )
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
@@ -28,9 +32,9 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         _text(LEFT, HEIGHT - 20, "minibatches", 13),
     ]
     for step in range(6):
-        x, y = place((right * step / 5, top * step / 5))
+        x, y = place((right * step / 5, low + (top - low) * step / 5))
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(_text(24, y + 4, f"{top * step / 5:.2f}", 12))
+        parts.append(_text(24, y + 4, f"{low + (top - low) * step / 5:.2f}", 12))
         parts.append(_text(x - 12, HEIGHT - BOTTOM + 20, f"{right * step / 5:.0f}", 12))
     for number, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
