@@ -21,9 +21,8 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         x, y = point
-        return LEFT + (WIDTH - LEFT - RIGHT) * x / right, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - low) / (
-            top - low
-        )
+        along, up = x / right, (y - low) / (top - low)
+        return LEFT + (WIDTH - LEFT - RIGHT) * along, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
