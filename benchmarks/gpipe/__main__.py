@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="*", choices=PARTS, default=PARTS, help="these only, or none; the rest stays as kept"
     )
-    parser.add_argument("--models", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="of throughput")
+    parser.add_argument("--models", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="these only")
     parser.add_argument("--save", action="store_true", help="write results.json, results.md and the page in docs/")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def main() -> None:
             case "simulated":
                 simulate(arguments.models, results)
             case "largest":
-                fit(results)
+                fit(arguments.models, results)
             case _:
                 run(arguments.models, results)
     results.show(tables(results))
@@ -64,14 +64,16 @@ def run(models: list[str], results: Results) -> None:
                     results.add("run", key, throughput.run_setting(bed, profile, k, m, Path(folder) / key))
 
 
-def fit(results: Results) -> None:
+def fit(models: list[str], results: Results) -> None:
     """All published sizes."""
-    for column in largest.AMOEBANETS:
-        _say("largest", f"AmoebaNet-D {column.size}")
-        results.add("largest", largest.key("AmoebaNet-D", column), largest.fit_amoebanet(column))
-    for column in largest.TRANSFORMERS:
-        _say("largest", f"Transformer-L {column.size}")
-        results.add("largest", largest.key("Transformer-L", column), largest.fit_transformer(column))
+    if "transformer" in models:
+        for column in largest.TRANSFORMERS:
+            _say("largest", f"Transformer-L {column.size}")
+            results.add("largest", largest.key("Transformer-L", column), largest.fit_transformer(column))
+    if "amoebanet" in models:
+        for column in largest.AMOEBANETS:
+            _say("largest", f"AmoebaNet-D {column.size}")
+            results.add("largest", largest.key("AmoebaNet-D", column), largest.fit_amoebanet(column))
 
 
 def tables(results: Results) -> str:

@@ -96,15 +96,16 @@ def fit_transformer(column: Published) -> Fit:
             return unsplit(lambda count: transformer_profile(layers, count), TRANSFORMER_BYTES, SENTENCES)
         case 1:
             fit = _whole(layers, samples)
-            largest = next(n for n in range(BLOCKS, 0, -1) if _whole(n, samples).fullest_bytes <= TRANSFORMER_BYTES)
+            one, two = (_whole(count, samples).fullest_bytes for count in (1, 2))
+            largest = 1 + (TRANSFORMER_BYTES - one) // (two - one)
         case count:
             blocks = Blocks(transformer_profile(BLOCKS, samples), BLOCKS)
             each = -(-layers // count)
             middle = [blocks.middle(each)] * (count - 2)
             stages = [blocks.first(each), *middle, blocks.last(layers - each * (count - 1))]
-            made_of_blocks = parameters_of(transformer_profile(1, samples)), parameters_of(blocks.ledger.profile)
-            of_block = (made_of_blocks[1] - made_of_blocks[0]) // (BLOCKS - 1)
-            fit = _fit(made_of_blocks[0] + (layers - 1) * of_block, stages, samples)
+            single = parameters_of(transformer_profile(1, samples))
+            of_block = (parameters_of(blocks.ledger.profile) - single) // (BLOCKS - 1)
+            fit = _fit(single + (layers - 1) * of_block, stages, samples)
             ends = sum(_most(make, TRANSFORMER_BYTES) for make in (blocks.first, blocks.last))
             largest = ends + (count - 2) * _most(blocks.middle, TRANSFORMER_BYTES)
     return Fit(**{**vars(fit), "largest": largest})
@@ -174,11 +175,8 @@ def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -
         every = Candidate(frozenset(), frozenset(range(len(profile.layers))), 1)
         return _fit(parameters_of(profile), [stage_memory(Ledger(profile).footprint(every), 1, 1)], samples)
 
-    low, high = 1, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle).fullest_bytes <= limit_bytes else (low, middle)
-    return fit(low)
+    one, two = fit(1).fullest_bytes, fit(2).fullest_bytes  # bytes grow evenly with the samples
+    return fit(min(max(1, 1 + (limit_bytes - one) // (two - one)), most))
 
 
 def _whole(layers: int, samples: int) -> Fit:
