@@ -1,8 +1,8 @@
-"""Time and memory of a stage: the one place that knows the formulas.
+"""The time of a stage under asynchronous schedules: three cost models with one interface, and what they share.
 
 A candidate stage is described by its `Work` (seconds and bytes per microbatch, before replication) and its
-`Footprint` (bytes it holds). Fields are numpy arrays, so that one call answers for one stage or for thousands. Three
-cost models share one interface; see the classes for the formulas and their sources.
+`Footprint` (bytes it holds). See the classes for the formulas and their sources; those of schedules that drain are in
+`planner.cost_drained`.
 
 Legend:  F forward, Bw backward, U update, R recomputation seconds;  W trainable bytes;  r replicas;  B bytes/s;
 a latency in s.
@@ -11,7 +11,7 @@ a latency in s.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -20,9 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cluster import Cluster
 from planner.errors import InputError
 from planner.plan_file import CostModelName, ScheduleName
+from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_for_memory
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 # Whether stages keep what their backward needs, or run their forward again: where memory demands it, never, always.
 RecomputeRule = Literal["auto", "never", "always"]
 Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
@@ -35,13 +34,11 @@ DIVIDED: tuple[ScheduleName, ...] = (
     "2bw",
     "interleaved",
 )  # several microbatches per minibatch
-IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
 # Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.
 BUCKETS = 6
 # Part of a backward that is for the weights' gradients. Profiles do not know it; where layers are products of matrices
 # both parts are one product each. Measured on Transformer layers on a CPU: 46 to 47%.
 WEIGHT_SHARE = 0.5
-POSTED = 2  # messages per link held at once: one in use and one on its way
 # Closed forms are rounded with this slack, then checked with the formula itself.
 _SLACK = 1e-9
 
@@ -81,154 +78,6 @@ def link_of(cluster: Cluster) -> Link:
         min((bandwidth for bandwidth in reduces if bandwidth is not None), default=None),
         cluster.overlap,
     )
-
-
-@dataclass(frozen=True)
-class Work:
-    """What candidate stages do for one microbatch; all fields broadcast against each other.
-
-    Received are activations from earlier stages and gradients from later ones, sent the reverse. The cuts are the
-    bytes of all values that cross them, used by this stage or not: what the published models charge. They are zero
-    where the stage is the first or the last.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    update_s: Floats
-    trainable_bytes: Floats
-    received_bytes: Floats
-    sent_bytes: Floats
-    received_messages: Floats
-    sent_messages: Floats
-    cut_before_bytes: Floats
-    cut_after_bytes: Floats
-    is_first: NDArray[np.bool_]
-    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received
-    recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
-
-    @property
-    def compute_s(self) -> Floats:
-        """F + R + Bw + U of one replica that does everything."""
-        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
-
-    def at_speed(self, speed: float) -> Work:
-        """The same stages on devices so many times as fast as the profiled one."""
-        return replace(
-            self,
-            forward_s=self.forward_s / speed,
-            backward_s=self.backward_s / speed,
-            update_s=self.update_s / speed,
-            recompute_s=self.recompute_s / speed,
-        )
-
-    def recomputed(self) -> Work:
-        """The same stages, which run their forward once more before each backward: R = F.
-
-        No gradient exists before the backward proper, so an all-reduce does not hide behind R.
-        """
-        return replace(self, recompute_s=self.forward_s)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes that one replica of a candidate stage holds, before counting what is in flight."""
-
-    weight_bytes: Floats
-    gradient_bytes: Floats
-    optimizer_bytes: Floats
-    buffer_bytes: Floats
-    saved_bytes: Floats
-    message_bytes: Floats  # received and sent for one microbatch, both ways
-    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
-    # What the microbatch at work needs beyond its saved activations and all gradients; negative where these are never
-    # all there at once. See `working_bytes`.
-    working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
-    accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same where gradients add up
-
-    def recomputed(self) -> Footprint:
-        """The same stages when they recompute: only their input is kept, and one microbatch's activations are.
-
-        What samples of the data set take is not counted (Chen et al. 2016, section 4, where the segments between the
-        kept tensors are the stages).
-        """
-        return replace(
-            self,
-            saved_bytes=self.input_bytes,
-            working_bytes=self.saved_bytes + self.working_bytes,
-            accumulating_bytes=self.saved_bytes + self.accumulating_bytes,
-        )
-
-    def divided(self, microbatches: int) -> Footprint:
-        """The same stages where so many microbatches make a minibatch: all gradients are there from the first on."""
-        return replace(self, working_bytes=self.accumulating_bytes) if microbatches > 1 else self
-
-    def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
-        """Peak bytes with `in_flight` microbatches saved for backward and `versions` copies of the weights."""
-        fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + POSTED * self.message_bytes
-        fixed = fixed + self.working_bytes
-        return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
-
-    def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:
-        """Largest number of microbatches in flight that fits `memory_bytes`; 0 where not even one does.
-
-        With weight stashing each of them keeps its own version of the weights, the current one among them; without it
-        there are `versions`.
-        """
-        per_flight = self.saved_bytes + (self.weight_bytes if stashing else 0.0)
-        room = memory_bytes - (self.total_bytes(1, versions) - per_flight)
-        # Nothing in flight costs nothing: unlimited where the rest fits.
-        many = np.where(room >= 0, float(IMPOSSIBLE), 0.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            fit = np.where(per_flight > 0, np.floor(np.maximum(room, 0.0) / per_flight), many)
-        return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
-
-
-def working_bytes(
-    saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats, update_workspace_bytes: Floats
-) -> tuple[Floats, Floats]:
-    """`Footprint.working_bytes` and `accumulating_bytes` of the stages of the first 1, 2, ... of some layers in order.
-
-    While layer k of n runs its forward or its backward, there are
-
-        saved_1 + ... + saved_k  +  workspace_k  +  gradient_k + ... + gradient_n
-
-    because the backward frees what was saved as it goes from the last layer to the first, and makes the gradients.
-    With several microbatches per minibatch all gradients are there, and those of layer k once more until they are
-    added. The peak is that of the layer with the most. While the optimizer steps, nothing is left of the microbatch,
-    and what the step works in comes to all gradients.
-    """
-    saved = np.cumsum(saved_bytes)
-    update = np.maximum.accumulate(update_workspace_bytes)
-    at_work = saved + workspace_bytes
-    missing = np.cumsum(gradient_bytes) - gradient_bytes
-    whole = np.maximum.accumulate(at_work - missing)
-    accumulating = np.maximum.accumulate(at_work + gradient_bytes)
-    return np.maximum(whole, update) - saved, np.maximum(accumulating, update) - saved
-
-
-def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
-    """Minibatches between forward and backward on one replica: ceil(workers from this stage on / its replicas).
-
-    Source: Narayanan et al., PipeDream, SOSP 2019, section 3.3 (NOAM is this for the first stage).
-    """
-    return np.asarray(1 + -(-np.asarray(gpus_after) // np.asarray(replicas)), dtype=np.int64)
-
-
-def fewest_for_memory(
-    footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None, versions: int | None = None
-) -> Integers | int:
-    """Fewest replicas with which a stage of a 1f1b pipeline fits; `IMPOSSIBLE` where none do.
-
-    `versions`: of the weights; None for one per microbatch in flight.
-
-    1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): more replicas share what is in flight.
-    """
-    if memory_bytes is None:
-        return 1
-    others = footprint.most_in_flight(memory_bytes, stashing=versions is None, versions=versions or 1) - 1
-    after = np.asarray(gpus_after, dtype=np.int64)
-    shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
-    return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)
 
 
 def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Link) -> Floats:
@@ -477,76 +326,6 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         root = (b + np.sqrt(np.maximum(discriminant, 0.0))) / (2 * a)
     return np.where(usable & (discriminant >= 0), root, 0.0)
-
-
-class SynchronousModel:
-    """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush, zb-h1), or after each (naive).
-
-        gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
-        naive   Σ_s (latency_s + U_s + AR_s)
-
-    latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of one microbatch.
-    busy_s: the busiest of a replica's processor and of its link each way, for one microbatch. With one replica each
-    this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce that the last
-    backward does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than 1f1b has in
-    flight. Under zb-h1 the weights' part W of the backward fills the bubble, but for one stage's at the end: 2W less in
-    every latency, once more in the end, for the published bubble (K-1)·(F + Bw - 2W) (Qi et al. 2024, section 2).
-    """
-
-    def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
-        assert schedule in ("gpipe", "1f1b-flush", "zb-h1", "naive")
-        self.link, self.schedule, self.microbatches = link, schedule, microbatches
-
-    def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
-        """The stage's part of the sum; independent of the replicas for gpipe."""
-        # A transfer counts half at each of its ends, once in the sum over the stages.
-        moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
-        transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
-        latency_s = work.forward_s + work.recompute_s + (work.backward_s - self._filling_s(work)) + transfer_s
-        if self.schedule == "naive":
-            return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
-        return latency_s
-
-    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
-        """The stage's part of the maximum, by the resource that may be its busiest; zero for naive."""
-        r = np.asarray(replicas, dtype=np.float64)
-        if self.schedule == "naive":
-            return {"compute": 0.0 * r * work.forward_s}
-        more = np.ceil(self.microbatches / r) - 1
-        end_s = self.end_s(work, r)
-        handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
-        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
-        return {
-            "compute": more * (work.forward_s + work.recompute_s + work.backward_s + handling_s) + end_s,
-            "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
-            "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
-        }
-
-    def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        """What the last backward leaves of the all-reduce, and the update."""
-        reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
-        exposed_s = backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s
-        return exposed_s + self._filling_s(work) + work.update_s
-
-    def _filling_s(self, work: Work) -> Floats:
-        """What the bubble is shorter by for each stage."""
-        share = 2 * WEIGHT_SHARE if self.schedule == "zb-h1" else 0.0
-        return np.asarray(share * work.backward_s)
-
-    def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        """The stage's part of the maximum."""
-        return np.asarray(np.max(np.stack(np.broadcast_arrays(*self.resources_s(work, replicas).values())), axis=0))
-
-    def in_flight(self, replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
-        """Microbatches whose activations one replica holds at once."""
-        share = -(-self.microbatches // np.asarray(replicas, dtype=np.int64))
-        match self.schedule:
-            case "naive":
-                return np.ones_like(share)
-            case "1f1b-flush" | "zb-h1":  # which goes beyond where memory allows it
-                return np.minimum(share, in_flight_1f1b(replicas, gpus_after))
-            case _:
-                return share
 
 
 def cost_model(name: CostModelName, link: Link) -> CostModel:

@@ -17,21 +17,16 @@ from numpy.typing import ArrayLike
 
 from planner.cost import (
     BUCKETS,
-    IMPOSSIBLE,
     CostModel,
-    Floats,
-    Footprint,
-    Integers,
     Link,
     Resource,
     ResourceModel,
-    Work,
     backward_and_reduce_s,
     cost_model,
-    fewest_for_memory,
     ring_all_reduce_s,
 )
 from planner.plan_file import CostModelName, ScheduleName
+from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_for_memory
 
 VERSIONS = 2
 _SLACK = 1e-9

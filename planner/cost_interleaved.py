@@ -19,8 +19,10 @@ from typing import Literal
 
 import numpy as np
 
-from planner.cost import Floats, Link, SynchronousModel, Work, backward_and_reduce_s, ring_all_reduce_s
+from planner.cost import Link, backward_and_reduce_s, ring_all_reduce_s
+from planner.cost_drained import SynchronousModel
 from planner.schedule.interleaved import chunks_in_flight
+from planner.work import Floats, Work
 
 
 @dataclass(frozen=True)

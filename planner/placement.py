@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cluster import Cluster
-from planner.cost import CostModel, Floats, Resource, SynchronousModel, Work, cost_model
+from planner.cost import CostModel, Resource, cost_model
+from planner.cost_drained import SynchronousModel
 from planner.plan_file import CostModelName, ScheduleName
 from planner.topology import Loads, Topology, rank_ranges
+from planner.work import Floats, Work
 
 PLACED: tuple[ScheduleName, ...] = (
     "1f1b",

@@ -14,27 +14,15 @@ from typing import Literal, get_args
 import numpy as np
 
 from planner.cluster import Cluster, Kind
-from planner.cost import (
-    ASYNCHRONOUS,
-    DIVIDED,
-    POSTED,
-    Floats,
-    Footprint,
-    Link,
-    Resource,
-    SynchronousModel,
-    Work,
-    check_combination,
-    in_flight_1f1b,
-    link_of,
-    working_bytes,
-)
+from planner.cost import ASYNCHRONOUS, DIVIDED, Link, Resource, check_combination, link_of
 from planner.cost_2bw import VERSIONS, asynchronous_model
+from planner.cost_drained import SynchronousModel
 from planner.cost_interleaved import InterleavedModel, StageSeconds
 from planner.placement import Placement, places_matter
 from planner.plan_file import Bottleneck, CostModelName, ScheduleName, StageMemory
 from planner.profile_file import Layer, Profile
 from planner.topology import Topology
+from planner.work import POSTED, Floats, Footprint, Work, in_flight_1f1b, working_bytes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cluster import Cluster
-from planner.cost import Floats, Integers, Link
+from planner.cost import Link
+from planner.work import Floats, Integers
 
 
 def rank_ranges(replicas: Sequence[int]) -> list[range]:

@@ -7,21 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost import (
-    IMPOSSIBLE,
-    CostModel,
-    Footprint,
-    Link,
-    PaperModel,
-    PublishedModel,
-    ResourceModel,
-    SynchronousModel,
-    Work,
-    fewest_for_memory,
-    in_flight_1f1b,
-    ring_all_reduce_s,
-    working_bytes,
-)
+from planner.cost import CostModel, Link, PaperModel, PublishedModel, ResourceModel, ring_all_reduce_s
+from planner.cost_drained import SynchronousModel
+from planner.work import IMPOSSIBLE, Footprint, Work, fewest_for_memory, in_flight_1f1b, working_bytes
 
 
 def work(**given: float) -> Work:

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
-from planner.cost import IMPOSSIBLE, Link, ResourceModel, Work, in_flight_1f1b, ring_all_reduce_s
+from planner.cost import Link, ResourceModel, ring_all_reduce_s
 from planner.cost_2bw import DoubleBufferedModel, two_versions_suffice
 from planner.pricing import Ledger, candidates, price
 from planner.simulator.pipeline import StageTimes
 from planner.solver import solve
+from planner.work import IMPOSSIBLE, Work, in_flight_1f1b
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import FREE, run

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from planner.cluster import flat_cluster
-from planner.cost import Work
 from planner.errors import InputError
 from planner.pricing import Ledger, candidates, price
+from planner.work import Work
 from tests.samples import layer, profile
 
 # a feeds b; c uses b and, by a skip, a.

@@ -10,11 +10,11 @@ import numpy as np
 from tabulate import tabulate
 
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
-from planner.cost import Integers
 from planner.plan_file import StageMemory
 from planner.pricing import Candidate, Ledger, stage_memory
 from planner.profile_file import Profile
 from planner.solver.states import Chain
+from planner.work import Integers
 
 MICROBATCHES = 32
 IMAGES, SENTENCES = 128, 32  # per minibatch

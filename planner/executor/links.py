@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.cost import POSTED
 from planner.executor.failures import ConnectionLostError
 from planner.executor.messages import Layout, pack, unpack
 from planner.executor.setup import Place
@@ -27,6 +26,7 @@ from planner.schedule.instructions import (
     matching_receive,
 )
 from planner.schedule.streams import PipelineShape
+from planner.work import POSTED
 
 LayoutOf = Callable[[Receive | Send], Layout]
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from planner.cost import Floats, Integers, SynchronousModel
+from planner.cost_drained import SynchronousModel
 from planner.solver.placements import Question
 from planner.solver.relaxed import Relaxed, Rest, Seconds
 from planner.solver.search import RESOLUTION, Path
 from planner.topology import Loads
+from planner.work import Floats, Integers
 
 MOST_STEPS = 3_000  # extended plans; a fixed number rather than a time, so that the same question has the same answer
 

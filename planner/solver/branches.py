@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost import CostModel, Integers, RecomputeRule
+from planner.cost import CostModel, RecomputeRule
 from planner.pricing import Ledger
 from planner.solver.downsets import Downsets
 from planner.solver.lattice import Covers, Lattice, enumerate_covers
@@ -16,6 +16,7 @@ from planner.solver.relaxation import Budget, OutOfBudgetError, Relaxation
 from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import Chain, StateSpace
 from planner.solver.windows import Windows
+from planner.work import Integers
 
 MOST_DOWNSETS = 300_000  # enumerated in a second
 MOST_STATES = 2_000  # searched pair by pair in a second

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import CostModel, Floats, Integers
+from planner.cost import CostModel
 from planner.pricing import Ledger, Traffic
 from planner.solver.lattice import Words, enumerate_covers, to_bits, to_words
 from planner.solver.states import COUNTED, StateSpace, column
+from planner.work import Floats, Integers
 
 _BLOCK = 16_384
 _SLACK = 1e-9

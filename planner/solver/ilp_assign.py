@@ -21,11 +21,12 @@ from collections.abc import Iterable
 
 import pulp
 
-from planner.cost import POSTED, link_of
+from planner.cost import link_of
 from planner.pricing import Candidate, held_bytes, value_load_s
 from planner.solver.deadline import Deadline
 from planner.solver.milp import MilpName, run
 from planner.solver.request import IlpAnswer, Request
+from planner.work import POSTED
 
 _SCALE = 1000.0
 

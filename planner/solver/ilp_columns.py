@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Kind
-from planner.cost import ASYNCHRONOUS, Floats, Footprint, Integers, SynchronousModel, Work, in_flight_1f1b, link_of
+from planner.cost import ASYNCHRONOUS, link_of
 from planner.cost_2bw import asynchronous_model, two_versions_suffice
+from planner.cost_drained import SynchronousModel
 from planner.errors import InputError
 from planner.pricing import Candidate, versions_of
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.request import Request
 from planner.solver.states import Chain, StateSpace
+from planner.work import Floats, Footprint, Integers, Work, in_flight_1f1b
 
 MOST_STATES = 2_000
 MOST_COLUMNS = 200_000

@@ -17,10 +17,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Footprint, Integers, Link, RecomputeRule, Work
+from planner.cost import Link, RecomputeRule
 from planner.cost_interleaved import InterleavedModel, StageSeconds, worker_bytes
 from planner.solver.search import RESOLUTION, Path
 from planner.solver.states import Chain, Coarse, StateSpace
+from planner.work import Floats, Footprint, Integers, Work
 
 MOST_TRIED = 20_000  # ways to cut for one K
 MOST_STATES = 192  # beyond, cuts at some of them only

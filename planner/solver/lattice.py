@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Integers
 from planner.pricing import Ledger
 from planner.solver.states import uncut_groups
+from planner.work import Floats, Integers
 
 _WORD = 64
 _FEW_STATES = 400  # up to which all pairs are quicker than the covers

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost import Integers, Link, SynchronousModel, cost_model
+from planner.cost import Link, cost_model
+from planner.cost_drained import SynchronousModel
 from planner.solver.best_first import Found, better
 from planner.solver.branches import MOST_DOWNSETS, Beyond, search_beyond
 from planner.solver.downsets import Downsets, enumerate_downsets
@@ -18,6 +19,7 @@ from planner.solver.relaxed import Seconds
 from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import Coarse, StateSpace
 from planner.solver.synchronous import SynchronousSearch
+from planner.work import Integers
 
 MOST_PLACED = 256  # GPUs for which every place is tried
 MOST_BOUNDED = 64  # GPUs for which all cuts of a branching model are looked at

@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Cluster, Kind
-from planner.cost import POSTED, Floats, Integers, link_of
+from planner.cost import link_of
 from planner.pricing import Candidate, Ledger, held_bytes, value_load_s
 from planner.solver.deadline import Deadline
 from planner.solver.downsets import ticks
 from planner.solver.lattice import Words, to_bits
+from planner.work import POSTED, Floats, Integers
 
 _SLACK = 1e-12
 

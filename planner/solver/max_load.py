@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost import POSTED
 from planner.errors import InputError
 from planner.pricing import Ledger, held_bytes
 from planner.solver.bystanders import Reduced
@@ -14,6 +13,7 @@ from planner.solver.lattice import Words, to_words
 from planner.solver.loads import LoadSearch
 from planner.solver.request import IlpAnswer, Request
 from planner.solver.states import uncut_groups
+from planner.work import POSTED
 
 MOST_STATES = 60_000
 

@@ -12,10 +12,11 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost import IMPOSSIBLE, CostModel, Floats, Integers, Resource, Work, cost_model
+from planner.cost import CostModel, Resource, cost_model
 from planner.placement import without_transfers
 from planner.plan_file import CostModelName
 from planner.topology import Topology
+from planner.work import IMPOSSIBLE, Floats, Integers, Work
 
 _SLACK = 1e-9
 

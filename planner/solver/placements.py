@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Integers, RecomputeRule, SynchronousModel, Work, cost_model
+from planner.cost import RecomputeRule, cost_model
+from planner.cost_drained import SynchronousModel
 from planner.placement import without_transfers
 from planner.plan_file import CostModelName
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.states import StateSpace
 from planner.topology import Topology
+from planner.work import Floats, Integers, Work
 
 Objective = CostModelName | SynchronousModel  # of the asynchronous pipeline, or of one that drains
 

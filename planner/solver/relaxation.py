@@ -19,9 +19,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.cost import POSTED, CostModel, Floats, Footprint, Integers, RecomputeRule, Work, in_flight_1f1b
+from planner.cost import CostModel, RecomputeRule
 from planner.solver.downsets import Downsets
 from planner.solver.lattice import Lattice
+from planner.work import POSTED, Floats, Footprint, Integers, Work, in_flight_1f1b
 
 NEVER = 2**30
 _SLACK = 1e-13  # of the whole compute time, for rounding

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, SynchronousModel
+from planner.cost_drained import SynchronousModel
 from planner.solver.placements import Places, Question, StageBounds, stage_bounds
 from planner.solver.search import RESOLUTION, Path
+from planner.work import Floats
 
 MOST_TRADES = 16  # answers that trade the sum against the maximum
 

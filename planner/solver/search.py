@@ -24,9 +24,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import IMPOSSIBLE, CostModel, Floats, Footprint, Integers, RecomputeRule, Work
+from planner.cost import CostModel, RecomputeRule
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.states import Coarse, StateSpace
+from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12

@@ -22,8 +22,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Footprint, Integers, Work, working_bytes
 from planner.pricing import Ledger
+from planner.work import Floats, Footprint, Integers, Work, working_bytes
 
 _TIMES = ("forward_s", "backward_s", "update_s")
 _FRONTS = ("output_bytes", "gradient_bytes", "outputs", "gradients")

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Floats, Integers, RecomputeRule, SynchronousModel, Work
+from planner.cost import RecomputeRule
+from planner.cost_drained import SynchronousModel
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.search import RESOLUTION, Path
 from planner.solver.states import StateSpace
+from planner.work import Floats, Integers, Work
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cluster import Cluster, flat_cluster
-from planner.cost import ASYNCHRONOUS, Link, RecomputeRule, SynchronousModel, link_of
+from planner.cost import ASYNCHRONOUS, Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
+from planner.cost_drained import SynchronousModel
 from planner.placement import places_matter
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Price, price

@@ -19,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Cluster
-from planner.cost import IMPOSSIBLE, Integers, Link, RecomputeRule, link_of
+from planner.cost import Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.pricing import Candidate, Ledger
 from planner.solver.pipelines import MOST_WORKERS
 from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import StateSpace
 from planner.solver.trials import SETTLED, Priced, Trials
+from planner.work import IMPOSSIBLE, Integers
 
 BestOn = Callable[[int, float], Priced | None]
 

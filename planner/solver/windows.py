@@ -16,10 +16,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import IMPOSSIBLE, CostModel, Floats, Footprint, RecomputeRule, Work
+from planner.cost import CostModel, RecomputeRule
 from planner.pricing import Ledger
 from planner.solver.lattice import to_bits, words_of_masks
 from planner.solver.states import column, uncut_groups
+from planner.work import IMPOSSIBLE, Floats, Footprint, Work
 
 _WINDOWS = 500
 _TICKS = 2.0**50  # of work in the whole model: whole numbers, which add up to the same in any order

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from planner.cost import working_bytes
 from planner.model.batch import Batch
 from planner.model.capture import capture
 from planner.model.file import load_model_file
@@ -19,6 +18,7 @@ from planner.model.stage import build_stage
 from planner.profiler.saved import saved_bytes
 from planner.profiler.update import update_workspaces
 from planner.profiler.workspace import workspace_bytes
+from planner.work import working_bytes
 
 BATCH, WIDTH, MANY = 64, 256, 40
 ROWS = BATCH * WIDTH * 4  # bytes of a batch of activations

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
-from planner.cost import RecomputeRule, SynchronousModel, cost_model, link_of
+from planner.cost import RecomputeRule, cost_model, link_of
 from planner.cost_2bw import DoubleBufferedModel
+from planner.cost_drained import SynchronousModel
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Ledger
 from planner.profile_file import Profile

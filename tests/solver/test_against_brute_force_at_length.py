@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from planner.cluster import Cluster, flat_cluster
-from planner.cost import RecomputeRule, SynchronousModel, link_of
+from planner.cost import RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
+from planner.cost_drained import SynchronousModel
 from planner.plan_file import ScheduleName
 from planner.pricing import Ledger
 from planner.profile_file import Profile

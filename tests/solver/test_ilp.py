@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from planner.cluster import Cluster, Kind, Level, flat_cluster
 from planner.constraints import Constraints
-from planner.cost import SynchronousModel, cost_model, link_of
+from planner.cost import cost_model, link_of
+from planner.cost_drained import SynchronousModel
 from planner.errors import InputError
 from planner.plan_file import CostModelName, ScheduleName
 from planner.pricing import Candidate, Ledger, price

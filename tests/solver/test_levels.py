@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.cost import RecomputeRule, SynchronousModel, link_of
+from planner.cost import RecomputeRule, link_of
+from planner.cost_drained import SynchronousModel
 from planner.errors import InfeasibleError
 from planner.pipedream import read_profile
 from planner.plan_file import CostModelName, ScheduleName

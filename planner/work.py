@@ -1,0 +1,165 @@
+"""What candidate stages do, and what they hold.
+
+Fields are numpy arrays, so that one call answers for one stage or for thousands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
+POSTED = 2  # messages per link held at once: one in use and one on its way
+
+
+@dataclass(frozen=True)
+class Work:
+    """What candidate stages do for one microbatch; all fields broadcast against each other.
+
+    Received are activations from earlier stages and gradients from later ones, sent the reverse. The cuts are the
+    bytes of all values that cross them, used by this stage or not: what the published models charge. They are zero
+    where the stage is the first or the last.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    update_s: Floats
+    trainable_bytes: Floats
+    received_bytes: Floats
+    sent_bytes: Floats
+    received_messages: Floats
+    sent_messages: Floats
+    cut_before_bytes: Floats
+    cut_after_bytes: Floats
+    is_first: NDArray[np.bool_]
+    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received
+    recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
+
+    @property
+    def compute_s(self) -> Floats:
+        """F + R + Bw + U of one replica that does everything."""
+        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
+
+    def at_speed(self, speed: float) -> Work:
+        """The same stages on devices so many times as fast as the profiled one."""
+        return replace(
+            self,
+            forward_s=self.forward_s / speed,
+            backward_s=self.backward_s / speed,
+            update_s=self.update_s / speed,
+            recompute_s=self.recompute_s / speed,
+        )
+
+    def recomputed(self) -> Work:
+        """The same stages, which run their forward once more before each backward: R = F.
+
+        No gradient exists before the backward proper, so an all-reduce does not hide behind R.
+        """
+        return replace(self, recompute_s=self.forward_s)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that one replica of a candidate stage holds, before counting what is in flight."""
+
+    weight_bytes: Floats
+    gradient_bytes: Floats
+    optimizer_bytes: Floats
+    buffer_bytes: Floats
+    saved_bytes: Floats
+    message_bytes: Floats  # received and sent for one microbatch, both ways
+    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
+    # What the microbatch at work needs beyond its saved activations and all gradients; negative where these are never
+    # all there at once. See `working_bytes`.
+    working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
+    accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same where gradients add up
+
+    def recomputed(self) -> Footprint:
+        """The same stages when they recompute: only their input is kept, and one microbatch's activations are.
+
+        What samples of the data set take is not counted (Chen et al. 2016, section 4, where the segments between the
+        kept tensors are the stages).
+        """
+        return replace(
+            self,
+            saved_bytes=self.input_bytes,
+            working_bytes=self.saved_bytes + self.working_bytes,
+            accumulating_bytes=self.saved_bytes + self.accumulating_bytes,
+        )
+
+    def divided(self, microbatches: int) -> Footprint:
+        """The same stages where so many microbatches make a minibatch: all gradients are there from the first on."""
+        return replace(self, working_bytes=self.accumulating_bytes) if microbatches > 1 else self
+
+    def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
+        """Peak bytes with `in_flight` microbatches saved for backward and `versions` copies of the weights."""
+        fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + POSTED * self.message_bytes
+        fixed = fixed + self.working_bytes
+        return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
+
+    def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:
+        """Largest number of microbatches in flight that fits `memory_bytes`; 0 where not even one does.
+
+        With weight stashing each of them keeps its own version of the weights, the current one among them; without it
+        there are `versions`.
+        """
+        per_flight = self.saved_bytes + (self.weight_bytes if stashing else 0.0)
+        room = memory_bytes - (self.total_bytes(1, versions) - per_flight)
+        # Nothing in flight costs nothing: unlimited where the rest fits.
+        many = np.where(room >= 0, float(IMPOSSIBLE), 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fit = np.where(per_flight > 0, np.floor(np.maximum(room, 0.0) / per_flight), many)
+        return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
+
+
+def working_bytes(
+    saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats, update_workspace_bytes: Floats
+) -> tuple[Floats, Floats]:
+    """`Footprint.working_bytes` and `accumulating_bytes` of the stages of the first 1, 2, ... of some layers in order.
+
+    While layer k of n runs its forward or its backward, there are
+
+        saved_1 + ... + saved_k  +  workspace_k  +  gradient_k + ... + gradient_n
+
+    because the backward frees what was saved as it goes from the last layer to the first, and makes the gradients.
+    With several microbatches per minibatch all gradients are there, and those of layer k once more until they are
+    added. The peak is that of the layer with the most. While the optimizer steps, nothing is left of the microbatch,
+    and what the step works in comes to all gradients.
+    """
+    saved = np.cumsum(saved_bytes)
+    update = np.maximum.accumulate(update_workspace_bytes)
+    at_work = saved + workspace_bytes
+    missing = np.cumsum(gradient_bytes) - gradient_bytes
+    whole = np.maximum.accumulate(at_work - missing)
+    accumulating = np.maximum.accumulate(at_work + gradient_bytes)
+    return np.maximum(whole, update) - saved, np.maximum(accumulating, update) - saved
+
+
+def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
+    """Minibatches between forward and backward on one replica: ceil(workers from this stage on / its replicas).
+
+    Source: Narayanan et al., PipeDream, SOSP 2019, section 3.3 (NOAM is this for the first stage).
+    """
+    return np.asarray(1 + -(-np.asarray(gpus_after) // np.asarray(replicas)), dtype=np.int64)
+
+
+def fewest_for_memory(
+    footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None, versions: int | None = None
+) -> Integers | int:
+    """Fewest replicas with which a stage of a 1f1b pipeline fits; `IMPOSSIBLE` where none do.
+
+    `versions`: of the weights; None for one per microbatch in flight.
+
+    1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): more replicas share what is in flight.
+    """
+    if memory_bytes is None:
+        return 1
+    others = footprint.most_in_flight(memory_bytes, stashing=versions is None, versions=versions or 1) - 1
+    after = np.asarray(gpus_after, dtype=np.int64)
+    shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
+    return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)
