@@ -15,7 +15,7 @@ from planner.errors import PlanError
 from planner.executor.job import Job
 from planner.plan_file import Plan
 from planner.schedule.check import ScheduleError, check_streams
-from planner.schedule.shape import shape_of
+from planner.schedule.shape import deadlock, shape_of
 
 TIMEOUT = timedelta(minutes=10)  # for one message, at least; a dead peer is noticed at once, a hung one by heartbeats
 
@@ -104,8 +104,4 @@ def check_schedule(plan: Plan) -> None:
     try:
         check_streams(shape_of(plan), minibatches=4 * max(plan.replicas) * deepest)
     except ScheduleError:
-        depths = [stage.in_flight for stage in plan.stages]
-        raise PlanError(
-            f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
-            hint="make the plan again with: plan solve",
-        ) from None
+        raise deadlock(plan) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from planner.errors import PlanError
 from planner.plan_file import Plan, Shared
 from planner.schedule.streams import Channel, PipelineShape
 
@@ -31,3 +33,18 @@ def trainable_pairs(shared: Sequence[Shared], replicas: Sequence[int], schedule:
     pairs = tuple(each.stages for each in shared)
     uneven = schedule == "1f1b" and any(len({replicas[stage] for stage in pair}) > 1 for pair in pairs)
     return () if uneven else pairs
+
+
+def deadlock(plan: Plan) -> PlanError:
+    """The error for a plan whose depths let its workers wait for each other for ever, as one made by hand may."""
+    depths = [stage.in_flight for stage in plan.stages]
+    hint = "make the plan again with: plan solve"
+    uneven = [replicas for replicas in plan.replicas if plan.microbatches % replicas]
+    if plan.schedule == "2bw" and uneven:
+        hint = (
+            f"{uneven[0]} replicas do not divide {plan.microbatches} microbatches, where 2bw may need depths other "
+            f"than the published ones: plan solve finds them; or take a multiple of {math.lcm(*plan.replicas)}"
+        )
+    return PlanError(
+        f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'", hint=hint
+    )

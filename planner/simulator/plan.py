@@ -7,7 +7,7 @@ import math
 from planner.cost import ASYNCHRONOUS
 from planner.errors import InputError, PlanError
 from planner.plan_file import Plan
-from planner.schedule.shape import shape_of
+from planner.schedule.shape import deadlock, shape_of
 from planner.simulator.engine import Engine
 from planner.simulator.memory import memory_curves
 from planner.simulator.pipeline import steady_minibatches, steady_s
@@ -36,7 +36,7 @@ def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
     events: list[Event] = []
     engine = Engine(pipeline_of(plan), count, events)
     if not engine.run():
-        raise _deadlock(plan)
+        raise deadlock(plan)
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())
     links = engine.carrier.links.uses([rank for stage in plan.stages for rank in stage.ranks])
@@ -52,7 +52,7 @@ def simulated_s(plan: Plan) -> float:
     _check(plan)
     seconds = steady_s(pipeline_of(plan))
     if math.isinf(seconds):
-        raise _deadlock(plan)
+        raise deadlock(plan)
     return seconds
 
 
@@ -96,14 +96,6 @@ def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
         for s in plan.stages
     ]
     return tuple(with_handling(times, number, plan.transfers, slowest) for number, times in enumerate(plain))
-
-
-def _deadlock(plan: Plan) -> PlanError:
-    depths = [stage.in_flight for stage in plan.stages]
-    return PlanError(
-        f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
-        hint="make the plan again with: plan solve",
-    )
 
 
 def _check(plan: Plan) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,3 +219,28 @@ def test_a_disk_that_takes_no_more_stops_no_training(folder: Path) -> None:
     assert "its last checkpoint could not be written" in limited.stderr
     assert sorted(path.name for path in (folder / "full").iterdir()) == ["losses.jsonl", "step-00000003"]
     assert plan(folder, *common, "--steps", "9", "--resume").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_file_system_that_is_full_stops_no_training_either(folder: Path) -> None:
+    """The same on a small file system of its own, which has room for one checkpoint and a half."""
+    small = folder / "small"
+    common = ("train", "model.py", "--plan", "two.json", "--checkpoint-every", "3", "--checkpoint-folder", "small")
+    assert plan(folder, *common, "--steps", "3").returncode == 0
+    whole = sum(path.stat().st_size for path in small.rglob("*"))
+    shutil.rmtree(small)
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={whole * 3 // 2 + (1 << 15)}", "small", str(small)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        done = plan(folder, *common, "--steps", "9")
+        assert done.returncode == 1, done.stderr
+        for minibatch in (6, 9):
+            place = f"the checkpoint after minibatch {minibatch} could not be written to 'small'"
+            assert f"warning: {place} (worker" in done.stderr
+        assert "No space left on device" in done.stderr
+        assert sorted(path.name for path in small.iterdir()) == ["losses.jsonl", "step-00000003"]
+        assert plan(folder, "export-weights", "small", "-o", "small.safetensors").returncode == 0
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

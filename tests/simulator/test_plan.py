@@ -236,6 +236,16 @@ def test_a_plan_that_waits_for_itself_is_refused() -> None:
         simulate(plan, 10)
 
 
+def test_2bw_whose_replicas_do_not_divide_the_microbatches_says_what_to_take() -> None:
+    """At the published depths, [2, 2, 1]."""
+    plan = plan_of(equal_layers(3, output_bytes=1), (2, 3, 1), depths=(2, 2, 1))
+    plan = plan.model_copy(update={"schedule": "2bw", "microbatches": 3})
+    with pytest.raises(PlanError, match=r"in_flight \[2, 2, 1\] cannot feed '2-3-1'") as caught:
+        simulate(plan, 10)
+    assert caught.value.hint.startswith("2 replicas do not divide 3 microbatches")
+    assert caught.value.hint.endswith("or take a multiple of 6")
+
+
 def test_what_cannot_be_simulated_is_refused() -> None:
     plan = plan_of(equal_layers(1), (1,))
     with pytest.raises(InputError, match="0 minibatches are no run"):
