@@ -12,7 +12,7 @@ from planner.plan_file import Plan, Prediction, ScheduleName, Shared, SolverRepo
 from planner.pricing import Candidate, Ledger, Price, messages
 from planner.sharing import SharedWeight
 from planner.simulator.plan import simulated_s
-from planner.solver.copies import shared_in
+from planner.solver.copies import shared_in, updates_of_copies_s
 
 
 def assemble(
@@ -106,7 +106,8 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
     made: list[Stage] = []
     workers = len(stages) // price.chunks
     rank = 0
-    for stage, in_flight, memory in zip(stages, price.in_flight, price.memory, strict=True):
+    copies_s = updates_of_copies_s(ledger, stages)
+    for stage, in_flight, memory, copied_s in zip(stages, price.in_flight, price.memory, copies_s, strict=True):
         if len(made) % workers == 0:
             rank = 0  # under interleaved, the next chunk of the same workers
         layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
@@ -119,7 +120,7 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 recompute=stage.recompute,
                 forward_s=sum(layer.forward_s for layer in layers) / speed,
                 backward_s=sum(layer.backward_s for layer in layers) / speed,
-                update_s=sum(layer.update_s for layer in layers) / speed,
+                update_s=sum(layer.update_s for layer in layers) / speed + copied_s,
                 memory=memory,
             )
         )

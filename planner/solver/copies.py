@@ -24,6 +24,14 @@ def copied_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[Layer]]:
     return copied_layers(ledger.profile, _names(ledger, stages))
 
 
+def updates_of_copies_s(ledger: Ledger, stages: Sequence[Candidate]) -> list[float]:
+    """For each stage, what the optimizer takes for the weights that it holds again."""
+    return [
+        sum(layer.update_s for layer in copied) / (1.0 if stage.kind is None else stage.kind.speed)
+        for stage, copied in zip(stages, copied_in(ledger, stages), strict=True)
+    ]
+
+
 def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:
     layers = ledger.profile.layers
     return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]

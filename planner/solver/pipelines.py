@@ -16,7 +16,7 @@ from planner.schedule.streams import Channel, PipelineShape
 from planner.simulator.pipeline import Pipeline, StageTimes
 from planner.simulator.times import with_handling
 from planner.solver.assemble import shared_between, transfers
-from planner.solver.copies import copied_in
+from planner.solver.copies import copied_in, updates_of_copies_s
 from planner.topology import Topology, rank_ranges
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
@@ -48,9 +48,12 @@ def pipeline_for(
     moved = transfers(ledger, stages)
     plain = (
         StageTimes(
-            float(work.forward_s), float(work.backward_s), float(work.update_s), recompute_s=float(work.recompute_s)
+            forward_s=float(work.forward_s),
+            backward_s=float(work.backward_s),
+            update_s=float(work.update_s) + copies_s,
+            recompute_s=float(work.recompute_s),
         )
-        for work in map(ledger.work, stages)
+        for work, copies_s in zip(map(ledger.work, stages), updates_of_copies_s(ledger, stages), strict=True)
     )
     shared = shared_between(ledger, stages)
     shape = PipelineShape(

@@ -9,6 +9,7 @@ from planner.errors import InfeasibleError
 from planner.profile_file import Profile
 from planner.simulator.plan import simulate
 from planner.solver import solve
+from planner.summary import summarize
 from tests.samples import layer, profile
 
 
@@ -54,3 +55,12 @@ def test_the_simulation_sends_the_gradients_of_copies() -> None:
     without = plan.model_copy(update={"shared": ()})
     ends = [simulate(each).span_s for each in (plan, without)]
     assert ends[0] > ends[1]
+
+
+def test_a_copy_is_updated_too() -> None:
+    layers = [each.model_copy(update={"update_s": number / 1e3}) for number, each in enumerate(tied().layers, 7)]
+    model = tied().model_copy(update={"layers": tuple(layers)})
+    plan = solve(model, flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
+    assert plan.config == "1-1-1-1"
+    assert [stage.update_s for stage in plan.stages] == pytest.approx([0.007, 0.008, 0.009, 0.010 + 0.007])
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(summarize(simulate(plan)).seconds_per_minibatch)
