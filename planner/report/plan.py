@@ -129,6 +129,8 @@ def _prediction(plan: Plan) -> str:
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]
+    if predicted.by == "simulation" and solver.status != "optimal":
+        lines.append(("bound", bound_line(plan)))
     if not plan.contiguous:
         lines.append(("stages", "not contiguous: this plan cannot be trained"))
     if solver.cost_model != "resource":
@@ -156,7 +158,7 @@ def _solver(plan: Plan) -> str:
     elif plan.predicted.by == "cost model":
         quality = f"feasible, at most {solver.gap:.1%} from optimal"
     else:
-        quality = f"feasible: {bound_line(plan)}"
+        quality = "feasible"
     return f"{quality}, {solver.name} in {format_seconds(solver.seconds)}"
 
 
@@ -172,10 +174,7 @@ def _by(plan: Plan) -> str:
 def bound_line(plan: Plan) -> str:
     """How far the simulated time is from the bound of the cost model, and whether all was simulated that could be."""
     solver = plan.solver
-    text = (
-        f"simulated, {solver.gap:.1%} above the {format_seconds(solver.lower_bound_s)} "
-        "that by the cost model no plan is below"
-    )
+    text = f"{solver.gap:.1%} above the cost model's bound of {format_seconds(solver.lower_bound_s)}"
     if solver.exhausted:
-        return f"{text}; of {solver.simulated} candidates the fastest" if solver.simulated > 1 else text
-    return f"{text}; after {solver.simulated} candidates others were left that could be faster"
+        return f"{text}; the fastest of {solver.simulated} simulated" if solver.simulated > 1 else text
+    return f"{text}; {solver.simulated} simulated, others were left that could be faster"

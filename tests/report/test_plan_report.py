@@ -15,7 +15,15 @@ MODEL = profile(
 
 def test_a_plan_shows_its_stages_and_its_prediction() -> None:
     text = plan_report(solve(MODEL, flat_cluster(3, 1e4, 10**9, 1e-3)))
-    for part in ("2-1 on 3 GPUs", "b .. c (2)", "0, 1", "limited by", "samples/s, ", "simulated", "above the 3 s"):
+    for part in (
+        "2-1 on 3 GPUs",
+        "b .. c (2)",
+        "0, 1",
+        "limited by",
+        "samples/s, ",
+        "simulated",
+        "above the cost model's bound of 3 s",
+    ):
         assert part in text
     assert "less than data parallel" in text
     assert "1 GB each" in text
