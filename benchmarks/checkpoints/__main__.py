@@ -78,7 +78,7 @@ def measure(name: str, rounds: int, minibatches: int) -> Row:
         with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=Path.cwd()) as folder:
             options = planner.CheckpointOptions(every=minibatches // CHECKPOINTS, folder=folder, keep=1)
             run = planner.train(model, plan, steps=minibatches, checkpoints=options)
-            (newest,) = Path(folder).iterdir()
+            (newest,) = Path(folder).glob("step-*")
             size_bytes = sum(path.stat().st_size for path in newest.iterdir())
             disk_s = _disk_s(Path(folder), size_bytes)
         plain_s.append(plain.seconds)
