@@ -62,7 +62,7 @@ def _optimality(explanation: Explanation) -> str:
     which = "a candidate was" if solver.simulated == 1 else f"{solver.simulated} candidates were"
     left = "none was left" if solver.exhausted else "the work allowed for it was done, and some were left"
     return (
-        f"{bound}; the simulation of this plan is {solver.gap:.1%} above that. It may not be the fastest: "
+        f"{bound}; the simulation of this plan is {solver.gap:.1%} above that.\nIt may not be the fastest: "
         f"{which} simulated, after which {left} that could be faster by the cost model."
     )
 
