@@ -11,9 +11,9 @@ SIZE, MARGIN = 520, 60
 BAND = 0.08  # the error that no run should exceed
 _STYLE = """\
 <style>
-text { font: 13px system-ui, sans-serif; fill: #222 } .axis { stroke: #888 } .band { fill: #4477aa22 }
+text { font: 13px system-ui, sans-serif; fill: #222 } .axis { stroke: #888 } .band { fill: #4477aa; fill-opacity: 0.13 }
 .even { stroke: #4477aa; stroke-dasharray: 4 3 } .asynchronous { fill: #4477aa } .synchronous { fill: #cc6677 }
-@media (prefers-color-scheme: dark) { text { fill: #ddd } .band { fill: #88bbee33 } }
+@media (prefers-color-scheme: dark) { text { fill: #ddd } .band { fill: #88bbee; fill-opacity: 0.2 } }
 </style>"""
 
 
