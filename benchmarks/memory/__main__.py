@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
+from benchmarks.heap import pages_returned
 from benchmarks.memory.plans import Shape, shaped_plan
 from planner.executor.job import Job
 from planner.executor.launch import launch
@@ -48,7 +47,6 @@ SHAPES = (
     Shape((1, 1, 1)),
 )
 STASHING, ONE_VERSION = SHAPES[0], SHAPES[2]  # as many in flight, with a version of the weights for each and with one
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # every larger block is given back to the system when it is freed
 LARGE = 200e6  # bytes from which an error is given in per cent
 _MODEL = '''
 from torch.utils._pytree import tree_map
@@ -122,7 +120,7 @@ def _rows(name: str, profile: Profile, model: Path, shape: Shape, *, kept: bool)
     # A steady state twice over: every unit in flight, and an update after each.
     steps = 3 if shape.microbatches > 1 else 3 * max(stage.in_flight for stage in plan.stages) * max(shape.replicas)
     job = Job(model=str(model), plan=plan, steps=steps)
-    with _environment(RETURNED):
+    with pages_returned():
         returned = launch(job).reports
     ordinary = launch(job).reports if kept else ()
     for number, stage in enumerate(plan.stages):
@@ -137,17 +135,6 @@ def _rows(name: str, profile: Profile, model: Path, shape: Shape, *, kept: bool)
             "returned_bytes": max(r.peak_memory_bytes for r in returned if r.stage == number),
             "kept_bytes": max((r.peak_memory_bytes for r in ordinary if r.stage == number), default=None),
         }
-
-
-@contextmanager
-def _environment(added: dict[str, str]) -> Iterator[None]:
-    """The workers inherit it."""
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> str:

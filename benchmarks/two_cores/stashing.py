@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.heap import pages_returned
 from benchmarks.two_cores.launch import places, run_workers
 from benchmarks.two_cores.ours import STASHED, UNSTASHED, Ours
 from planner.cluster import flat_cluster
@@ -21,8 +19,6 @@ from planner.solver.states import uncut_groups
 IN_FLIGHT = 8
 STEPS = 3 * IN_FLIGHT
 TIMEOUT_S = 120.0
-# glibc gives every larger block back to the system when it is freed, so that the resident size is what is in use.
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class StashMemory:
 
 def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
     """Measure both runs of `model`."""
-    with places("loopback") as where, _environment(RETURNED):
+    with places("loopback") as where, pages_returned():
         ours = Ours(model, "loopback", batch_size, where, 0.0, folder, TIMEOUT_S)
         profile = load_profile(ours.profile(1))
         path = folder / f"{model}-deep.plan.json"
@@ -92,14 +88,3 @@ def _compared(model: str, profile: Profile, plan: Plan, first: list[dict[str, An
         stashed_bytes=stashed["peak_memory_bytes"],
         unstashed_bytes=unstashed["peak_memory_bytes"],
     )
-
-
-@contextmanager
-def _environment(added: dict[str, str]) -> Iterator[None]:
-    """The workers inherit it."""
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

@@ -204,11 +204,7 @@ def _next_best(case: _Case) -> Alternative | None:
         return None  # none of those has chunks
     limit = case.plan.cluster.memory_bytes
     best: tuple[float, str] | None = None
-    others = [
-        (case.question.formula(case.ledger, stages, case.plan.cluster).seconds_per_minibatch, number, stages)
-        for number, stages in enumerate(_others(case))
-    ]
-    for least_s, _, stages in sorted(others, key=lambda other: other[:2]):
+    for least_s, stages in case.question.by_formula(case.ledger, _others(case), case.plan.cluster):
         config = config_of(tuple(stage.replicas for stage in stages))
         if config == case.plan.config:
             continue

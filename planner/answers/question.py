@@ -66,19 +66,22 @@ class Question:
 
     def fastest(self, ledger: Ledger, options: Iterable[Sequence[Candidate]], cluster: Cluster) -> list[Candidate]:
         """The fastest of some lists of stages; at least one."""
-
-        def busiest_s(stages: Sequence[Candidate]) -> float:
-            return self.formula(ledger, stages, cluster).seconds_per_minibatch
-
         best: Sequence[Candidate] = ()
         best_s = math.inf
-        for bound_s, _, stages in sorted((busiest_s(stages), number, stages) for number, stages in enumerate(options)):
+        for bound_s, stages in self.by_formula(ledger, options, cluster):
             if bound_s >= best_s:
                 break  # waits only add
             seconds = self.price(ledger, stages, cluster).seconds_per_minibatch
             if seconds < best_s:
                 best, best_s = stages, seconds
         return list(best)
+
+    def by_formula(
+        self, ledger: Ledger, options: Iterable[Sequence[Candidate]], cluster: Cluster
+    ) -> list[tuple[float, Sequence[Candidate]]]:
+        """Lists of stages with their seconds per minibatch by the cost model, the fastest first."""
+        priced = [(self.formula(ledger, stages, cluster).seconds_per_minibatch, stages) for stages in options]
+        return sorted(priced, key=lambda option: option[0])
 
     def formula(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
         """What they cost by the cost model."""

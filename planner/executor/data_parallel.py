@@ -20,12 +20,11 @@ from planner.executor.memory import PeakMemory
 from planner.executor.optimizer import make_optimizer
 from planner.executor.setup import Place, check_world, join_group, local_place, message_timeout
 from planner.executor.worker import Completion, WorkerLog
-from planner.model.autocast import autocasting
-from planner.model.capture import loss_of
 from planner.model.compiling import compiled
 from planner.model.file import ModelFile, load_model_file
 from planner.model.memory_format import lay_out
 from planner.model.options import StageOptions, options_of
+from planner.model.unsplit import unsplit_loss
 from planner.schedule.instructions import Unit
 
 
@@ -82,7 +81,6 @@ def _train(
         scale_loss=job.plan.autocast == "float16",
     )
     forward = compiled(ddp) if options.compiled else ddp
-    own_loss = model_file.loss if model_file.has_loss else None
     log = WorkerLog()
     report = progress_reporter(on_progress, rounds * world, world, batch_size) if on_progress and rank == 0 else None
     dist.barrier()
@@ -93,9 +91,7 @@ def _train(
         began = time.perf_counter()
         torch.manual_seed(job.seed * 1_000_003 + minibatch)
         batch = data.batch(Unit(minibatch)).to(device)
-        batch = batch.channels_last() if options.channels_last else batch
-        with autocasting(device.type, options.autocast):
-            loss = loss_of(forward(*batch.args, **batch.kwargs), batch.target, own_loss)
+        loss = unsplit_loss(forward, model_file, batch, options)
         torch.autograd.backward(loss if optimizer.scaler is None else loss * optimizer.scaler.scale)
         optimizer.step(None)
         optimizer.advance(world)
@@ -128,11 +124,7 @@ def _leaves_out_weights(
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng():
         batch = model_file.example_batch(batch_size).to(device)
-        batch = batch.channels_last() if options.channels_last else batch
-        with autocasting(device.type, options.autocast):
-            own_loss = model_file.loss if model_file.has_loss else None
-            loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, own_loss)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(unsplit_loss(model, model_file, batch, options))
     unused = any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     model.zero_grad(set_to_none=True)
     with torch.no_grad():

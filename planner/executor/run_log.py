@@ -103,9 +103,8 @@ class RunLog:
     def _read(self, first: int) -> list[_Entry]:
         """The entries of the same run up to the checkpoint after `first` minibatches; none of another run."""
         try:
-            whole, _, _ = self._path.read_text(encoding="utf-8").rpartition(
-                "\n"
-            )  # the rest is half a line, if anything
+            # What follows the last line is half a line, if anything.
+            whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
             header, *lines = whole.splitlines()
             if _Header.model_validate_json(header).run != self._run:
                 return []

@@ -18,11 +18,11 @@ import torch
 
 from planner.errors import InputError, PlannerError, WorkerError
 from planner.heap import keep_freed_pages
-from planner.model.autocast import autocast_dtype, autocast_name, autocasting
-from planner.model.capture import loss_of
+from planner.model.autocast import autocast_dtype, autocast_name
 from planner.model.file import ModelFile, load_model_file
 from planner.model.memory_format import lay_out
 from planner.model.options import StageOptions
+from planner.model.unsplit import unsplit_loss
 from planner.profiler.update import still
 
 _START_S = 600.0  # to build the model and take one step; a very large model needs minutes
@@ -132,22 +132,18 @@ def _work(order: str) -> None:
     """Take training steps until standard input is closed, or the parent is gone, which closes it too."""
     parsed = json.loads(order)
     torch.set_num_threads(parsed["threads"])
-    autocast = autocast_dtype(parsed["autocast"])
+    options = StageOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"])
     model_file = load_model_file(parsed["model"])
     model = model_file.build_model()
     batch = model_file.example_batch(parsed["batch_size"])
-    if parsed["channels_last"]:
+    if options.channels_last:
         lay_out(model)
-        batch = batch.channels_last()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = still(model_file.optimizer(parameters))
-    loss_function = model_file.loss if model_file.has_loss else None
     told = False
     while True:
         optimizer.zero_grad()
-        with autocasting(batch.device_type, autocast):
-            loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss_function)
-        loss.backward()  # type: ignore[no-untyped-call]
+        unsplit_loss(model, model_file, batch, options).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if not told:
             sys.stdout.write(f"{_READY}\n")

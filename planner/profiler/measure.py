@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from planner.model.autocast import autocasting
 from planner.model.batch import Batch
-from planner.model.capture import loss_of
 from planner.model.file import ModelFile
 from planner.model.graph import LayerGraph
+from planner.model.options import StageOptions
 from planner.model.parts import LOSS
 from planner.model.stage import LayerObserver, StageModule, build_stage
+from planner.model.unsplit import unsplit_loss
 from planner.profiler.clock import clock_for
 from planner.profiler.compiled import CompiledTimes, as_compiled, measure_compiled, saved_as_compiled
 from planner.profiler.saved import saved_bytes
@@ -120,11 +120,8 @@ class _Run:
         return replace(plain, layers=layers, whole=times.whole, saved_bytes=saved, compiled=times)
 
     def _plain_forward(self) -> Tensor:
-        batch = self._batch.channels_last() if self._graph.channels_last else self._batch
-        loss_function = self._model_file.loss if self._model_file.has_loss else None
-        with autocasting(batch.device_type, self._graph.autocast):
-            output = self._graph.model(*batch.args, **batch.kwargs)
-            return loss_of(output, batch.target, loss_function)
+        options = StageOptions(self._graph.autocast, self._graph.channels_last)
+        return unsplit_loss(self._graph.model, self._model_file, self._batch, options)
 
     def _marked_forward(self, observer: LayerObserver) -> Tensor:
         self._stage.set_observer(observer)

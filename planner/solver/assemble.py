@@ -12,7 +12,7 @@ from planner.plan_file import Plan, Prediction, ScheduleName, Shared, SolverRepo
 from planner.pricing import Candidate, Ledger, Price, messages
 from planner.sharing import SharedWeight
 from planner.simulator.plan import simulated_s
-from planner.solver.copies import shared_in, updates_of_copies_s
+from planner.solver.copies import copied_in, shared_in, update_of_copies_s
 
 
 def assemble(
@@ -106,8 +106,8 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
     made: list[Stage] = []
     workers = len(stages) // price.chunks
     rank = 0
-    copies_s = updates_of_copies_s(ledger, stages)
-    for stage, in_flight, memory, copied_s in zip(stages, price.in_flight, price.memory, copies_s, strict=True):
+    copied = copied_in(ledger, stages)
+    for stage, in_flight, memory, again in zip(stages, price.in_flight, price.memory, copied, strict=True):
         if len(made) % workers == 0:
             rank = 0  # under interleaved, the next chunk of the same workers
         layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
@@ -120,7 +120,7 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 recompute=stage.recompute,
                 forward_s=sum(layer.forward_s for layer in layers) / speed,
                 backward_s=sum(layer.backward_s for layer in layers) / speed,
-                update_s=sum(layer.update_s for layer in layers) / speed + copied_s,
+                update_s=sum(layer.update_s for layer in layers) / speed + update_of_copies_s(stage, again),
                 memory=memory,
             )
         )

@@ -24,12 +24,9 @@ def copied_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[Layer]]:
     return copied_layers(ledger.profile, _names(ledger, stages))
 
 
-def updates_of_copies_s(ledger: Ledger, stages: Sequence[Candidate]) -> list[float]:
-    """For each stage, what the optimizer takes for the weights that it holds again."""
-    return [
-        sum(layer.update_s for layer in copied) / (1.0 if stage.kind is None else stage.kind.speed)
-        for stage, copied in zip(stages, copied_in(ledger, stages), strict=True)
-    ]
+def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
+    """What the optimizer takes for the weights that a stage holds again, those of the layers `copied`."""
+    return sum(layer.update_s for layer in copied) / (1.0 if stage.kind is None else stage.kind.speed)
 
 
 def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:

@@ -16,7 +16,7 @@ from planner.schedule.streams import Channel, PipelineShape
 from planner.simulator.pipeline import Pipeline, StageTimes
 from planner.simulator.times import with_handling
 from planner.solver.assemble import shared_between, transfers
-from planner.solver.copies import copied_in, updates_of_copies_s
+from planner.solver.copies import copied_in, update_of_copies_s
 from planner.topology import Topology, rank_ranges
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
@@ -46,14 +46,16 @@ def pipeline_for(
     topology = Topology(cluster)
     slowest = topology.link(len(topology) - 1)
     moved = transfers(ledger, stages)
+    copied = copied_in(ledger, stages)
+    works = [ledger.work(stage) for stage in stages]
     plain = (
         StageTimes(
             forward_s=float(work.forward_s),
             backward_s=float(work.backward_s),
-            update_s=float(work.update_s) + copies_s,
+            update_s=float(work.update_s) + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
         )
-        for work, copies_s in zip(map(ledger.work, stages), updates_of_copies_s(ledger, stages), strict=True)
+        for work, stage, again in zip(works, stages, copied, strict=True)
     )
     shared = shared_between(ledger, stages)
     shape = PipelineShape(
@@ -70,8 +72,8 @@ def pipeline_for(
         stages=tuple(with_handling(times, number, moved, slowest) for number, times in enumerate(plain)),
         transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in moved},
         gradient_bytes=tuple(
-            int(ledger.work(stage).trainable_bytes) + sum(layer.gradient_bytes for layer in copied)
-            for stage, copied in zip(stages, copied_in(ledger, stages), strict=True)
+            int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again)
+            for work, again in zip(works, copied, strict=True)
         ),
         shared_bytes={ends: each.gradient_bytes for each in shared for ends in (each.stages, each.stages[::-1])},
     )
