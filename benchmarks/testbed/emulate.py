@@ -106,10 +106,14 @@ def as_chain(profile: Profile) -> list[Block]:
 
 
 def joined(chain: list[Block], most: int) -> list[Block]:
-    """Neighbours with least time together, one pair after the other, until there are no more than `most`."""
+    """Neighbours joined, one pair after the other, until there are no more than `most`.
+
+    First those that together take little time and between which much is sent: a cut is worth more the fewer bytes
+    cross it, and a plan for all layers would rather be cut there.
+    """
     blocks = list(chain)
     while len(blocks) > most:
-        costs = [_seconds(a) + _seconds(b) for a, b in pairwise(blocks)]
+        costs = [(_seconds(a) + _seconds(b)) / max(1, a.output_bytes) for a, b in pairwise(blocks)]
         index = costs.index(min(costs))
         blocks[index : index + 2] = [_together(blocks[index], blocks[index + 1])]
     return blocks
