@@ -36,6 +36,9 @@ from planner.errors import PlannerError
 INTERFACE = "eth0"
 _PREFIX = "plan-bench"
 _NAME = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-[0-9a-f]+-\w+")
+# Loss-based, so streams take all of a link and share it evenly; the machine's own may be BBR, which does neither: it
+# paces streams by its estimates, below the rate of the link, and each comes to another share. Any host may use Reno.
+_CONGESTION_CONTROL = "reno"
 _NAMESPACES = Path("/run/netns")  # where iproute2 keeps the names
 
 
@@ -183,6 +186,7 @@ def _connect(host: Host, switch: str, port: str) -> None:
     _ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
     _ip("-n", host.name, "link", "set", "lo", "up")
     _ip("-n", host.name, "link", "set", INTERFACE, "up")
+    _call(*host.command(["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={_CONGESTION_CONTROL}"]))
 
 
 def _ip(*arguments: str) -> None:

@@ -9,6 +9,7 @@ from benchmarks.published_configs.__main__ import profile_of_row
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import Row
 from benchmarks.testbed.bed import Testbed
+from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, Emulated, emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan, train_s
 from benchmarks.testbed.predict import given_plan
@@ -76,7 +77,8 @@ def run_row(
 ) -> Ran:
     """Solve for the measured links, and run our plan, data parallelism and, with `theirs`, the published plan."""
     emulated, links = emulated_row(bed, row, bandwidth_bytes_per_s, folder)
-    plan = solve(emulated.profile, links)
+    with scaled_buckets(emulated.scale.byte_factor):
+        plan = solve(emulated.profile, links)
     one_s = whole_s(emulated.profile)
     run = run_plan(bed, emulated, plan, described(links), seconds)
     bsp = data_parallel_run(bed, emulated, links, seconds)

@@ -48,6 +48,8 @@ class Stage(Record):
     forward_s: Seconds  # one microbatch on one replica
     backward_s: Seconds
     update_s: Seconds
+    # Of replicas: from the start of a backward until each of equal parts of the gradients can be all-reduced.
+    ready_s: tuple[Seconds, ...] = ()
     memory: StageMemory
 
     @property

@@ -15,6 +15,7 @@ from typing import get_args
 from tabulate import tabulate
 
 from benchmarks.testbed.bed import testbed
+from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
@@ -45,7 +46,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(target.gpus) as bed:
         emulated = emulate(profile, scale, Path(folder))
         links = bed.links(scale.cluster(target))
-        plan = _plan(emulated.profile, links, arguments)
+        with scaled_buckets(scale.byte_factor):
+            plan = _plan(emulated.profile, links, arguments)
         run = run_plan(bed, emulated, plan, described(links), arguments.seconds)
         bsp = data_parallel_run(bed, emulated, links, arguments.seconds)
     print(

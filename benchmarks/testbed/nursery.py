@@ -26,9 +26,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import planner.executor.data_parallel
-import planner.executor.gradients
 import planner.profiler.links
 from benchmarks.netns import INTERFACE
+from benchmarks.testbed.buckets import scaled_buckets
 from planner.executor.data_parallel import train_data_parallel
 from planner.executor.job import Job
 from planner.executor.train import train_worker
@@ -38,8 +38,6 @@ from planner.timeline import Timeline
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_LEAST_BUCKET_BYTES = planner.executor.gradients.LEAST_BUCKET_BYTES
-_MOST_BUCKET_BYTES = planner.executor.gradients.MOST_BUCKET_BYTES
 
 
 def main() -> None:
@@ -110,7 +108,7 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
         MASTER_ADDR=task["address"],
         MASTER_PORT=str(task["port"]),
     )
-    with _scaled_buckets(task["byte_factor"]):
+    with scaled_buckets(task["byte_factor"]), _scaled_ddp_buckets(task["byte_factor"]):
         match task["kind"]:
             case "links":
                 return _links(task)
@@ -136,10 +134,8 @@ def _train(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _scaled_buckets(byte_factor: float) -> Iterator[None]:
-    """Gradients are all-reduced in buckets of fixed sizes: those shrink with everything else."""
-    planner.executor.gradients.LEAST_BUCKET_BYTES = max(1, int(_LEAST_BUCKET_BYTES * byte_factor))
-    planner.executor.gradients.MOST_BUCKET_BYTES = max(1, int(_MOST_BUCKET_BYTES * byte_factor))
+def _scaled_ddp_buckets(byte_factor: float) -> Iterator[None]:
+    """DistributedDataParallel's shrink, too."""
     bucketed = partial(DistributedDataParallel, bucket_cap_mb=25 * byte_factor)
     setattr(planner.executor.data_parallel, "DistributedDataParallel", bucketed)  # noqa: B010
     try:

@@ -17,6 +17,7 @@ from tabulate import tabulate
 
 from benchmarks.kept import between_marks
 from benchmarks.testbed.bed import ROOT, Testbed, testbed
+from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
@@ -43,7 +44,8 @@ class Case:
         model: folder in profiles/.
         sizes: devices, or devices per server and servers.
         bandwidths: of the links of the devices that are emulated, inner to outer.
-        config: replicas of stages of equal time; None for what the solver finds.
+        config: replicas of stages; None for what the solver finds.
+        layers: of each of these stages, as emulated; None for stages of equal time.
         schedule: of the plan.
         microbatches: per minibatch.
         link_bytes_per_s: of the slowest link here.
@@ -56,6 +58,7 @@ class Case:
     schedule: ScheduleName = "1f1b"
     microbatches: int = 1
     link_bytes_per_s: float = LINK_BYTES_PER_S
+    layers: tuple[int, ...] | None = None
 
 
 CASES = (
@@ -74,6 +77,7 @@ CASES = (
     Case("gnmt8", (4,), ("1Gbps",), (1, 1, 1, 1)),
     Case("gnmt8", (4,), ("1Gbps",), (2, 2), "1f1b-flush", 8),
     Case("gpt2", (4,), ("1Gbps",)),
+    Case("gpt2", (4,), ("1Gbps",), (1, 1, 2), layers=(8, 8, 9)),
     Case("gpt2", (4,), ("1Gbps",), (1, 1, 1, 1), "gpipe", 8),
     Case("vgg16", (2, 2), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
     Case("vgg16", (4, 2), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
@@ -121,11 +125,12 @@ def _run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Measured:
     emulated = emulate(profile, scale, folder)
     links = bed.links(scale.cluster(there))
     plan: Plan
-    if case.config is None:
-        plan = solve(emulated.profile, links, schedule=case.schedule, microbatches=case.microbatches)
-    else:
-        stages = balanced_stages(emulated.profile, len(case.config))
-        plan = given_plan(emulated.profile, links, stages, case.config, case.schedule, case.microbatches)
+    with scaled_buckets(scale.byte_factor):
+        if case.config is None:
+            plan = solve(emulated.profile, links, schedule=case.schedule, microbatches=case.microbatches)
+        else:
+            stages = case.layers or balanced_stages(emulated.profile, len(case.config))
+            plan = given_plan(emulated.profile, links, stages, case.config, case.schedule, case.microbatches)
     return run_plan(bed, emulated, plan, described(links), seconds)
 
 

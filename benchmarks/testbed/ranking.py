@@ -15,6 +15,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.testbed.bed import ROOT, testbed
+from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
@@ -48,7 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(arguments.gpus) as bed:
         emulated = emulate(profile, scale, Path(folder))
         links = bed.links(scale.cluster(there))
-        plans = different_plans(emulated.profile, links, arguments.plans)
+        with scaled_buckets(scale.byte_factor):
+            plans = different_plans(emulated.profile, links, arguments.plans)
         for number, plan in enumerate(plans):
             runs.append(run_plan(bed, emulated, plan, described(links), arguments.seconds))
             print(f"{number + 1}/{len(plans)}: {runs[-1]}", file=sys.stderr, flush=True)

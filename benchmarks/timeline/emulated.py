@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.testbed.bed import ROOT, Testbed
+from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cluster import flat_cluster
@@ -50,7 +51,8 @@ def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> 
     emulated = emulate(profile, scale, folder / case.name)
     links = bed.links(scale.cluster(there))
     stages = balanced_stages(emulated.profile, len(case.replicas))
-    plan = given_plan(emulated.profile, links, stages, case.replicas, case.schedule, case.microbatches)
+    with scaled_buckets(scale.byte_factor):
+        plan = given_plan(emulated.profile, links, stages, case.replicas, case.schedule, case.microbatches)
     period = math.lcm(*case.replicas)
     steps = max(period, math.ceil(seconds / plan.predicted.seconds_per_minibatch / period) * period)
     trace = folder / f"{case.name}.trace.json"

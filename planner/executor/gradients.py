@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.cost import BUCKETS
-
-# A bucket no smaller than hides latency, and no larger than DistributedDataParallel's.
-LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
+from planner.buckets import bucket_bytes
 
 
 class _Parts(NamedTuple):
@@ -139,11 +136,11 @@ class GradientAverager:
 def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split into buckets: one dtype each, of about the same size."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    bucket_bytes = min(max(total // BUCKETS, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
+    full_bytes = bucket_bytes(total)
     chunks: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
-        if not chunks or size >= bucket_bytes or chunks[-1][0].dtype != parameter.dtype:
+        if not chunks or size >= full_bytes or chunks[-1][0].dtype != parameter.dtype:
             chunks.append([])
             size = 0
         chunks[-1].append(parameter)

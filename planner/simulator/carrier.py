@@ -8,14 +8,14 @@ all-reduce follow one another too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from planner.cost import BUCKETS
 from planner.schedule.instructions import Receive, ReceiveShared, Send, SendActivation, SendShared
 from planner.simulator.links import ClusterLinks
 from planner.simulator.network import FairNetwork, Path
-from planner.simulator.times import Pipeline
+from planner.simulator.times import Pipeline, StageTimes
 from planner.work import POSTED
 
 Arrived = Callable[[int, Send, float, float], None]  # sender's rank, message, when it left and when it is there
@@ -56,11 +56,10 @@ class Carrier:
         self._pipeline, self._arrived, self._reduced = pipeline, arrived, reduced
         self._connections: dict[_Key, _Connection] = {}
         self._rings: dict[int, _Ring] = {}
-        shares = [(part + 1) / BUCKETS if pipeline.cluster.overlap else 1.0 for part in range(BUCKETS)]
-        self._ready_s = [[share * times.backward_s for share in shares] for times in pipeline.stages]
+        self._ready_s = [_ready_s(times, pipeline.cluster.overlap) for times in pipeline.stages]
 
-    def parts_s(self, stage: int) -> list[float]:
-        """When the parts of an all-reduce are ready, from the start of the last replica's backward: equal parts of it.
+    def parts_s(self, stage: int) -> Sequence[float]:
+        """When the parts of an all-reduce are ready, from the start of the last replica's backward.
 
         All at its end where nothing overlaps.
         """
@@ -142,3 +141,9 @@ class Carrier:
         ranks = self._pipeline.shape.ranks[stage]
         moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * self._pipeline.gradient_bytes[stage]
         return _Ring(*self.links.ring(ranks), moved_bytes / BUCKETS)
+
+
+def _ready_s(times: StageTimes, overlap: bool) -> Sequence[float]:
+    if not overlap:
+        return [times.backward_s] * BUCKETS
+    return times.ready_s or [times.backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)]

@@ -17,13 +17,15 @@ Ends = tuple[int, int]  # stages
 class StageTimes:
     """Seconds of one microbatch on one replica.
 
-    `recompute_s` comes before each backward: the forward once more.
+    `recompute_s` comes before each backward: the forward once more. `ready_s` are from the start of the backward until
+    each part of the gradients can be all-reduced, as `planner.buckets` has them; empty for equal parts of it.
     """
 
     forward_s: float
     backward_s: float
     update_s: float
     recompute_s: float = 0.0
+    ready_s: tuple[float, ...] = ()
 
     @property
     def weight_s(self) -> float:

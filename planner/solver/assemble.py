@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from planner.buckets import ready_s, reduced_s
 from planner.cluster import Cluster
-from planner.cost import cost_model, link_of
+from planner.cost import backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
 from planner.plan_file import Plan, Prediction, ScheduleName, Shared, SolverReport, Stage, Transfer, config_of
 from planner.pricing import Candidate, Ledger, Price, messages
+from planner.profile_file import Profile
 from planner.sharing import SharedWeight
 from planner.simulator.plan import simulated_s
-from planner.solver.copies import copied_in, shared_in, update_of_copies_s
+from planner.solver.copies import copied_in, ready_of_gradients_s, shared_in, update_of_copies_s
 
 
 def assemble(
@@ -121,6 +123,7 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 forward_s=sum(layer.forward_s for layer in layers) / speed,
                 backward_s=sum(layer.backward_s for layer in layers) / speed,
                 update_s=sum(layer.update_s for layer in layers) / speed + update_of_copies_s(stage, again),
+                ready_s=ready_of_gradients_s(ledger, stage, again),
                 memory=memory,
             )
         )
@@ -138,18 +141,22 @@ def _prediction(
 ) -> Prediction:
     """Compared, per microbatch, with one GPU and with all GPUs data parallel, under the same cost model.
 
-    Of data parallelism that is what its simulation says, too: nothing shares the links with its all-reduce.
+    Of data parallelism that is, with buckets that are as late as in a simulation, what its simulation says, too:
+    nothing shares the links with its all-reduce.
 
     Both alternatives train one microbatch per GPU and step, whether or not their memory would suffice. Where devices
     differ, one GPU is the profiled one, and data parallel waits for the slowest.
     """
-    size = ledger.profile.microbatch_size
-    everything = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
+    profile = ledger.profile
+    size = profile.microbatch_size
+    everything = ledger.work(Candidate(frozenset(), frozenset(range(len(profile.layers))), 1))
     one_gpu_s = float(everything.compute_s)
     # The max-load model prices no replicas.
     model = cost_model("resource" if report.cost_model == "max-load" else report.cost_model, link_of(cluster))
     slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
     data_parallel_s = float(model.stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
+    if price.cost_model_s is not None:
+        data_parallel_s += _late_buckets_s(profile, cluster, slowest) / cluster.gpus
     data_parallel_bytes = 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)
     seconds = price.seconds_per_minibatch
     samples = None if size is None else size * microbatches
@@ -166,3 +173,14 @@ def _prediction(
             1 - price.communication_bytes / microbatches / data_parallel_bytes if data_parallel_bytes > 0 else None
         ),
     )
+
+
+def _late_buckets_s(profile: Profile, cluster: Cluster, speed: float) -> float:
+    """How much later than by the formula all gradients are summed that all devices reduce."""
+    link = link_of(cluster)
+    if not link.overlap or cluster.gpus == 1:
+        return 0.0
+    parts_s = [seconds / speed for seconds in ready_s(profile.layers)]
+    trained_bytes = sum(layer.gradient_bytes for layer in profile.layers)
+    reduce_s = float(ring_all_reduce_s(trained_bytes, cluster.gpus, link))
+    return reduced_s(parts_s, reduce_s) - float(backward_and_reduce_s(parts_s[-1], reduce_s, link))

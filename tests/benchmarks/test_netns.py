@@ -90,6 +90,12 @@ def test_the_way_back_is_shaped_too() -> None:
         assert (10_000_000 - 2_000_000) * 8 / transfer_s(second, first, 10_000_000) < 100e6
 
 
+def test_hosts_share_links_by_loss_whatever_the_machine_does() -> None:
+    with network(1) as (host,):
+        read = host.popen(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], stdout=subprocess.PIPE)
+        assert read.communicate(timeout=10)[0] == "reno\n"
+
+
 def test_hosts_are_apart_from_the_machine_and_its_network_stays_clean() -> None:
     def links(prefix: list[str]) -> set[str]:
         shown = subprocess.run([*prefix, "ip", "-o", "link"], capture_output=True, text=True, check=True)

@@ -138,11 +138,20 @@ def test_the_pace_without_events_is_that_of_the_summary(
 
 def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> None:
     """Data parallel on 2: the ring takes 2(r-1)/r·W/B = W/B seconds."""
+    names = tuple(f"l.{n}" for n in range(12))
+    block = layer("l", weight_bytes=60_000_000).model_copy(update={"parameters": names})
     for all_reduce_s, expected in ((1.2, 3.2), (6.0, 1 + 2 / 6 + 6.0)):
-        plan = plan_of([layer("l", weight_bytes=60)], (2,), flat_cluster(2, 60 / all_reduce_s))
+        plan = plan_of([block], (2,), flat_cluster(2, 60e6 / all_reduce_s))
         summary = summarize(simulate(plan, 40))
         assert summary.seconds_per_minibatch == pytest.approx(expected / 2)
         assert summary.seconds_per_minibatch == pytest.approx(plan.predicted.seconds_per_minibatch)
+
+
+def test_the_all_reduce_of_one_large_weight_waits_for_the_whole_backward() -> None:
+    for all_reduce_s in (1.2, 6.0):
+        plan = plan_of([layer("l", weight_bytes=60_000_000)], (2,), flat_cluster(2, 60e6 / all_reduce_s))
+        summary = summarize(simulate(plan, 40))
+        assert summary.seconds_per_minibatch == pytest.approx((1 + 2 + all_reduce_s) / 2)
 
 
 def test_without_gradients_there_is_nothing_to_reduce() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner import buckets
 from planner.answers.compare import DATA_PARALLEL, compare
 from planner.answers.explain import explain
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
@@ -133,13 +134,30 @@ def test_published_models_keep_their_predictions(cost_model: str, monkeypatch: p
     assert plan.solver.simulated == 0
 
 
-def test_data_parallelism_takes_what_the_formula_says() -> None:
+def test_data_parallelism_takes_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gradients come in equal parts during the backward."""
+    monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", 1)
+    even = profile(*(layer(f"l{n}", 1, 2, output_bytes=3, weight_bytes=8) for n in range(6)))
     for cluster in CLUSTERS.values():
-        ledger = Ledger(MODEL)
-        stages = candidates([range(4)], [4])
+        ledger = Ledger(even)
+        stages = candidates([range(6)], [4])
         formula = price(ledger, stages, cluster)
         simulated = simulated_price(ledger, stages, cluster, formula, "auto", "1f1b", 1)
         assert simulated.seconds_per_minibatch == pytest.approx(formula.seconds_per_minibatch, rel=0.01)
+
+
+@pytest.mark.parametrize("least_bytes", [1, 10**6])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
+    cluster: str, least_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", least_bytes)
+    plan = solve(MODEL, CLUSTERS[cluster])
+    ledger, stages = Ledger(MODEL), candidates([range(4)], [4])
+    formula = price(ledger, stages, CLUSTERS[cluster])
+    parallel = simulated_price(ledger, stages, CLUSTERS[cluster], formula, "auto", "1f1b", 1)
+    times = parallel.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
+    assert plan.predicted.speedup_over_data_parallel == pytest.approx(times, rel=0.01)
 
 
 def test_compared_plans_are_simulated() -> None:
