@@ -5,7 +5,8 @@ A candidate stage is described by its `Work` (seconds and bytes per microbatch, 
 `planner.cost_drained`.
 
 Legend:  F forward, Bw backward, U update, R recomputation seconds;  W trainable bytes;  r replicas;  B bytes/s;
-a latency in s.
+a latency in s;  A seconds of adding gradients to those of earlier microbatches, which depend on W alone, not on how
+large a microbatch is.
 """
 
 from __future__ import annotations

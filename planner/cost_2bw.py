@@ -35,10 +35,11 @@ _SLACK = 1e-9
 class DoubleBufferedModel(ResourceModel):
     """What each replica's processor and link do per minibatch of m microbatches, n = ceil(m / r) of them the busiest's.
 
-        compute         n·(F + R + Bw) + U + AR - (1 - 1/6)·min(Bw, AR)
+        compute         n·(F + R + Bw) + (n-1)·A + U + AR - (1 - 1/6)·min(Bw, AR)
         link, each way  n·(activations + gradients) / B + 2(r-1)·W / (r·B) + a·n·messages
 
-    Every microbatch takes its forward and backward; the update and the all-reduce, which begins with the minibatch's
+    Every microbatch takes its forward and backward, and all but the first add their gradients to those there are, A; Bw
+    in the minimum is the last of them, A included. The update and the all-reduce, which begins with the minibatch's
     last backward and is waited for, come once. Divided by m this is (F + Bw) / r + (U + what shows of AR) / m where r
     divides m. With m = r it is the resource model's time of a round. More replicas than microbatches would idle, so
     r <= m.
@@ -51,7 +52,10 @@ class DoubleBufferedModel(ResourceModel):
         self.microbatches = self.most_replicas = microbatches
 
     def least_s(self, work: Work) -> Floats:
-        """m·(F + R + Bw) + U: an all-reduce only adds to it, and r replicas with n >= m / r take at least the r-th."""
+        """m·(F + R + Bw) + U: an all-reduce only adds to it, and r replicas with n >= m / r take at least the r-th.
+
+        Nor does A count: there is none where each replica has one microbatch.
+        """
         return self.microbatches * (work.compute_s - work.update_s) + work.update_s
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
@@ -60,7 +64,7 @@ class DoubleBufferedModel(ResourceModel):
         receive_s, send_s = self._link_s(work)
         ring_s = self._ring_s(work, r)
         return {
-            "compute": share * self._once_s(work) + self._end_s(work, r),
+            "compute": share * self._once_s(work) + (share - 1) * work.accumulate_s + self._end_s(work, r),
             "receive": share * receive_s + ring_s,
             "send": share * send_s + ring_s,
         }
@@ -68,7 +72,8 @@ class DoubleBufferedModel(ResourceModel):
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
         """Fewest replicas >= `at_least` that meet the target with `after` GPUs behind the stage; else `IMPOSSIBLE`.
 
-        What r replicas spend once per minibatch grows with r, so it bounds from below what more of them spend, and
+        What r replicas spend once per minibatch grows with r (of the all-reduce, a first backward hides no more than
+        one that adds up), so it bounds from below what more of them spend, and
         thereby the microbatches that each has time for, and the replicas. Iterated from below, such a bound ends at the
         fewest replicas that satisfy it (the least fixed point of a monotone map).
         """
@@ -82,7 +87,7 @@ class DoubleBufferedModel(ResourceModel):
             r = np.where(r <= most, r, IMPOSSIBLE)
             here = np.minimum(r, most).astype(np.float64)
             wanted = np.maximum(
-                self._fewest_within(once_s, target_s - self._end_s(work, here)),
+                self._fewest_within(once_s + work.accumulate_s, target_s + work.accumulate_s - self._end_s(work, here)),
                 self._fewest_within(busiest_link_s, target_s - self._ring_s(work, here)),
             )
             share = most // np.minimum(r, most)
@@ -101,9 +106,10 @@ class DoubleBufferedModel(ResourceModel):
         ring_s = self._ring_s(work, np.float64(r))
         part = 1 / BUCKETS if self.link.overlap else 1.0
         base_s = share * (work.forward_s + work.recompute_s + work.backward_s) + work.update_s
+        base_s = base_s + (share - 1) * work.accumulate_s
         sums = [r * (base_s + part * ring_s)]
         if replicas > 1 and part < 1:
-            sums.append(r * (base_s - (1 - part) * work.backward_s + ring_s))
+            sums.append(r * (base_s - (1 - part) * work.last_backward_s(share) + ring_s))
         return sums
 
     def versions(self, in_flight: ArrayLike) -> ArrayLike:
@@ -131,7 +137,8 @@ class DoubleBufferedModel(ResourceModel):
     def _end_s(self, work: Work, replicas: Floats) -> Floats:
         """The processor's time once per minibatch: what the last backward leaves of the all-reduce, and the update."""
         reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
-        return backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s + work.update_s
+        last_s = work.last_backward_s(np.ceil(self.microbatches / replicas))
+        return backward_and_reduce_s(last_s, reduce_s, self.link) - last_s + work.update_s
 
     def _link_s(self, work: Work) -> tuple[Floats, Floats]:
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s

@@ -17,11 +17,13 @@ class SynchronousModel:
         naive   Σ_s (latency_s + U_s + AR_s)
 
     latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of one microbatch.
-    busy_s: the busiest of a replica's processor and of its link each way, for one microbatch. With one replica each
-    this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce that the last
-    backward does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than 1f1b has in
-    flight. Under zb-h1 the weights' part W of the backward fills the bubble, but for one stage's at the end: 2W less in
-    every latency, once more in the end, for the published bubble (K-1)·(F + Bw - 2W) (Qi et al. 2024, section 2).
+    busy_s: the busiest of a replica's processor and of its link each way, for one microbatch, whose gradients the
+    processor adds to those there are (A): for the first of a minibatch, which latency_s is of, there are none. With one
+    replica each this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce
+    that the last backward does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than
+    1f1b has in flight. Under zb-h1 the weights' part W of the backward fills the bubble, but for one stage's at the
+    end: 2W less in every latency, once more in the end, for the published bubble (K-1)·(F + Bw - 2W) (Qi et al. 2024,
+    section 2).
     """
 
     def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
@@ -47,8 +49,9 @@ class SynchronousModel:
         end_s = self.end_s(work, r)
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        once_s = work.forward_s + work.recompute_s + work.backward_s
         return {
-            "compute": more * (work.forward_s + work.recompute_s + work.backward_s + handling_s) + end_s,
+            "compute": more * (once_s + work.accumulate_s + handling_s) + end_s,
             "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
             "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
         }
@@ -56,7 +59,8 @@ class SynchronousModel:
     def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
         """What the last backward leaves of the all-reduce, and the update."""
         reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
-        exposed_s = backward_and_reduce_s(work.backward_s, reduce_s, self.link) - work.backward_s
+        last_s = work.last_backward_s(np.ceil(self.microbatches / np.asarray(replicas)))
+        exposed_s = backward_and_reduce_s(last_s, reduce_s, self.link) - last_s
         return exposed_s + self._filling_s(work) + work.update_s
 
     def _filling_s(self, work: Work) -> Floats:

@@ -7,9 +7,10 @@ microbatch, and what it returns last must pass those stages again:
 
     T >= sum over stages i < p of latency_i  +  m·(sum over its chunks of busy)  +  end_p          for every worker p
 
-latency_i, busy and end_p as in `SynchronousModel`. The largest of these is the price; with equal chunks it is the
-published time, otherwise a bound that the simulated streams exceed by what workers wait for each other. Every stage has
-the same number of replicas r, each pipeline taking ceil(m / r) of the microbatches; all r of a stage reduce together.
+and (m - 1) times what adding up the gradients of its chunks takes. latency_i, busy and end_p as in `SynchronousModel`.
+The largest of these is the price; with equal chunks it is the published time, otherwise a bound that the simulated
+streams exceed by what workers wait for each other. Every stage has the same number of replicas r, each pipeline taking
+ceil(m / r) of the microbatches; all r of a stage reduce together.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class StageSeconds:
     backward_s: Floats
     reduce_s: Floats
     update_s: Floats
+    accumulate_s: Floats  # for each microbatch but the first
 
     @classmethod
     def of(cls, work: Work, replicas: int, link: Link) -> StageSeconds:
@@ -50,6 +52,7 @@ class StageSeconds:
             backward_s=work.backward_s,
             reduce_s=ring_all_reduce_s(work.trainable_bytes, replicas, link),
             update_s=work.update_s,
+            accumulate_s=work.accumulate_s,
         )
 
 
@@ -92,7 +95,9 @@ class InterleavedModel:
         fill_s = np.cumsum(latency_s, axis=-1) - latency_s
         end_s = fill_s + self._end_s(stages)
         return {
-            "compute": self.units * self._total(stages.compute_s) + end_s,
+            "compute": self.units * self._total(stages.compute_s)
+            + (self.units - 1) * self._total(stages.accumulate_s)
+            + end_s,
             "receive": self.units * self._total(stages.receive_s) + end_s,
             "send": self.units * self._total(stages.send_s) + end_s,
         }
@@ -116,7 +121,8 @@ class InterleavedModel:
 
     def _end_s(self, stages: StageSeconds) -> Floats:
         """What the last backwards of a worker's chunks leave of their all-reduces, and their updates."""
-        backward_s, reduce_s = self._total(stages.backward_s), self._total(stages.reduce_s)
+        last_s = stages.backward_s + (stages.accumulate_s if self.units > 1 else 0.0)
+        backward_s, reduce_s = self._total(last_s), self._total(stages.reduce_s)
         exposed_s = backward_and_reduce_s(backward_s, reduce_s, self.link) - backward_s
         return np.asarray(exposed_s + self._total(stages.update_s))
 

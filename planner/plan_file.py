@@ -48,6 +48,7 @@ class Stage(Record):
     forward_s: Seconds  # one microbatch on one replica
     backward_s: Seconds
     update_s: Seconds
+    accumulate_s: Seconds = 0.0  # more for all backwards of a minibatch but the first: they add up gradients
     # Of replicas: from the start of a backward until each of equal parts of the gradients can be all-reduced.
     ready_s: tuple[Seconds, ...] = ()
     memory: StageMemory

@@ -124,6 +124,7 @@ class Ledger:
             forward_s=np.float64(sum(layer.forward_s for layer in layers)),
             backward_s=np.float64(sum(layer.backward_s for layer in layers)),
             update_s=np.float64(sum(layer.update_s for layer in layers)),
+            accumulate_s=np.float64(sum(layer.accumulate_s for layer in layers)),
             trainable_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
             received_bytes=np.float64(_outputs(arriving) + _gradients(leaving)),
             sent_bytes=np.float64(_outputs(leaving) + _gradients(arriving)),

@@ -41,10 +41,14 @@ class Layer(Record):
     forward_s: Seconds
     backward_s: Seconds
     update_s: Seconds  # the optimizer's step on this layer's parameters
+    # As for every microbatch of a minibatch but its first. It moves the bytes of all gradients once more, however few
+    # samples a microbatch has: it is no share of the other times.
+    accumulate_s: Seconds = 0.0  # by which a backward takes longer that adds to gradients; 0 also where not measured
     forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
     backward_spread_s: Seconds = 0.0
     forward_thread_s: Seconds | None = None  # time on the processor, on a CPU: what other processes do does not count
     backward_thread_s: Seconds | None = None
+    accumulate_thread_s: Seconds | None = None
     outputs: tuple[Value, ...] = ()  # values that some later layer uses
     weight_bytes: Bytes = 0  # parameters, trainable or not; tied parameters count in the first layer that uses them
     gradient_bytes: Bytes = 0  # the trainable part of weight_bytes
@@ -160,7 +164,9 @@ class Profile(Record):
 
         What is not there does not count, so that fields to come leave the digests of older profiles as they are.
         """
-        return hashlib.sha256(self.model_dump_json(exclude_none=True).encode()).hexdigest()
+        known = any(layer.accumulate_s for layer in self.layers)
+        unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}
+        return hashlib.sha256(self.model_dump_json(exclude=unknown, exclude_none=True).encode()).hexdigest()
 
 
 def load_profile(path: Path | str) -> Profile:

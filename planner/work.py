@@ -39,11 +39,17 @@ class Work:
     is_first: NDArray[np.bool_]
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received
     recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
+    # More for each backward that adds to gradients there are: those of a minibatch's microbatches but the first.
+    accumulate_s: Floats = field(default_factory=lambda: np.asarray(0.0))
 
     @property
     def compute_s(self) -> Floats:
         """F + R + Bw + U of one replica that does everything."""
         return self.forward_s + self.recompute_s + self.backward_s + self.update_s
+
+    def last_backward_s(self, share: ArrayLike) -> Floats:
+        """Seconds of a replica's last backward of a minibatch of which it has so many microbatches."""
+        return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
     def at_speed(self, speed: float) -> Work:
         """The same stages on devices so many times as fast as the profiled one."""
@@ -53,6 +59,7 @@ class Work:
             backward_s=self.backward_s / speed,
             update_s=self.update_s / speed,
             recompute_s=self.recompute_s / speed,
+            accumulate_s=self.accumulate_s / speed,
         )
 
     def recomputed(self) -> Work:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from planner.work import IMPOSSIBLE, Footprint, Work, fewest_for_memory, in_flig
 
 def work(**given: float) -> Work:
     names = ("forward_s", "backward_s", "update_s", "trainable_bytes", "received_bytes", "sent_bytes")
-    more = ("received_messages", "sent_messages", "cut_before_bytes", "cut_after_bytes")
+    more = ("received_messages", "sent_messages", "cut_before_bytes", "cut_after_bytes", "accumulate_s")
     values = {name: np.array([float(given.get(name, 0.0))]) for name in names + more}
     return Work(**values, is_first=np.array([bool(given.get("is_first", False))]))
 
@@ -70,6 +72,11 @@ def test_synchronous_models() -> None:
     assert list(gpipe.in_flight(np.array([1, 3, 7]), 0)) == [7, 3, 1]
     flush = SynchronousModel(Link(10.0, 0.5), "1f1b-flush", 7)
     assert list(flush.in_flight(np.array([1, 3, 7]), 4)) == [5, 3, 1]  # as 1f1b, but no more than there are
+    adding = replace(EXAMPLE, accumulate_s=np.array([2.0]))
+    # All but the first of three add to gradients, and the all-reduce hides behind the last of them.
+    assert gpipe.resources_s(adding, 3)["compute"][0] == pytest.approx(2 * (6 + 2) + (10 - 6 * 5 / 6) + 1)
+    assert gpipe.resources_s(adding, 7)["compute"] == gpipe.resources_s(EXAMPLE, 7)["compute"]
+    assert gpipe.sum_s(adding) == gpipe.sum_s(EXAMPLE)
     naive = SynchronousModel(Link(10.0, 0.5), "naive", 1)
     assert naive.sum_s(EXAMPLE)[0] == pytest.approx(2 + 4 + 1 + 2.5 + 0.75)
     assert naive.max_s(EXAMPLE, 1) == 0
@@ -88,6 +95,7 @@ works = st.builds(
     sent_messages=st.integers(0, 4),
     cut_before_bytes=amounts,
     cut_after_bytes=amounts,
+    accumulate_s=amounts,
     is_first=st.booleans(),
 )
 

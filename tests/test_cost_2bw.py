@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,10 @@ def test_formula() -> None:
     assert three["compute"][0] == pytest.approx(3 * 6 + 1 + 10 - 4 * 5 / 6)
     assert three["receive"][0] == pytest.approx(3 * (3 + 1) + 8)
     assert three["send"][0] == pytest.approx(3 * (2 + 0.5) + 8)
+    adding = replace(EXAMPLE, accumulate_s=np.array([2.0]))
+    # Two of the three add to gradients; the last one takes 6 s, in which more of the all-reduce hides.
+    compute = DoubleBufferedModel(Link(10.0, 0.5), 7).resources_s(adding, 3)["compute"]
+    assert compute[0] == pytest.approx(3 * 6 + 2 * 2 + 1 + 10 - 6 * 5 / 6)
 
 
 @given(stage=works, replicas=st.integers(1, 9))
@@ -77,15 +82,22 @@ def test_memory_is_two_versions_however_deep() -> None:
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1, 1), (3, 1), (4, 2), (3,)])
-def test_the_streams_take_what_the_formula_says(replicas: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("accumulate_s", [0.0, 0.125])
+def test_the_streams_take_what_the_formula_says(replicas: tuple[int, ...], accumulate_s: float) -> None:
     """Equal work per worker and free links, where the published depth leaves nobody waiting; m = 12."""
     link, microbatches = Link(10.0), 12
     stages, formula, reduce_s = [], [], []
     for r in replicas:
-        stage = work(forward_s=1.0 * r, backward_s=2.0 * r, update_s=0.25 * r, trainable_bytes=6.0 * r)
+        stage = work(
+            forward_s=1.0 * r,
+            backward_s=2.0 * r,
+            update_s=0.25 * r,
+            trainable_bytes=6.0 * r,
+            accumulate_s=accumulate_s * r,
+        )
         model = DoubleBufferedModel(link, microbatches)
         formula.append(float(model.stage_s(stage, r)[0]))
-        stages.append(StageTimes(1.0 * r, 2.0 * r, 0.25 * r))
+        stages.append(StageTimes(1.0 * r, 2.0 * r, 0.25 * r, accumulate_s=accumulate_s * r))
         reduce_s.append(float(ring_all_reduce_s(6.0 * r, r, link)))
     outcome = run(make_shape(replicas, "2bw", microbatches), stages, FREE, 20, reduce_s)
     assert outcome.seconds_per_minibatch == pytest.approx(max(formula), rel=0.03)

@@ -37,6 +37,13 @@ def test_the_digest_does_not_depend_on_the_order_in_the_file_but_on_every_number
     assert load_profile(path).digest != sample.digest
 
 
+def test_what_a_profile_does_not_know_is_not_in_its_digest(sample: Profile) -> None:
+    """Plans of older profiles are still theirs."""
+    assert sample.digest == "623016ccfed4f2126bf5221a315130cdf9e9821c80c8ebdc36ff9795ebecc404"
+    layers = tuple(each.model_copy(update={"accumulate_s": 0.25}) for each in sample.layers)
+    assert sample.model_copy(update={"layers": layers}).digest != sample.digest
+
+
 def set_at(content: Any, place: list[str | int], value: object) -> None:
     for step in place[:-1]:
         content = content[step]

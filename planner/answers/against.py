@@ -60,13 +60,14 @@ def lay_over(plan: Plan, simulated: Timeline, measured: Timeline) -> Against:
 
 def with_times(plan: Plan, times: Sequence[StageSeconds]) -> Plan:
     """The plan whose stages compute for so long as was seen, what messages cost the processor included."""
-    nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
+    # What adding up gradients takes is within the mean backward that was seen.
+    nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
     idle = plan.model_copy(update={"stages": tuple(stage.model_copy(update=nothing) for stage in plan.stages)})
     stages = []
     for stage, seen, handling in zip(plan.stages, times, stage_times(idle), strict=True):
         forward_s = max(0.0, seen.forward_s - handling.forward_s)
         again_s = forward_s if stage.recompute else 0.0  # is within the backward that was seen
         backward_s = max(0.0, seen.backward_s - again_s - handling.backward_s)
-        own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": seen.update_s}
+        own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": seen.update_s, "accumulate_s": 0.0}
         stages.append(stage.model_copy(update=own))
     return plan.model_copy(update={"stages": tuple(stages)})

@@ -160,7 +160,9 @@ def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: ScheduleName, 
     for stage in stages:
         work = ledger.work(stage)
         updates = 1 if schedule in ("1f1b", "naive") else stage.replicas / microbatches
+        adding = max(0, microbatches - stage.replicas) / microbatches
         total += float(work.forward_s + work.recompute_s + work.backward_s) + updates * float(work.update_s)
+        total += adding * float(work.accumulate_s)
     return total
 
 

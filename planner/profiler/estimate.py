@@ -50,7 +50,7 @@ def profile_of_trace(model_file: ModelFile, trace: StepTrace, spec: DeviceSpec, 
     """The profile of a traced step on such a device."""
     forward, backward, _ = trace.layer_seconds(spec)
     layers = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
-    measured = Measurement(layers, StepTimes(), trace.updates(spec), trace.saved_bytes)
+    measured = Measurement(layers, StepTimes(), trace.updates(spec), trace.saved_bytes, adding=trace.adding(spec))
     described = Device(
         kind=spec.kind,
         name=spec.name,

@@ -14,12 +14,15 @@ from planner.model.options import StageOptions
 from planner.model.parts import LOSS
 from planner.model.stage import LayerObserver, StageModule, build_stage
 from planner.model.unsplit import unsplit_loss
+from planner.profiler.adding import AddingTime, AddingTimes
 from planner.profiler.clock import clock_for
 from planner.profiler.compiled import CompiledTimes, as_compiled, measure_compiled, saved_as_compiled
 from planner.profiler.saved import saved_bytes
 from planner.profiler.steps import Effort, Progress, Steps, StepTimes, repeat, step_failure
 from planner.profiler.update import LayerUpdate, layer_updates, still, update_workspaces
 from planner.profiler.workspace import workspace_bytes
+
+_ADDING_STEPS = 10  # at most, that add to the gradients of the step before: few say it, since each is seen by itself
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Measurement:
         saved_bytes: per layer.
         workspace_bytes: per layer, uncompiled; None where nothing was run.
         update_workspace_bytes: per layer, of the optimizer; likewise.
+        adding: per layer, what adding to gradients takes longer than making them; None where it is not known.
         compiled: where stages are to be compiled, how the above was made.
     """
 
@@ -42,6 +46,7 @@ class Measurement:
     saved_bytes: list[int]
     workspace_bytes: list[int] | None = None
     update_workspace_bytes: list[int] | None = None
+    adding: list[AddingTime] | None = None
     compiled: CompiledTimes | None = None
 
 
@@ -80,6 +85,8 @@ class _Run:
         self._device = device
         self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
         self._steps = Steps(clock_for(device), list(self._parameters.values()))
+        self._adding = AddingTimes(self._steps.clock, self._by_layer(self._parameters))
+        self._room_to_add = True
 
     def measure(self, effort: Effort, progress: Progress) -> Measurement:
         saved = saved_bytes(self._stage, self._batch)
@@ -87,7 +94,7 @@ class _Run:
         progress("measuring updates", 1.0)
         updates = layer_updates(self._model_file, self._trained_by_layer(), self._steps.clock)
         of_updates = update_workspaces(self._model_file, self._trained_by_layer(), self._device)
-        return Measurement(layers, whole, updates, saved, self._workspaces(saved), of_updates)
+        return Measurement(layers, whole, updates, saved, self._workspaces(saved), of_updates, self._adding.times())
 
     def _workspaces(self, saved_bytes: list[int]) -> list[int]:
         self._steps.drop_gradients()
@@ -98,15 +105,36 @@ class _Run:
     def _measure_steps(self, effort: Effort, progress: Progress) -> tuple[list[StepTimes], StepTimes]:
         update = self._optimizer().step
         layers, whole = [StepTimes() for _ in self._graph.layers], StepTimes()
-        for _ in range(effort.warmup):
+
+        def warm_up() -> None:
             self._steps.marked(self._marked_forward, [StepTimes() for _ in layers])
+
+        for left in reversed(range(effort.warmup)):
+            if left < (effort.warmup + 1) // 2:  # the first ones are slow
+                self._adding.note(warm_up, adds=False)
+            else:
+                warm_up()
             update()
         steps = [
             lambda: self._steps.whole(self._plain_forward, update, whole),
             lambda: self._steps.marked(self._marked_forward, layers),
+            self._add,
         ]
         repeat(effort, progress, "measuring", steps)
         return layers, whole
+
+    def _add(self) -> None:
+        """One more step, which adds its gradients to those of the step before, unless there were enough such steps."""
+        if self._adding.backwards < _ADDING_STEPS and self._room_to_add:
+            try:
+                self._adding.note(self._unmarked_step, adds=True)
+            except torch.OutOfMemoryError:
+                # The largest gradient is there twice, and so it would be in training: nobody will train like this.
+                self._room_to_add = False
+
+    def _unmarked_step(self) -> None:
+        self._stage.set_observer(None)
+        self._stage(self._batch, {})[LOSS].backward()
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return still(self._model_file.optimizer(self._parameters))

@@ -21,6 +21,7 @@ from planner.model.graph import GraphLayer, LayerGraph
 from planner.model.load import capture_file
 from planner.model.options import StageOptions
 from planner.profile_file import Compiled, Device, Edge, Layer, MemoryFormat, Profile, Provenance, Value, WholeStep
+from planner.profiler.adding import AddingTime
 from planner.profiler.company import at_work, check_processes
 from planner.profiler.compiled import CompiledTimes
 from planner.profiler.measure import Measurement, measure
@@ -133,10 +134,11 @@ def make_profile(
     held = _Held(graph, batch_size)
     unknown = [0] * len(graph.layers)
     layers = tuple(
-        held.layer(layer, times, update.seconds * share, update.state_bytes, saved, *workspaces)
-        for layer, times, update, saved, *workspaces in zip(
+        held.layer(layer, times, adding, update.seconds * share, update.state_bytes, saved, *workspaces)
+        for layer, times, adding, update, saved, *workspaces in zip(
             graph.layers,
             measured.layers,
+            measured.adding or [AddingTime()] * len(graph.layers),
             measured.updates,
             measured.saved_bytes,
             measured.workspace_bytes or unknown,
@@ -181,6 +183,7 @@ class _Held:
         self,
         layer: GraphLayer,
         times: StepTimes,
+        adding: AddingTime,
         update_s: float,
         optimizer_bytes: int,
         saved_bytes: int,
@@ -195,6 +198,8 @@ class _Held:
             forward_s=median(times.forward_s),
             backward_s=median(times.backward_s),
             update_s=update_s,
+            accumulate_s=adding.seconds,
+            accumulate_thread_s=adding.thread_seconds,
             forward_thread_s=_median(times.forward_thread_s),
             backward_thread_s=_median(times.backward_thread_s),
             forward_spread_s=_interquartile_range(times.forward_s),

@@ -29,9 +29,10 @@ from planner.model.memory_format import lay_out
 from planner.model.options import StageOptions
 from planner.model.stage import StageModule, build_stage
 from planner.profile_file import MemoryFormat
+from planner.profiler.adding import AddingTime
 from planner.profiler.clock import LayerTimes
 from planner.profiler.devices import DeviceSpec, DType
-from planner.profiler.operations import Costs, Recorder, recurrent_workspace
+from planner.profiler.operations import Costs, Operation, Recorder, recurrent_workspace
 from planner.profiler.saved import saved_bytes
 from planner.profiler.steps import step_failure
 from planner.profiler.update import LayerUpdate, state_bytes_of, still
@@ -63,6 +64,10 @@ class StepTrace:
         self._clock.estimate(spec)
         forward, backward = self._marks.seconds()
         return forward, backward, [update.seconds(spec) for update in self._updates]
+
+    def adding(self, spec: DeviceSpec) -> list[AddingTime]:
+        """Adding to gradients, by layer: both are read and their sum is written."""
+        return [AddingTime(update.adding_s(spec)) for update in self._updates]
 
     def updates(self, spec: DeviceSpec) -> list[LayerUpdate]:
         """The optimizer's step, by layer."""
@@ -207,10 +212,14 @@ class _OperationClock:
 
 @dataclass(frozen=True)
 class _UpdateTrace:
-    """The optimizer's step on one layer's parameters."""
+    """The optimizer's step on one layer's parameters, and the sums of their gradients over microbatches."""
 
     costs: Costs
     state_bytes: int
+    adding: Costs
+
+    def adding_s(self, spec: DeviceSpec) -> float:
+        return float(self.adding.seconds(spec).sum())
 
     def seconds(self, spec: DeviceSpec) -> float:
         # On GPUs torch's optimizers run each of their operations once for all parameters (foreach).
@@ -238,7 +247,7 @@ def _on_meta_device(parameter: nn.Parameter) -> nn.Parameter:
 
 def _trace_update(model_file: ModelFile, parameters: list[nn.Parameter]) -> _UpdateTrace:
     if not parameters:
-        return _UpdateTrace(Costs([]), 0)
+        return _UpdateTrace(Costs([]), 0, Costs([]))
     try:
         with torch.device("meta"):
             optimizer = still(model_file.optimizer(list(parameters)))
@@ -253,7 +262,8 @@ def _trace_update(model_file: ModelFile, parameters: list[nn.Parameter]) -> _Upd
         ) from cause
     # Counters of steps are on no device; their arithmetic takes no time worth counting.
     large = [operation for operation in recorder.operations if operation.bytes >= min(p.nbytes for p in parameters)]
-    return _UpdateTrace(Costs(large), state_bytes_of(optimizer))
+    adding = [Operation("update", 0.0, 3.0 * parameter.nbytes, "float32") for parameter in parameters]
+    return _UpdateTrace(Costs(large), state_bytes_of(optimizer), Costs(adding))
 
 
 def _on_meta(build: Callable[[], T]) -> T:

@@ -8,14 +8,14 @@ all-reduce follow one another too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.cost import BUCKETS
 from planner.schedule.instructions import Receive, ReceiveShared, Send, SendActivation, SendShared
 from planner.simulator.links import ClusterLinks
 from planner.simulator.network import FairNetwork, Path
-from planner.simulator.times import Pipeline, StageTimes
+from planner.simulator.times import Pipeline
 from planner.work import POSTED
 
 Arrived = Callable[[int, Send, float, float], None]  # sender's rank, message, when it left and when it is there
@@ -56,14 +56,19 @@ class Carrier:
         self._pipeline, self._arrived, self._reduced = pipeline, arrived, reduced
         self._connections: dict[_Key, _Connection] = {}
         self._rings: dict[int, _Ring] = {}
-        self._ready_s = [_ready_s(times, pipeline.cluster.overlap) for times in pipeline.stages]
+        self._overlap = pipeline.cluster.overlap
 
-    def parts_s(self, stage: int) -> Sequence[float]:
-        """When the parts of an all-reduce are ready, from the start of the last replica's backward.
+    def parts_s(self, stage: int, backward_s: float) -> list[float]:
+        """When the parts of an all-reduce are ready, from the start of the last replica's backward of `backward_s`.
 
         All at its end where nothing overlaps.
         """
-        return self._ready_s[stage]
+        times = self._pipeline.stages[stage]
+        if not self._overlap:
+            return [backward_s] * BUCKETS
+        if times.ready_s and times.backward_s > 0:
+            return [seconds * (backward_s / times.backward_s) for seconds in times.ready_s]
+        return [backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)]
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """A message is ready."""
@@ -141,9 +146,3 @@ class Carrier:
         ranks = self._pipeline.shape.ranks[stage]
         moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * self._pipeline.gradient_bytes[stage]
         return _Ring(*self.links.ring(ranks), moved_bytes / BUCKETS)
-
-
-def _ready_s(times: StageTimes, overlap: bool) -> Sequence[float]:
-    if not overlap:
-        return [times.backward_s] * BUCKETS
-    return times.ready_s or [times.backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)]

@@ -60,6 +60,7 @@ class _Round:
     joined: int = 0
     passed: int = 0
     began_s: float = 0.0  # the latest backward
+    backward_s: float = 0.0  # what it takes
     arrived_s: float = 0.0  # the latest replica without one
     left: int = 0  # parts
     carried: bool = False  # anything: a stage may have no gradients
@@ -90,6 +91,7 @@ class Engine:
         self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
         self._clock = dict.fromkeys(self._streams, 0.0)
         self._replicated = [len(ranks) > 1 for ranks in self.shape.ranks]
+        self._has_gradients: set[tuple[int, int]] = set()  # replicas that had a backward since their last update
         self._arrived: dict[_Message, float] = {}
         self._awaited: set[_Message] = set()
         self._rounds: dict[tuple[int, int], _Round] = {}
@@ -158,6 +160,7 @@ class Engine:
                 self._backward_weight(rank, instruction)
             case Update(stage=stage, round=round_):
                 self._compute(rank, "update", stage, Unit(round_), self.stages[stage].update_s)
+                self._has_gradients.discard((rank, stage))
             case AllReduce():
                 return self._wait_for_ring(rank, instruction)
             case AddShared():
@@ -176,9 +179,10 @@ class Engine:
         stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
         if times.recompute_s:
             self._compute(rank, "recompute", stage, unit, times.recompute_s)
+        seconds = times.backward_s + self._adding_s(rank, stage)
         if backward.last_of_round and self._replicated[stage]:
-            self._join(rank, stage, began_s=self._clock[rank])
-        self._compute(rank, "backward", stage, unit, times.backward_s)
+            self._join(rank, stage, self._clock[rank], seconds)
+        self._compute(rank, "backward", stage, unit, seconds)
         self.ends_s[stage].append(self._clock[rank])
 
     def _backward_input(self, rank: int, backward: BackwardInput) -> None:
@@ -189,11 +193,20 @@ class Engine:
 
     def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
         stage, unit, times = backward.stage, backward.unit, self.stages[backward.stage]
+        adding_s = self._adding_s(rank, stage)
         if backward.last_of_round and self._replicated[stage]:
             # Its gradients are complete when it ends, as if the whole backward had just run.
-            self._join(rank, stage, began_s=self._clock[rank] + times.weight_s - times.backward_s)
-        self._compute(rank, "backward_weight", stage, unit, times.weight_s)
+            began_s = self._clock[rank] + times.weight_s - times.backward_s
+            self._join(rank, stage, began_s, times.backward_s + adding_s)
+        self._compute(rank, "backward_weight", stage, unit, times.weight_s + adding_s)
         self.ends_s[stage].append(self._clock[rank])
+
+    def _adding_s(self, rank: int, stage: int) -> float:
+        """Seconds of adding a backward's gradients to those since the last update; none for the first one."""
+        if (rank, stage) in self._has_gradients:
+            return self.stages[stage].accumulate_s
+        self._has_gradients.add((rank, stage))
+        return 0.0
 
     def _send(self, rank: int, send: Send) -> None:
         if send.peer_rank == rank:  # to another stage of the same worker
@@ -244,15 +257,19 @@ class Engine:
             self.carrier.take(rank, receive, self._clock[rank])
         return True
 
-    def _join(self, rank: int, stage: int, began_s: float = 0.0, arrived_s: float = 0.0) -> None:
+    def _join(
+        self, rank: int, stage: int, began_s: float = 0.0, backward_s: float = 0.0, arrived_s: float = 0.0
+    ) -> None:
         """One more replica in its next all-reduce; with the last of them its parts have their times."""
         round_ = self._joined[rank, stage]
         self._joined[rank, stage] += 1
         ring = self._rounds.setdefault((stage, round_), _Round())
         ring.joined += 1
-        ring.began_s, ring.arrived_s = max(ring.began_s, began_s), max(ring.arrived_s, arrived_s)
+        if began_s + backward_s >= ring.began_s + ring.backward_s:
+            ring.began_s, ring.backward_s = began_s, backward_s
+        ring.arrived_s = max(ring.arrived_s, arrived_s)
         if ring.joined == len(self.shape.ranks[stage]):
-            parts_s = self.carrier.parts_s(stage)
+            parts_s = self.carrier.parts_s(stage, ring.backward_s)
             ring.left = len(parts_s)
             for after_s in parts_s:
                 self._parts.append((stage, round_))

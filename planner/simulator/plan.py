@@ -92,7 +92,9 @@ def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
     topology = Topology(plan.cluster)
     slowest = topology.link(len(topology) - 1)
     plain = [
-        StageTimes(s.forward_s, s.backward_s, s.update_s, s.forward_s if s.recompute else 0.0, s.ready_s)
+        StageTimes(
+            s.forward_s, s.backward_s, s.update_s, s.forward_s if s.recompute else 0.0, s.accumulate_s, s.ready_s
+        )
         for s in plan.stages
     ]
     return tuple(with_handling(times, number, plan.transfers, slowest) for number, times in enumerate(plain))

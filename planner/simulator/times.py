@@ -17,14 +17,17 @@ Ends = tuple[int, int]  # stages
 class StageTimes:
     """Seconds of one microbatch on one replica.
 
-    `recompute_s` comes before each backward: the forward once more. `ready_s` are from the start of the backward until
-    each part of the gradients can be all-reduced, as `planner.buckets` has them; empty for equal parts of it.
+    `recompute_s` comes before each backward: the forward once more. `accumulate_s` is what a backward takes longer
+    that finds gradients to add its own to; where it is in two parts, with the part for the weights. `ready_s` are from
+    the start of a backward that finds none until each part of the gradients can be all-reduced, as `planner.buckets`
+    has them; empty for equal parts of it.
     """
 
     forward_s: float
     backward_s: float
     update_s: float
     recompute_s: float = 0.0
+    accumulate_s: float = 0.0
     ready_s: tuple[float, ...] = ()
 
     @property

@@ -123,6 +123,7 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 forward_s=sum(layer.forward_s for layer in layers) / speed,
                 backward_s=sum(layer.backward_s for layer in layers) / speed,
                 update_s=sum(layer.update_s for layer in layers) / speed + update_of_copies_s(stage, again),
+                accumulate_s=sum(layer.accumulate_s for layer in layers) / speed,
                 ready_s=ready_of_gradients_s(ledger, stage, again),
                 memory=memory,
             )

@@ -65,6 +65,7 @@ class Option:
         busy_s = sum(
             self.microbatches * (stage.compute_s - stage.update_s)
             + stage.update_s * (stage.replicas if self.schedule in DIVIDED else 1)
+            + stage.accumulate_s * max(0, self.microbatches - stage.replicas)
             for stage in self.plan.stages
         )
         return max(0.0, 1 - busy_s / (self.plan.workers * self.plan.predicted.seconds_per_minibatch))

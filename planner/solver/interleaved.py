@@ -74,7 +74,8 @@ class InterleavedSearch:
     def bound_s(self, model: InterleavedModel) -> float:
         """Seconds below which no plan of this shape is: the mean of what the workers compute."""
         once_s = float(self._work.forward_s[0, -1] + self._work.backward_s[0, -1])
-        return (model.units * once_s + float(self._work.update_s[0, -1])) / model.workers
+        adding_s = (model.units - 1) * float(self._work.accumulate_s[0, -1])
+        return (model.units * once_s + adding_s + float(self._work.update_s[0, -1])) / model.workers
 
     def best(self) -> tuple[list[Path], float]:
         """The best plan of each shape, fastest first, and a bound that no plan is below; no plans where none fit."""

@@ -54,6 +54,7 @@ def pipeline_for(
             backward_s=float(work.backward_s),
             update_s=float(work.update_s) + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
+            accumulate_s=float(work.accumulate_s),
             ready_s=ready_of_gradients_s(ledger, stage, again),
         )
         for work, stage, again in zip(works, stages, copied, strict=True)

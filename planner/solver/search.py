@@ -148,7 +148,11 @@ class Search:
         bytes_ = 4 * (float(everything.trainable_bytes[0]) + front_bytes)
         messages = 4 * (self.gpus + front_messages)
         slower_bytes_per_s = min(link.bandwidth_bytes_per_s, link.ring_bytes_per_s)
-        seconds = float(everything.compute_s[0]) + bytes_ / slower_bytes_per_s + messages * link.latency_s
+        seconds = (
+            float(everything.compute_s[0] + everything.accumulate_s[0])
+            + bytes_ / slower_bytes_per_s
+            + messages * link.latency_s
+        )
         return max(seconds * self.model.microbatches, np.finfo(float).tiny)
 
     def within(self, target_s: float) -> Path | None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from planner.pricing import Ledger
 from planner.work import Floats, Footprint, Integers, Work, working_bytes
 
-_TIMES = ("forward_s", "backward_s", "update_s")
+_TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
 _FRONTS = ("output_bytes", "gradient_bytes", "outputs", "gradients")
 _BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
 COUNTED = _TIMES + _BYTES  # what adds up over the layers of a stage
@@ -83,6 +83,7 @@ class StateSpace(ABC):
             forward_s=sums["forward_s"][others] - sums["forward_s"][state],
             backward_s=sums["backward_s"][others] - sums["backward_s"][state],
             update_s=sums["update_s"][others] - sums["update_s"][state],
+            accumulate_s=sums["accumulate_s"][others] - sums["accumulate_s"][state],
             trainable_bytes=sums["gradient_bytes"][others] - sums["gradient_bytes"][state],
             received_bytes=received,
             sent_bytes=sent,

@@ -253,13 +253,15 @@ class Task:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
         last = np.array([len(self.space) - 1])
         work = self.space.work(0, last)
+        # All microbatches of a minibatch add up their gradients but the first of every GPU.
+        adding_s = float(work.accumulate_s[0]) * max(0.0, self.microbatches / self.cluster.gpus - 1)
         if self.schedule in ASYNCHRONOUS:
             model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
-            return float(model.least_s(work)[0]) / self.cluster.gpus
+            return float(model.least_s(work)[0]) / self.cluster.gpus + adding_s
         once_s = float(work.forward_s[0] + work.backward_s[0])
         if self.schedule == "naive":
             return once_s + float(work.update_s[0])
-        return once_s * max(1.0, self.microbatches / self.cluster.gpus)
+        return once_s * max(1.0, self.microbatches / self.cluster.gpus) + adding_s
 
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
         if self.placed:

@@ -23,5 +23,6 @@ def solve_zero_bubble(request: Request, drained: Found, trials: Trials) -> tuple
     everything = request.ledger.work(Candidate(frozenset(), frozenset(range(len(layers))), 1))
     fastest = max((kind.speed for kind in request.cluster.kinds), default=1.0)
     once_s = float(everything.forward_s + everything.backward_s) / fastest
-    bound_s = request.microbatches * once_s / request.cluster.gpus
+    adding_s = max(0, request.microbatches - request.cluster.gpus) * float(everything.accumulate_s) / fastest
+    bound_s = (request.microbatches * once_s + adding_s) / request.cluster.gpus
     return replace(drained, bound_s=min(bound_s, cost.seconds_per_minibatch)), cost

@@ -145,6 +145,7 @@ def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> 
 def without_times(profile: Profile, but: str = "") -> Profile:
     """And without workspaces, which are measured only; `but` names a layer whose saved bytes do not count either."""
     parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
+    parts += ["accumulate_s", "accumulate_thread_s"]
     times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(("workspace_bytes", "update_workspace_bytes"), 0)
     saved = {layer.name: 0 if layer.name == but else layer.saved_bytes for layer in profile.layers}
     layers = tuple(layer.model_copy(update={**times, "saved_bytes": saved[layer.name]}) for layer in profile.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,10 +12,12 @@ from planner.cluster import flat_cluster
 from planner.plan_file import ScheduleName
 from planner.pricing import Ledger, candidates, price
 from planner.schedule.streams import PipelineShape
+from planner.simulator.engine import Engine
 from planner.simulator.pipeline import StageTimes
+from planner.timeline import Event
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
-from tests.simulator.pipelines import FREE, TransferTimes, run
+from tests.simulator.pipelines import FREE, TransferTimes, pipeline, run
 
 
 def equal_stages(shape: PipelineShape, transfer: TransferTimes) -> tuple[tuple[StageTimes, ...], TransferTimes]:
@@ -52,6 +55,37 @@ def test_flush_has_the_same_bubble_as_gpipe() -> None:
         run(make_shape((1, 1, 1), schedule, 6), stages, transfers, 5).ends_s[-1] for schedule in ("gpipe", "1f1b-flush")
     ]
     assert ends[0] == pytest.approx(ends[1])
+
+
+def test_all_backwards_of_a_minibatch_but_the_first_add_to_gradients() -> None:
+    outcome = run(make_shape((1,), "1f1b-flush", 3), (StageTimes(1.0, 2.0, 0.5, accumulate_s=0.25),), {}, 2)
+    # With one in flight F B F B F B U: backwards of 2, 2.25 and 2.25 s, and after the update again.
+    assert outcome.ends_s == (3.0, 6.25, 9.5, 13.0, 16.25, 19.5)
+
+
+def test_gradients_are_added_in_the_part_of_a_backward_that_is_for_the_weights() -> None:
+    """Two stages with four microbatches: what the first waits for comes as if nothing was added."""
+    shape, plain = make_shape((1, 1), "zb-h1", 4), StageTimes(1.0, 2.0, 0.0)
+    events: list[Event] = []
+    stages = (plain, replace(plain, accumulate_s=0.25))
+    assert Engine(pipeline(shape, stages), 1, events).run()
+    seconds: dict[str, list[float]] = {}
+    for event in sorted(events, key=lambda event: event.start_s):
+        if event.stage == 1:
+            seconds.setdefault(event.kind, []).append(event.end_s - event.start_s)
+    assert set(seconds["backward_input"]) == {1.0}
+    # Those of 2 s are whole, those of 1 s the second parts; the first to have gradients adds nothing.
+    assert sorted(seconds.get("backward", []) + seconds["backward_weight"])[-1] in (1.25, 2.25)
+    weights = seconds.get("backward", []) + seconds["backward_weight"]
+    assert len(weights) == 4
+    assert sum(weights) + sum(seconds["backward_input"]) == pytest.approx(4 * 2.0 + 3 * 0.25)
+
+
+def test_an_all_reduce_hides_behind_a_backward_that_adds() -> None:
+    """Two replicas with three microbatches: the one with two of them ends last, with a backward of 2.5 s."""
+    shape = make_shape((2,), "gpipe", 3)
+    outcome = run(shape, (StageTimes(1.0, 2.0, 0.0, accumulate_s=0.5),), {}, 4, [1.2])
+    assert outcome.seconds_per_minibatch == pytest.approx(2 * 1.0 + 2.0 + 2.5 + 1.2 / 6)
 
 
 def test_asynchronous_1f1b_with_free_links_keeps_every_worker_busy() -> None:

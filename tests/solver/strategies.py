@@ -27,6 +27,7 @@ def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measur
                 edges.append(Edge(source=names[source], value=value, target=names[target]))
     made = {edge.value for edge in edges}
     works = measured and draw(st.booleans())
+    adds = draw(st.booleans())  # what adding up gradients takes is known
     layers = []
     for index, name in enumerate(names):
         outputs = tuple(
@@ -42,6 +43,7 @@ def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measur
                 forward_s=draw(st.integers(1, 8)) if index == 0 else draw(small),
                 backward_s=draw(small),
                 update_s=draw(st.integers(0, 3)),
+                accumulate_s=draw(st.integers(0, 3)) if trainable and adds else 0,
                 outputs=outputs,
                 weight_bytes=trainable + draw(st.integers(0, 2)),
                 gradient_bytes=trainable,

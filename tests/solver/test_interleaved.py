@@ -29,17 +29,20 @@ from tests.solver.strategies import profiles
 from tests.solver.test_against_brute_force import bandwidths, latencies, memories, rules
 
 
-def simulated_s(workers: int, chunks: int, microbatches: int, forward_s: list[float]) -> float:
+def simulated_s(
+    workers: int, chunks: int, microbatches: int, forward_s: list[float], accumulate_s: float = 0.0
+) -> float:
     """Seconds per minibatch with free links and backwards of twice the forward."""
-    stages = tuple(StageTimes(seconds, 2 * seconds, 0.0) for seconds in forward_s)
+    stages = tuple(StageTimes(seconds, 2 * seconds, 0.0, accumulate_s=accumulate_s) for seconds in forward_s)
     shape = make_interleaved(workers, chunks, microbatches)
     outcome = run(shape, stages, FREE, 3)
     ends = outcome.ends_s[microbatches - 1 :: microbatches]
     return (ends[-1] - ends[0]) / 2
 
 
-def priced(workers: int, chunks: int, microbatches: int, forward_s: list[float]) -> Price:
-    model = profile(*(layer(f"l{i}", each, 2 * each, saved_bytes=1) for i, each in enumerate(forward_s)))
+def priced(workers: int, chunks: int, microbatches: int, forward_s: list[float], accumulate_s: float = 0.0) -> Price:
+    layers = [layer(f"l{i}", each, 2 * each, saved_bytes=1) for i, each in enumerate(forward_s)]
+    model = profile(*(each.model_copy(update={"accumulate_s": accumulate_s}) for each in layers))
     stages = candidates([[i] for i in range(len(forward_s))], [1] * len(forward_s))
     return price(
         Ledger(model),
@@ -59,6 +62,11 @@ def test_equal_chunks_take_the_published_time(workers: int, chunks: int, microba
     forward_s = [1.0] * workers * chunks
     assert priced(workers, chunks, microbatches, forward_s).seconds_per_minibatch == pytest.approx(expected)
     assert simulated_s(workers, chunks, microbatches, forward_s) == pytest.approx(expected)
+    adding = priced(workers, chunks, microbatches, forward_s, 0.25).seconds_per_minibatch
+    assert adding == pytest.approx(expected + (microbatches - 1) * chunks * 0.25)
+    # Where the pipeline drains, the last microbatch's gradients are added on all workers, one after the other.
+    simulated = simulated_s(workers, chunks, microbatches, forward_s, 0.25)
+    assert adding <= simulated <= adding + (workers - 1) * chunks * 0.25
 
 
 def test_unequal_chunks_take_no_less_than_the_formula_and_little_more() -> None:
