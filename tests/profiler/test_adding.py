@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ class Counter(CpuClock):
     """A clock whose marks are as far apart as it is told, and twice as far in the thread's time."""
 
     def __init__(self) -> None:
-        self.now, self.steps = 0.0, iter(())
+        self.now = 0.0
+        self.steps: Iterator[float] = iter(())
 
     def mark(self) -> tuple[float, float]:
         self.now += next(self.steps, 0.0)
