@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 # So many transfers, the nearest to one that begins or ends, get new rates; those farther off keep theirs, though a part
@@ -30,12 +31,16 @@ class Busy(NamedTuple):
 class Direction:
     """One direction of a link, what is on it, and what it carried."""
 
+    __slots__ = ("_bytes", "_since_s", "busy", "bytes_per_s", "room", "unsettled", "users")
+
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self.busy: list[Busy] = []
         self.users: dict[_Transfer, None] = {}  # in the order in which they began
         self._since_s = 0.0
         self._bytes = 0.0
+        # While rates are shared out: what is left of the bandwidth, and how many have no part of it yet.
+        self.room, self.unsettled = 0.0, 0
 
     def enter(self, transfer: _Transfer, now_s: float) -> bool:
         """Put a transfer on the link; whether others are there."""
@@ -67,29 +72,27 @@ class Path:
 class _Transfer:
     """Bytes on their way."""
 
-    __slots__ = ("bytes_per_s", "done", "left_bytes", "path", "since_s", "version")
+    __slots__ = ("bytes_per_s", "done", "left_bytes", "limit_bytes_per_s", "links", "since_s", "version")
 
     def __init__(self, path: Path, size_bytes: float, done: Callable[[float], None], now_s: float) -> None:
-        self.path, self.left_bytes, self.done = path, size_bytes, done
+        self.links, self.limit_bytes_per_s = path.links, path.bytes_per_s
+        self.left_bytes, self.done = size_bytes, done
         self.bytes_per_s = 0.0  # since `since_s`, when `left_bytes` were left
         self.since_s = now_s
         self.version = 0  # of the rate
 
 
 class FairNetwork:
-    """Transfers in progress, and their rates."""
+    """Transfers in progress, and their rates.
+
+    Attributes:
+        next_s: when the next transfer ends, if none begins before; infinite without any.
+    """
 
     def __init__(self) -> None:
+        self.next_s = math.inf
         self._ends: list[tuple[float, int, int, _Transfer]] = []  # by time; of old versions, too
         self._number = count()
-
-    @property
-    def next_s(self) -> float:
-        """When the next transfer ends, if none begins before; infinite without any."""
-        ends = self._ends
-        while ends and ends[0][2] != ends[0][3].version:
-            heapq.heappop(ends)
-        return ends[0][0] if ends else math.inf
 
     def begin(self, now_s: float, path: Path, size_bytes: float, done: Callable[[float], None]) -> None:
         """Put `size_bytes` on the path; `done` is called with the time at which they are over.
@@ -108,23 +111,28 @@ class FairNetwork:
             self._share((transfer,), now_s)
         else:
             self._set_rate(transfer, path.bytes_per_s, now_s)
+        self._look_ahead()
 
     def finish(self) -> None:
         """Go on to `next_s`, and end the transfer that ends then."""
-        now_s = self.next_s
-        _, _, _, transfer = heapq.heappop(self._ends)
+        now_s, _, _, transfer = heapq.heappop(self._ends)
         transfer.version += 1
         neighbours: dict[_Transfer, None] = {}
-        for link in transfer.path.links:
+        for link in transfer.links:
             link.leave(transfer, now_s)
             neighbours.update(link.users)
         if neighbours:
             self._share(neighbours, now_s)
+        self._look_ahead()
         transfer.done(now_s)
 
+    def _look_ahead(self) -> None:
+        ends = self._ends
+        while ends and ends[0][2] != ends[0][3].version:
+            heapq.heappop(ends)
+        self.next_s = ends[0][0] if ends else math.inf
+
     def _set_rate(self, transfer: _Transfer, bytes_per_s: float, now_s: float) -> None:
-        if bytes_per_s == transfer.bytes_per_s:
-            return
         moved = transfer.bytes_per_s * (now_s - transfer.since_s)
         transfer.left_bytes = max(0.0, transfer.left_bytes - moved)
         transfer.since_s, transfer.bytes_per_s = now_s, bytes_per_s
@@ -135,30 +143,47 @@ class FairNetwork:
     def _share(self, some: Iterable[_Transfer], now_s: float) -> None:
         """New rates for these, and for those that share links with them, near and far."""
         near, crowded = _connected(some)
-        room, waiting = {}, {}
+        for transfer, bytes_per_s in _fair_rates(near, crowded):
+            if bytes_per_s != transfer.bytes_per_s:
+                self._set_rate(transfer, bytes_per_s, now_s)
+
+
+def _fair_rates(near: dict[_Transfer, None], crowded: list[Direction]) -> list[tuple[_Transfer, float]]:
+    """The rates of these transfers, which share these links; others on the links keep theirs."""
+    if not crowded:
+        return [(transfer, transfer.limit_bytes_per_s) for transfer in near]
+    for link in crowded:
+        link.room, link.unsettled = link.bytes_per_s, len(link.users)
+        if len(near) >= NEAREST:
+            _leave_to_others(link, near)
+    rates: list[tuple[_Transfer, float]] = []
+    left, by_limit, first = set(near), sorted(near, key=attrgetter("limit_bytes_per_s")), 0
+    while left:
+        part, tightest = math.inf, None
         for link in crowded:
-            inside = {transfer: None for transfer in link.users if transfer in near}
-            outside = (transfer.bytes_per_s for transfer in link.users if transfer not in near)
-            equal = link.bytes_per_s * len(inside) / len(link.users)  # which those that keep their rates must leave
-            room[link], waiting[link] = max(link.bytes_per_s - sum(outside), equal), inside
-        left = dict(near)
-        while left:
-            tightest = min(waiting, key=lambda link: room[link] / len(waiting[link]), default=None)
-            part = math.inf if tightest is None else room[tightest] / len(waiting[tightest])
-            slowest = min(left, key=lambda transfer: transfer.path.bytes_per_s)
-            if tightest is None or slowest.path.bytes_per_s <= part:
-                part, settled = slowest.path.bytes_per_s, [slowest]
-            else:
-                settled = list(waiting[tightest])
-            for transfer in settled:
-                del left[transfer]
-                self._set_rate(transfer, part, now_s)
-                for link in transfer.path.links:
-                    if link in waiting and transfer in waiting[link]:
-                        room[link] = max(room[link] - part, 0.0)
-                        del waiting[link][transfer]
-                        if not waiting[link]:
-                            del waiting[link]
+            if link.unsettled and (equal := link.room / link.unsettled) < part:
+                part, tightest = equal, link
+        while by_limit[first] not in left:
+            first += 1
+        if tightest is None or by_limit[first].limit_bytes_per_s <= part:
+            part, settled = by_limit[first].limit_bytes_per_s, by_limit[first : first + 1]
+        else:
+            settled = [transfer for transfer in tightest.users if transfer in left]
+        for transfer in settled:
+            left.remove(transfer)
+            rates.append((transfer, part))
+            for link in transfer.links:
+                link.room = max(link.room - part, 0.0)
+                link.unsettled -= 1
+    return rates
+
+
+def _leave_to_others(link: Direction, near: dict[_Transfer, None]) -> None:
+    """Those on the link who keep their rates keep their part of it, unless that is more than an equal one."""
+    others = [transfer.bytes_per_s for transfer in link.users if transfer not in near]
+    link.unsettled -= len(others)
+    equal = link.bytes_per_s * link.unsettled / len(link.users)
+    link.room = max(link.bytes_per_s - sum(others), equal)
 
 
 def _connected(some: Iterable[_Transfer]) -> tuple[dict[_Transfer, None], list[Direction]]:
@@ -167,7 +192,7 @@ def _connected(some: Iterable[_Transfer]) -> tuple[dict[_Transfer, None], list[D
     crowded: dict[Direction, None] = {}
     queue = list(near)
     for transfer in queue:  # which grows
-        for link in transfer.path.links:
+        for link in transfer.links:
             if len(link.users) > 1 and link not in crowded:
                 crowded[link] = None
                 for other in link.users:

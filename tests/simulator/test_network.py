@@ -71,7 +71,7 @@ def test_no_link_carries_more_than_it_can_and_every_transfer_has_a_full_link(see
     for transfer in users:
         full = [
             link
-            for link in transfer.path.links
+            for link in transfer.links
             if sum(user.bytes_per_s for user in link.users) >= link.bytes_per_s * (1 - 1e-9)
         ]
         assert any(transfer.bytes_per_s >= max(u.bytes_per_s for u in link.users) * (1 - 1e-9) for link in full)
