@@ -113,6 +113,10 @@ class CostModel(ABC):
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
         """Busy seconds per minibatch of each resource of a stage on `replicas` workers."""
 
+    def enough_before(self, replicas: Integers, after: Integers) -> NDArray[np.bool_]:
+        """Whether so many replicas are enough with GPUs `after` the stage, if they meet the target with none."""
+        return np.ones(replicas.shape, dtype=bool)
+
     @abstractmethod
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         """Replica counts >= 2, in increasing order, one of which is the fewest that meets the target, if any is."""

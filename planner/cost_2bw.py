@@ -13,7 +13,7 @@ d - 1 of those before, hence the rule d - 1 <= k; the paper's m >= d is this wit
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from planner.cost import (
     BUCKETS,
@@ -99,6 +99,9 @@ class DoubleBufferedModel(ResourceModel):
             if np.all(settled & ~late):
                 return r
             r = following + late
+
+    def enough_before(self, replicas: Integers, after: Integers) -> NDArray[np.bool_]:
+        return (after <= self.microbatches) & (-(-after // replicas) <= self.microbatches // replicas)
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
         """r times the processor's seconds per minibatch, without latency and messages."""

@@ -72,8 +72,7 @@ class Search:
         self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
         self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
-        # Where the stages are few and their replicas do not depend on what follows, all at once is quicker.
-        self._at_once = memory_bytes is None and not model.counts_gpus_after and len(space) <= _FEW_STATES
+        self._at_once = memory_bytes is None and len(space) <= _FEW_STATES  # where the stages are few that is quicker
         self._table: tuple[float, Integers] | None = None  # replicas by first and last state, for the last target
 
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> Path | None:
@@ -227,6 +226,8 @@ class Search:
         plain = np.zeros(len(others), dtype=bool)
         if self._at_once:
             r = self._replicas(target_s)[state, others]
+            if self.model.counts_gpus_after:
+                r = self._before(state, others, target_s, r, after)
             return after + r, r, plain | (self.recompute == "always")
         work = self.space.work(state, others)
         if self.memory_bytes is None:
@@ -244,8 +245,17 @@ class Search:
         again = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
         return after + np.minimum(r, again), np.minimum(r, again), again < r
 
+    def _before(self, state: int, others: Integers, target_s: float, replicas: Integers, after: Integers) -> Integers:
+        """Fewest replicas of stages with GPUs after them, from those without."""
+        few = (replicas < IMPOSSIBLE) & ~self.model.enough_before(replicas, after)
+        if few.any():
+            work = self.space.work(state, others[few])
+            work = work.recomputed() if self.recompute == "always" else work
+            replicas[few] = self.model.fewest_replicas(work, target_s, replicas[few], after[few])
+        return replicas
+
     def _replicas(self, target_s: float) -> Integers:
-        """Fewest replicas of all stages, by first and last state."""
+        """Fewest replicas of all stages with nothing after them, by first and last state."""
         if self._table is None or self._table[0] != target_s:
             firsts, others, work = self._all_works
             table = np.full((len(self.space),) * 2, IMPOSSIBLE, dtype=np.int64)
