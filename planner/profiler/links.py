@@ -2,16 +2,19 @@
 
 Within a host every two neighbouring workers exchange messages, one pair at a time on each host. Between hosts all
 workers of a host exchange with those of the next one at once, because they share the host's link. A level is as fast as
-the slowest of what was measured on it. Messages travel both ways at the same time, as in a pipeline.
+the slowest of what was measured on it. As in a pipeline, messages travel both ways at the same time, and follow one
+another without a pause.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -20,12 +23,15 @@ import torch.distributed as dist
 from planner.cluster import Cluster, Level
 from planner.errors import InputError, WorkerError
 from planner.profiler.link import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
+from planner.work import POSTED
 
 TIMEOUT_S = 120.0  # for one message
 _SHORT_BYTES = 64
 _LATENCY_ROUNDS = 100
 _SECONDS = 1.0  # for the long messages of one set of pairs
-_LEAST_ROUNDS = 5
+_FIRST_ROUNDS = 3  # in which streams come up to speed
+_LEAST_ROUNDS = 8
+_SLOW_S = 5.0  # for a message: after the first few there is nothing to gain from more
 
 
 @dataclass(frozen=True)
@@ -130,11 +136,10 @@ class _Measurement:
         """Bytes per second of the link each way, and the latency of a message."""
         first = _Exchange(exchange.pairs[:1] if exchange.sharing > 1 else exchange.pairs, 1)
         latency_s = self._median_s(first, _SHORT_BYTES, _LATENCY_ROUNDS)
-        once_s = self._median_s(exchange, self._message_bytes, _LEAST_ROUNDS)
-        long_s = self._median_s(exchange, self._message_bytes, max(_LEAST_ROUNDS, int(_SECONDS / once_s)))
-        # On a busy machine a short exchange may take as long as a long one: then there is nothing to subtract.
-        transfer_s = max(long_s - latency_s, long_s / 2)
-        return exchange.sharing * self._message_bytes / transfer_s, latency_s
+        bandwidth, long_s = self._streams(exchange, self._message_bytes, _FIRST_ROUNDS)
+        if long_s < _SLOW_S:
+            bandwidth, _ = self._streams(exchange, self._message_bytes, max(_LEAST_ROUNDS, int(_SECONDS / long_s)))
+        return bandwidth, latency_s
 
     def _median_s(self, exchange: _Exchange, size: int, rounds: int) -> float:
         """Median seconds of an exchange of `size` bytes, of the slowest pair: the same number on every rank."""
@@ -156,6 +161,50 @@ class _Measurement:
             self._synchronize()
             times.append(time.perf_counter() - start)
         return self._slowest(median(times[1:] or times))
+
+    def _streams(self, exchange: _Exchange, size: int, rounds: int) -> tuple[float, float]:
+        """Messages of `size` bytes one after the other, both ways at once.
+
+        `POSTED` of them are open each way, as in a run, so the links never rest: after a pause TCP comes up to speed
+        anew, and each time differently. Pairs that share a link do not all get the same part of it, and what one leaves
+        the others take: of those all bytes count, and the time until the last has its own.
+
+        Returns:
+            Bytes per second of the slowest link, and median seconds from message to message of the slowest pair: the
+            same numbers on every rank.
+        """
+        peer = {a: b for pair in exchange.pairs for a, b in (pair, pair[::-1])}.get(self._rank)
+        self._wait_for_all()
+        start_s = time.perf_counter()
+        ends_s = [] if peer is None else self._arrivals_s(peer, size, rounds)
+        between_s = [later - earlier for earlier, later in pairwise(ends_s)]
+        interval_s = self._slowest(median(between_s or [0.0]))
+        all_s = self._slowest(ends_s[-1] - start_s if ends_s else 0.0)
+        return exchange.sharing * rounds * size / all_s if exchange.sharing > 1 else size / interval_s, interval_s
+
+    def _arrivals_s(self, peer: int, size: int, rounds: int) -> list[float]:
+        """When each message of `peer` was there."""
+        lower = int(self._rank < peer)
+        outgoing = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        incoming = [torch.zeros_like(outgoing) for _ in range(POSTED)]
+        receives: deque[dist.Work] = deque()
+        sends: deque[dist.Work] = deque()
+        ends_s: list[float] = []
+        for number in range(rounds + POSTED):
+            if number >= POSTED:
+                receives.popleft().wait()
+                if self._device.type == "cuda":  # which waits for this message, not for those after it
+                    torch.cuda.current_stream().synchronize()
+                ends_s.append(time.perf_counter())
+                sends.popleft().wait()
+            if number < rounds:
+                receive = dist.irecv(incoming[number % POSTED], src=peer, group=self._groups[1 - lower])
+                send = dist.isend(outgoing, dst=peer, group=self._groups[lower])
+                assert receive is not None
+                assert send is not None
+                receives.append(receive)
+                sends.append(send)
+        return ends_s
 
     def _all_reduce(self, rings: Sequence[Sequence[int]], size: int) -> float:
         """Bytes that each worker sends per second while all rings reduce at once: 2(r-1)/r of them per bucket."""
