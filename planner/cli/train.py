@@ -17,8 +17,11 @@ Train the model as the plan says: one process per worker on this host, started t
 
 On several hosts, start the same command on each with torchrun, and it runs as one of the plan's workers:
 
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST0 --master-port 29500 \\
         -m planner train model.py --plan plan.json
+
+and with --node-rank 1 on the second. (With --rdzv-backend c10d torchrun gives out the ranks itself; but if the link to
+HOST0 is cut, the workers end, and a torchrun that is cut off waits for its store without a limit.)
 
 Data comes from the model file's dataset(); without one, random batches shaped like example_batch() are drawn.
 """
