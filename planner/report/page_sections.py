@@ -134,6 +134,8 @@ def _card(plan: Plan, number: int, stage: Stage, longest_s: float) -> str:
         f"{format_seconds(stage.compute_s)} per microbatch{', recomputes' if stage.recompute else ''}",
         f"sends {format_bytes(sent)} on, {format_bytes(returned)} back",
     ]
+    if plan.microbatches > 1 and stage.accumulate_s:
+        lines.insert(2, f"{format_seconds(stage.accumulate_s)} more to add gradients up, all but a minibatch's first")
     return (
         f'<li><h3>Stage {number}</h3><div class="bar">{bar}</div>'
         + "".join(f"<p>{escape(line)}</p>" for line in lines)

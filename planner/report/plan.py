@@ -79,6 +79,10 @@ def _stage_table(plan: Plan) -> str:
     some_recompute = any(stage.recompute for stage in plan.stages)
     if some_recompute:
         headers.append("recomputes")
+    # Only where some backwards of a minibatch find gradients to add to.
+    adds = plan.microbatches > 1 and any(stage.accumulate_s for stage in plan.stages)
+    if adds:
+        headers.insert(headers.index("compute") + 1, "adding up")
     rows = [
         [
             number,
@@ -87,6 +91,7 @@ def _stage_table(plan: Plan) -> str:
             ranks_line(stage),
             stage.in_flight,
             format_seconds(stage.compute_s),
+            *([format_seconds(stage.accumulate_s)] if adds else []),
             _sends(plan, number),
             format_bytes(plan.memory_bytes(number)),
             *(["yes" if stage.recompute else "no"] if some_recompute else []),

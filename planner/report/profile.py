@@ -80,6 +80,8 @@ def _head(profile: Profile) -> str:
         lines.append(("measured whole", _step(whole.forward_s, whole.backward_s, whole.update_s)))
         if whole.forward_thread_s is not None and whole.backward_thread_s is not None:
             lines.append(("on the processor", _thread_times(profile, whole.forward_thread_s, whole.backward_thread_s)))
+    if adding_s := sum(layer.accumulate_s for layer in profile.layers):
+        lines.append(("adding gradients up", f"{format_seconds(adding_s)} more where a microbatch finds some"))
     if (compiled := profile.compiled) is not None:
         lines.append(("runs of layers", _runs(compiled)))
         lines.append(("uncompiled", _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)))
@@ -114,17 +116,20 @@ def _step(forward_s: float, backward_s: float, update_s: float | None = None) ->
 
 
 def _layer_table(layers: Sequence[Layer], total_s: float) -> str:
-    headers = ["layer", "op", "forward", "backward", "update", "share", "output", "weights", "saved"]
-    rows = [_row(layer, total_s) for layer in layers]
+    adds = any(layer.accumulate_s for layer in layers)
+    headers = ["layer", "op", "forward", "backward", *(["adding up"] if adds else []), "update"]
+    headers += ["share", "output", "weights", "saved"]
+    rows = [_row(layer, total_s, adds=adds) for layer in layers]
     return tabulate(rows, headers=headers, disable_numparse=True)
 
 
-def _row(layer: Layer, total_s: float) -> list[str]:
+def _row(layer: Layer, total_s: float, *, adds: bool) -> list[str]:
     return [
         layer.name,
         layer.op,
         format_seconds(layer.forward_s),
         format_seconds(layer.backward_s),
+        *([format_seconds(layer.accumulate_s)] if adds else []),
         format_seconds(layer.update_s),
         f"{time_s(layer) / total_s:.1%}" if total_s else "",
         format_bytes(output_bytes(layer)),

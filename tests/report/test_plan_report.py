@@ -45,3 +45,16 @@ def test_a_profile_shows_layers_and_sums() -> None:
     assert "sum of layers 9 s: forward 3 s, backward 6 s, update 0 s" in " ".join(text.split())
     assert "4 samples of float32" in text
     assert len(text.splitlines()) > len(MODEL.layers)
+
+
+def test_adding_gradients_up_is_shown_where_it_takes_time() -> None:
+    assert "adding up" not in profile_report(MODEL)
+    layers = tuple(each.model_copy(update={"accumulate_s": 0.25}) for each in MODEL.layers)
+    adding = MODEL.model_copy(update={"layers": layers})
+    text = profile_report(adding)
+    assert "750 ms more where a microbatch finds some" in text
+    assert "adding up" in text
+    cluster = flat_cluster(2, 1e4)
+    divided = plan_report(solve(adding, cluster, schedule="gpipe", microbatches=4))
+    assert "adding up" in divided
+    assert "adding up" not in plan_report(solve(adding, cluster))
