@@ -14,7 +14,7 @@ from planner.pricing import Candidate, Ledger, Price, messages
 from planner.profile_file import Profile
 from planner.sharing import SharedWeight
 from planner.simulator.plan import simulated_s
-from planner.solver.copies import copied_in, ready_of_gradients_s, shared_in, update_of_copies_s
+from planner.solver.copies import adding_of_copies_s, copied_in, ready_of_gradients_s, shared_in, update_of_copies_s
 
 
 def assemble(
@@ -123,7 +123,7 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 forward_s=sum(layer.forward_s for layer in layers) / speed,
                 backward_s=sum(layer.backward_s for layer in layers) / speed,
                 update_s=sum(layer.update_s for layer in layers) / speed + update_of_copies_s(stage, again),
-                accumulate_s=sum(layer.accumulate_s for layer in layers) / speed,
+                accumulate_s=sum(layer.accumulate_s for layer in layers) / speed + adding_of_copies_s(stage, again),
                 ready_s=ready_of_gradients_s(ledger, stage, again),
                 memory=memory,
             )

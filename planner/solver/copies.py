@@ -30,6 +30,11 @@ def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     return sum(layer.update_s for layer in copied) / (1.0 if stage.kind is None else stage.kind.speed)
 
 
+def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
+    """What adding the gradients of these weights to others takes."""
+    return sum(layer.accumulate_s for layer in copied) / (1.0 if stage.kind is None else stage.kind.speed)
+
+
 def ready_of_gradients_s(ledger: Ledger, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
     """When in the backward the parts of a replicated stage's gradients can be all-reduced; empty without replicas."""
     if stage.replicas == 1:

@@ -16,7 +16,7 @@ from planner.schedule.streams import Channel, PipelineShape
 from planner.simulator.pipeline import Pipeline, StageTimes
 from planner.simulator.times import with_handling
 from planner.solver.assemble import shared_between, transfers
-from planner.solver.copies import copied_in, ready_of_gradients_s, update_of_copies_s
+from planner.solver.copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
 from planner.topology import Topology, rank_ranges
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
@@ -54,7 +54,7 @@ def pipeline_for(
             backward_s=float(work.backward_s),
             update_s=float(work.update_s) + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
-            accumulate_s=float(work.accumulate_s),
+            accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
             ready_s=ready_of_gradients_s(ledger, stage, again),
         )
         for work, stage, again in zip(works, stages, copied, strict=True)

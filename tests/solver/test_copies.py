@@ -57,10 +57,14 @@ def test_the_simulation_sends_the_gradients_of_copies() -> None:
     assert ends[0] > ends[1]
 
 
-def test_a_copy_is_updated_too() -> None:
-    layers = [each.model_copy(update={"update_s": number / 1e3}) for number, each in enumerate(tied().layers, 7)]
+def test_a_copy_is_updated_too_and_its_gradients_add_up() -> None:
+    layers = [
+        each.model_copy(update={"update_s": number / 1e3, "accumulate_s": number / 1e4})
+        for number, each in enumerate(tied().layers, 7)
+    ]
     model = tied().model_copy(update={"layers": tuple(layers)})
     plan = solve(model, flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     assert plan.config == "1-1-1-1"
     assert [stage.update_s for stage in plan.stages] == pytest.approx([0.007, 0.008, 0.009, 0.010 + 0.007])
+    assert [stage.accumulate_s for stage in plan.stages] == pytest.approx([0.0007, 0.0008, 0.0009, 0.0010 + 0.0007])
     assert plan.predicted.seconds_per_minibatch == pytest.approx(summarize(simulate(plan)).seconds_per_minibatch)
