@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import median
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from planner.profiler.clock import Clock, CpuClock
 
 Layers = Sequence[Mapping[str, nn.Parameter]]  # trained parameters by name, per layer
+_Spans = list[tuple[int, Any, Any]]  # of one backward: layer, and marks before and after each of its weights
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class AddingTime:
 class AddingTimes:
     """Seconds that each layer's gradients take to be handed over, to weights that have some already and that have none.
 
+    Half of the gradients are kept at a time, so that a step that adds takes little more memory than others.
+
     Args:
         clock: of the weights' device.
         layers: the weights.
@@ -44,41 +48,49 @@ class AddingTimes:
 
     def __init__(self, clock: Clock[Any], layers: Layers) -> None:
         self._clock, self._layers = clock, layers
-        # Per backward, the seconds of each layer.
-        self._made: list[list[float]] = []
-        self._added: list[list[float]] = []
-        self._made_thread: list[list[float]] = []
-        self._added_thread: list[list[float]] = []
+        sizes = [sum(parameter.nbytes for parameter in layer.values()) for layer in layers]
+        self._second_half = [2 * done > sum(sizes) for done in accumulate(sizes)]
+        self._noted: list[_Spans] = []
 
     @property
-    def backwards(self) -> int:
-        """How many that added were noted."""
-        return len(self._added)
+    def steps(self) -> int:
+        """How many were noted; two at least tell something of all layers."""
+        return len(self._noted)
 
-    def note(self, step: Callable[[], object], *, adds: bool) -> None:
-        """Run a step with one backward; `adds`: all weights have gradients before, else none has."""
+    def note(self, step: Callable[[], object]) -> None:
+        """Run a step with one backward; all weights must have gradients, of which one half or the other are dropped."""
+        kept = bool(self.steps % 2)
+        for layer, second in zip(self._layers, self._second_half, strict=True):
+            if second != kept:
+                for parameter in layer.values():
+                    parameter.grad = None
         with _Hooks(self._clock, self._layers) as hooks:
             step()
         self._clock.wait()
-        (self._added if adds else self._made).append(hooks.seconds(self._clock.seconds))
-        if isinstance(self._clock, CpuClock):
-            (self._added_thread if adds else self._made_thread).append(hooks.seconds(self._clock.thread_seconds))
+        self._noted.append(hooks.spans)
 
     def times(self) -> list[AddingTime] | None:
-        """By layer, 0 where noise makes it negative; None where no backward added."""
-        if not self._added:
+        """By layer, the difference of the medians; 0 where noise makes it negative. None after fewer than two steps."""
+        if self.steps < 2:
             return None
-        seconds = _difference(self._made, self._added)
-        if not self._added_thread:
+        seconds = self._differences(self._clock.seconds)
+        if not isinstance(self._clock, CpuClock):
             return list(map(AddingTime, seconds))
-        return list(map(AddingTime, seconds, _difference(self._made_thread, self._added_thread)))
+        return list(map(AddingTime, seconds, self._differences(self._clock.thread_seconds)))
 
-
-def _difference(made: Sequence[Sequence[float]], added: Sequence[Sequence[float]]) -> list[float]:
-    """Of medians over the backwards, by layer, which leaves out the hooks' own time; that is little."""
-    longer = [median(layer) for layer in zip(*added, strict=True)]
-    shorter = [median(layer) for layer in zip(*made, strict=True)] or [0.0] * len(longer)
-    return [max(0.0, more - less) for more, less in zip(longer, shorter, strict=True)]
+    def _differences(self, between: Callable[[Any, Any], float]) -> list[float]:
+        """By layer, how much longer it took in steps that kept its half. The hooks' own time is in both."""
+        taken: tuple[list[list[float]], list[list[float]]] = [], []
+        for number, spans in enumerate(self._noted):
+            seconds = [0.0] * len(self._layers)
+            for layer, start, end in spans:
+                seconds[layer] += between(start, end)
+            taken[number % 2].append(seconds)
+        first, second = ([median(layer) for layer in zip(*half, strict=True)] for half in taken)
+        return [
+            max(0.0, later - earlier if is_second else earlier - later)
+            for earlier, later, is_second in zip(first, second, self._second_half, strict=True)
+        ]
 
 
 class _Hooks:
@@ -89,7 +101,7 @@ class _Hooks:
         self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []  # autograd makes others, without hooks, if nobody keeps them
         self._began: dict[int, Any] = {}
-        self._spans: list[tuple[int, Any, Any]] = []
+        self.spans: _Spans = []
 
     def __enter__(self) -> _Hooks:
         for index, layer in enumerate(self._layers):
@@ -111,15 +123,8 @@ class _Hooks:
             handle.remove()
         self._nodes.clear()
 
-    def seconds(self, between: Callable[[Any, Any], float]) -> list[float]:
-        """By layer; call when the device is done."""
-        seconds = [0.0] * len(self._layers)
-        for layer, start, end in self._spans:
-            seconds[layer] += between(start, end)
-        return seconds
-
     def _begin(self, parameter: int, _gradients: Sequence[Tensor]) -> None:
         self._began[parameter] = self._clock.mark()
 
     def _end(self, layer: int, parameter: Tensor) -> None:
-        self._spans.append((layer, self._began.pop(id(parameter)), self._clock.mark()))
+        self.spans.append((layer, self._began.pop(id(parameter)), self._clock.mark()))

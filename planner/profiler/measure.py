@@ -22,7 +22,8 @@ from planner.profiler.steps import Effort, Progress, Steps, StepTimes, repeat, s
 from planner.profiler.update import LayerUpdate, layer_updates, still, update_workspaces
 from planner.profiler.workspace import workspace_bytes
 
-_ADDING_STEPS = 10  # at most, that add to the gradients of the step before: few say it, since each is seen by itself
+# Steps that add to gradients of the step before. Few say it, since the adding is seen by itself.
+_LEAST_ADDING, _MOST_ADDING = 2, 8
 
 
 @dataclass(frozen=True)
@@ -105,29 +106,24 @@ class _Run:
     def _measure_steps(self, effort: Effort, progress: Progress) -> tuple[list[StepTimes], StepTimes]:
         update = self._optimizer().step
         layers, whole = [StepTimes() for _ in self._graph.layers], StepTimes()
-
-        def warm_up() -> None:
+        for _ in range(effort.warmup):
             self._steps.marked(self._marked_forward, [StepTimes() for _ in layers])
-
-        for left in reversed(range(effort.warmup)):
-            if left < (effort.warmup + 1) // 2:  # the first ones are slow
-                self._adding.note(warm_up, adds=False)
-            else:
-                warm_up()
             update()
         steps = [
             lambda: self._steps.whole(self._plain_forward, update, whole),
             lambda: self._steps.marked(self._marked_forward, layers),
-            self._add,
+            lambda: self._add(min(len(whole.forward_s) // 2 + 1, _MOST_ADDING)),
         ]
         repeat(effort, progress, "measuring", steps)
+        while self._adding.steps < _LEAST_ADDING and self._room_to_add:
+            self._add(_LEAST_ADDING)
         return layers, whole
 
-    def _add(self) -> None:
-        """One more step, which adds its gradients to those of the step before, unless there were enough such steps."""
-        if self._adding.backwards < _ADDING_STEPS and self._room_to_add:
+    def _add(self, most: int) -> None:
+        """One more step, which adds to gradients of the step before, unless there were so many already."""
+        if self._adding.steps < most and self._room_to_add:
             try:
-                self._adding.note(self._unmarked_step, adds=True)
+                self._adding.note(self._unmarked_step)
             except torch.OutOfMemoryError:
                 # The largest gradient is there twice, and so it would be in training: nobody will train like this.
                 self._room_to_add = False

@@ -48,40 +48,49 @@ class Counter(CpuClock):
 
 
 def test_times_are_differences_of_medians_and_never_negative() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
-    layers = [dict(first.named_parameters()), {}, dict(second.named_parameters())]
+    """Layers of 24, 0, 16 and 36 bytes: even steps keep the gradients of the first, odd ones those of the last two."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    last = nn.Linear(2, 3)
+    layers = [dict(first.named_parameters()), {}, dict(second.named_parameters()), dict(last.named_parameters())]
     clock = Counter()
     times = AddingTimes(clock, layers)
+    seen: list[list[bool]] = []
+
+    def step() -> None:
+        parameters = [parameter for layer in layers for parameter in layer.values()]
+        seen.append([parameter.grad is not None for parameter in parameters])
+        last(second(first(torch.ones(1, 2)))).sum().backward()
+
+    def note(of_last: float, of_second: float, of_first: float) -> None:
+        # Two marks for each weight, those of the last layer first, in which there are two weights, then one, then two.
+        clock.steps = iter([0.0, of_last, 0.0, of_last, 0.0, of_second, 0.0, of_first, 0.0, of_first])
+        times.note(step)
+
+    step()
     assert times.times() is None
-
-    def backward() -> None:
-        second(first(torch.ones(1, 2))).sum().backward()
-
-    def note(seconds: float, *, adds: bool) -> None:
-        # Two marks for each of four parameters, the last layer's first, of which that of the second layer take longer.
-        clock.steps = iter([0.0, seconds, 0.0, seconds, 0.0, 1.0, 0.0, 1.0])
-        times.note(backward, adds=adds)
-
-    for seconds in (3.0, 1.0, 2.0):
-        for parameter in (*first.parameters(), *second.parameters()):
-            parameter.grad = None
-        note(seconds, adds=False)
-    for seconds in (6.0, 5.0, 70.0):
-        note(seconds, adds=True)
+    note(1.0, 1.0, 6.0)
+    assert times.times() is None
+    for of_last, of_second, of_first in ((5.0, 0.5, 2.0), (2.0, 1.0, 5.0), (50.0, 0.5, 3.0), (2.0, 1.0, 70.0)):
+        note(of_last, of_second, of_first)
+    assert seen[1:] == [[True, True, False, False, False], [False, False, True, True, True]] * 2 + [seen[1]]
     found = times.times()
     assert found is not None
-    assert [each.seconds for each in found] == [0.0, 0.0, pytest.approx(2 * 6.0 - 2 * 2.0)]
-    assert [each.thread_seconds for each in found] == [0.0, 0.0, pytest.approx(2 * (2 * 6.0 - 2 * 2.0))]
-    assert times.backwards == 3
+    expected = [2 * (6.0 - 2.5), 0.0, 0.0, 2 * (27.5 - 2.0)]  # of the third, noise would make -0.5
+    assert [each.seconds for each in found] == pytest.approx(expected)
+    assert [each.thread_seconds for each in found] == pytest.approx([2 * seconds for seconds in expected])
 
 
 def test_gradients_and_hooks_are_left_as_they_were() -> None:
     model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
     times = AddingTimes(CpuClock(), [dict(model.named_parameters())])
-    times.note(lambda: model(torch.ones(1, 2)).sum().backward(), adds=False)
-    times.note(lambda: model(torch.ones(1, 2)).sum().backward(), adds=True)
-    before = [parameter.grad for parameter in model.parameters()]
-    assert all(torch.equal(gradient, 2 * torch.ones_like(gradient)) for gradient in before if gradient is not None)
+    for _ in range(2):
+        times.note(lambda: model(torch.ones(1, 2)).sum().backward())
+    # The first step made them anew, the second one added.
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
+    assert times.times() is not None
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     seen: list[Tensor] = []
     model.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
