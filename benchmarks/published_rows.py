@@ -14,8 +14,8 @@ from benchmarks.testbed.emulate import LINK_BYTES_PER_S, Emulated, emulate, fitt
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan, train_s
 from benchmarks.testbed.predict import given_plan
 from planner.cluster import Cluster
+from planner.ledger import Ledger
 from planner.plan_file import Plan
-from planner.pricing import Ledger
 from planner.profile_file import Profile
 from planner.solver import solve
 

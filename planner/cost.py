@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cluster import Cluster
 from planner.errors import InputError
 from planner.plan_file import CostModelName, ScheduleName
-from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_for_memory
+from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_to_hold
 
 # Whether stages keep what their backward needs, or run their forward again: where memory demands it, never, always.
 RecomputeRule = Literal["auto", "never", "always"]
@@ -114,7 +114,7 @@ class CostModel(ABC):
         """Busy seconds per minibatch of each resource of a stage on `replicas` workers."""
 
     def enough_before(self, replicas: Integers, after: Integers) -> NDArray[np.bool_]:
-        """Whether so many replicas are enough with GPUs `after` the stage, if they meet the target with none."""
+        """Whether so many replicas, which meet a target with none, do so with GPUs `after` the stage."""
         return np.ones(replicas.shape, dtype=bool)
 
     @abstractmethod
@@ -150,7 +150,13 @@ class CostModel(ABC):
 
     def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
         """Fewest replicas with which a stage fits the memory, with GPUs after it; `IMPOSSIBLE` where none do."""
-        return fewest_for_memory(footprint, gpus_after, memory_bytes)
+        if memory_bytes is None:
+            return 1
+        return fewest_to_hold(self.most_in_flight(footprint, memory_bytes), gpus_after)
+
+    def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
+        """Most microbatches in flight with which a stage fits the memory."""
+        return footprint.most_in_flight(memory_bytes, stashing=True)
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
         """Fewest replicas >= `at_least` with which each stage meets the target; `IMPOSSIBLE` where none do.

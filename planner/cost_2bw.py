@@ -26,7 +26,7 @@ from planner.cost import (
     ring_all_reduce_s,
 )
 from planner.plan_file import CostModelName, ScheduleName
-from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_for_memory
+from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 
 VERSIONS = 2
 _SLACK = 1e-9
@@ -118,9 +118,9 @@ class DoubleBufferedModel(ResourceModel):
     def versions(self, in_flight: ArrayLike) -> ArrayLike:
         return VERSIONS
 
-    def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
+    def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
         held = footprint.divided(self.microbatches)
-        return fewest_for_memory(held, gpus_after, memory_bytes, versions=VERSIONS)
+        return held.most_in_flight(memory_bytes, stashing=False, versions=VERSIONS)
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         return super().fewest_around_cut(output_bytes, gradient_bytes, target_s / self.microbatches)

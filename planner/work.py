@@ -155,18 +155,11 @@ def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
     return np.asarray(1 + -(-np.asarray(gpus_after) // np.asarray(replicas)), dtype=np.int64)
 
 
-def fewest_for_memory(
-    footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None, versions: int | None = None
-) -> Integers | int:
-    """Fewest replicas with which a stage of a 1f1b pipeline fits; `IMPOSSIBLE` where none do.
-
-    `versions`: of the weights; None for one per microbatch in flight.
+def fewest_to_hold(in_flight: ArrayLike, gpus_after: ArrayLike) -> Integers:
+    """Fewest replicas of a stage of a 1f1b pipeline, each of which has room for so much in flight; or `IMPOSSIBLE`.
 
     1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): more replicas share what is in flight.
     """
-    if memory_bytes is None:
-        return 1
-    others = footprint.most_in_flight(memory_bytes, stashing=versions is None, versions=versions or 1) - 1
-    after = np.asarray(gpus_after, dtype=np.int64)
+    others, after = np.asarray(in_flight) - 1, np.asarray(gpus_after, dtype=np.int64)
     shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
     return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)

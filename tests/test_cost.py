@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.cost import CostModel, Link, PaperModel, PublishedModel, ResourceModel, ring_all_reduce_s
 from planner.cost_drained import SynchronousModel
-from planner.work import IMPOSSIBLE, Footprint, Work, fewest_for_memory, in_flight_1f1b, working_bytes
+from planner.work import IMPOSSIBLE, Footprint, Work, fewest_to_hold, in_flight_1f1b, working_bytes
 
 
 def work(**given: float) -> Work:
@@ -136,7 +136,8 @@ def test_fewest_replicas_for_memory_is_the_first_that_counting_finds(
         flying = in_flight_1f1b(replicas, after)
         if footprint.total_bytes(flying, flying)[0] <= memory:
             fitting.append(replicas)
-    assert fewest_for_memory(footprint, np.array([after]), memory) == (fitting[0] if fitting else IMPOSSIBLE)
+    found = fewest_to_hold(footprint.most_in_flight(memory, stashing=True), np.array([after]))
+    assert found == (fitting[0] if fitting else IMPOSSIBLE)
 
 
 def test_the_peak_is_that_of_the_layer_at_work_when_most_is_there() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from planner.cluster import flat_cluster
 from planner.cost import Link, ResourceModel, ring_all_reduce_s
 from planner.cost_2bw import DoubleBufferedModel, two_versions_suffice
-from planner.pricing import Ledger, candidates, price
+from planner.ledger import Ledger, candidates
+from planner.pricing import price
 from planner.simulator.pipeline import StageTimes
 from planner.solver import solve
 from planner.work import IMPOSSIBLE, Work, in_flight_1f1b

@@ -6,7 +6,8 @@ import pytest
 
 from planner.cluster import flat_cluster
 from planner.errors import InputError
-from planner.pricing import Ledger, candidates, price
+from planner.ledger import Ledger, candidates
+from planner.pricing import price
 from planner.work import Work
 from tests.samples import layer, profile
 

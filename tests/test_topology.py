@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
+from planner.ledger import Ledger, candidates
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.topology import Loads, Topology, rank_ranges
 from tests.solver.strategies import profiles

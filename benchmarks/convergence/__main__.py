@@ -20,9 +20,10 @@ from planner.api import estimate, train
 from planner.cluster import flat_cluster
 from planner.executor.data import make_batches
 from planner.executor.job import TrainingOptions
+from planner.ledger import Ledger
 from planner.model.file import load_model_file
 from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import Ledger, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.schedule.instructions import Unit
 from planner.solver.assemble import assemble

@@ -10,8 +10,9 @@ import numpy as np
 from tabulate import tabulate
 
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import StageMemory
-from planner.pricing import Candidate, Ledger, stage_memory
+from planner.price import stage_memory
 from planner.profile_file import Profile
 from planner.solver.states import Chain
 from planner.work import Integers

@@ -8,8 +8,9 @@ from typing import cast
 
 import planner
 from planner.cluster import flat_cluster
+from planner.ledger import Ledger, candidates
 from planner.plan_file import ScheduleName, SolverReport, save_plan
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.solver.assemble import assemble
 
 MODEL = Path(__file__).parent / "model.py"

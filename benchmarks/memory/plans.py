@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster import flat_cluster
+from planner.ledger import Ledger, candidates
 from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver.assemble import assemble
 from planner.solver.copies import price_with_copies

@@ -17,8 +17,9 @@ from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.emulate import Scale, emulate
 from planner.cluster import Cluster, flat_cluster
 from planner.executor.job import Job
+from planner.ledger import Ledger, candidates
 from planner.plan_file import Plan, SolverReport
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver.assemble import assemble
 from planner.solver.depth import price_with_depths

@@ -22,9 +22,9 @@ from benchmarks.published_configs.rows import MODELS, ROWS, Row
 from planner.cluster import Cluster
 from planner.cost import cost_model, link_of
 from planner.errors import InfeasibleError
+from planner.ledger import Candidate, Ledger
 from planner.model.file import load_model_file
 from planner.plan_file import CostModelName, Plan
-from planner.pricing import Candidate, Ledger
 from planner.profile_file import Profile
 from planner.profiler.devices import device_spec
 from planner.profiler.estimate import profile_of_trace

@@ -9,8 +9,10 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.cost import cost_model, link_of
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import CostModelName
-from planner.pricing import Candidate, Ledger, Price, price
+from planner.price import Price
+from planner.pricing import price
 from planner.solver.depth import price_with_depths
 from planner.solver.states import Chain
 

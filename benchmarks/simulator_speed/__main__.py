@@ -17,8 +17,9 @@ from pathlib import Path
 
 from benchmarks.graphs import chain
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.ledger import Ledger, candidates
 from planner.plan_file import Plan, ScheduleName, SolverReport, save_plan
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.solver.assemble import assemble
 
 README = Path(__file__).with_name("README.md")

@@ -7,8 +7,9 @@ from itertools import accumulate, pairwise
 
 from planner.cluster import Cluster
 from planner.cost import link_of, ring_all_reduce_s
+from planner.ledger import Ledger, candidates
 from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.simulator.plan import simulated_s
 from planner.solver.assemble import assemble

@@ -10,8 +10,9 @@ from benchmarks.heap import pages_returned
 from benchmarks.two_cores.launch import places, run_workers
 from benchmarks.two_cores.ours import STASHED, UNSTASHED, Ours
 from planner.cluster import flat_cluster
+from planner.ledger import Ledger, candidates
 from planner.plan_file import Plan, SolverReport, load_plan, save_plan
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.profile_file import Profile, load_profile
 from planner.solver.assemble import assemble
 from planner.solver.states import uncut_groups

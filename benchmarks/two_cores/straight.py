@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 
 from planner.cluster import Cluster
+from planner.ledger import Candidate, Ledger, candidates
 from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import Candidate, Ledger, Price, candidates, price
+from planner.price import Price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver.assemble import assemble
 from planner.solver.depth import price_with_depths

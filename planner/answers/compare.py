@@ -8,8 +8,10 @@ from dataclasses import replace
 from planner.answers.question import MICROBATCHES_PER_GPU, Question, question_of, stages_of
 from planner.cluster import Cluster
 from planner.files import Record
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import Plan, ScheduleName, config_of
-from planner.pricing import Candidate, Ledger, Price, price
+from planner.price import Price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver import baselines
 

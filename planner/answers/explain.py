@@ -10,8 +10,9 @@ from planner.cluster import Cluster, Level
 from planner.cost import ASYNCHRONOUS
 from planner.errors import InfeasibleError
 from planner.files import Record
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import Bottleneck, Plan, SolverReport, config_of
-from planner.pricing import Candidate, Ledger, busy_resources
+from planner.pricing import busy_resources
 from planner.profile_file import Profile
 from planner.solver import baselines
 from planner.solver.states import Chain

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from planner.cluster import Cluster
 from planner.cost import DIVIDED, RecomputeRule
 from planner.errors import PlanError
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import CostModelName, Plan, ScheduleName
-from planner.pricing import Candidate, Ledger, Price, price
+from planner.price import Price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.depth import DepthRule

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from planner.plan_file import Plan, ScheduleName, Stage
-from planner.pricing import versions_of
+from planner.price import versions_of
 from planner.timeline import Event, MemoryCurve
 
 STASHING: tuple[ScheduleName, ...] = ("1f1b",)  # a version of the weights per unit in flight, at most

@@ -10,8 +10,9 @@ from planner.cluster import Cluster
 from planner.constraints import Constraints
 from planner.cost import RecomputeRule, check_combination
 from planner.errors import InputError, ProfileError
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
-from planner.pricing import Candidate, Ledger, Price
+from planner.price import Price
 from planner.profile_file import REMEDY, Profile
 from planner.solver.assemble import assemble, simulated_plan
 from planner.solver.copies import price_with_copies

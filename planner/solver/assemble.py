@@ -9,8 +9,9 @@ import numpy as np
 from planner.buckets import ready_s, reduced_s
 from planner.cluster import Cluster
 from planner.cost import backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
+from planner.ledger import Candidate, Ledger, messages
 from planner.plan_file import Plan, Prediction, ScheduleName, Shared, SolverReport, Stage, Transfer, config_of
-from planner.pricing import Candidate, Ledger, Price, messages
+from planner.price import Price
 from planner.profile_file import Profile
 from planner.sharing import SharedWeight
 from planner.simulator.plan import simulated_s

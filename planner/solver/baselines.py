@@ -14,7 +14,7 @@ import numpy as np
 from planner.cluster import Cluster
 from planner.cost import link_of
 from planner.cost_2bw import asynchronous_model
-from planner.pricing import Candidate, Ledger, candidates
+from planner.ledger import Candidate, Ledger, candidates
 from planner.solver.states import Chain, column
 from planner.solver.waits import StraightSearch, counts_to_try
 from planner.work import Floats

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cost import CostModel, RecomputeRule
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from planner.solver.downsets import Downsets
 from planner.solver.lattice import Covers, Lattice, enumerate_covers
 from planner.solver.orders import around, depth_first, fewest_live_bytes

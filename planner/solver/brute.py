@@ -13,8 +13,10 @@ from planner.cluster import Cluster
 from planner.cost import RecomputeRule
 from planner.cost_2bw import two_versions_suffice
 from planner.errors import InputError
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Candidate, Ledger, Price, price
+from planner.price import Price
+from planner.pricing import price
 
 MOST_LAYERS = 10
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.pricing import Candidate, Ledger, held_bytes
+from planner.cost_max_load import held_bytes
+from planner.ledger import Candidate, Ledger
 from planner.profile_file import Profile
 
 

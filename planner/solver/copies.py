@@ -8,8 +8,9 @@ from dataclasses import replace
 from planner.buckets import ready_s
 from planner.cluster import Cluster
 from planner.errors import InfeasibleError
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Candidate, Ledger, Price, versions_of
+from planner.price import Price, versions_of
 from planner.profile_file import Layer
 from planner.sharing import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.units import format_bytes

@@ -23,8 +23,9 @@ from typing import Literal
 
 from planner.cluster import Cluster
 from planner.cost_2bw import VERSIONS
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Candidate, Ledger, Price, stage_memory, versions_of
+from planner.price import Price, stage_memory, versions_of
 from planner.schedule.streams import warm_up_depth
 from planner.simulator.pipeline import Pipeline, steady_s
 from planner.solver.pipelines import pipeline_for, wires_s

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import CostModel
-from planner.pricing import Ledger, Traffic
+from planner.ledger import Ledger, Traffic
 from planner.solver.lattice import Words, enumerate_covers, to_bits, to_words
 from planner.solver.states import COUNTED, StateSpace, column
 from planner.work import Floats, Integers

@@ -22,7 +22,8 @@ from collections.abc import Iterable
 import pulp
 
 from planner.cost import link_of
-from planner.pricing import Candidate, held_bytes, value_load_s
+from planner.cost_max_load import held_bytes, value_load_s
+from planner.ledger import Candidate
 from planner.solver.deadline import Deadline
 from planner.solver.milp import MilpName, run
 from planner.solver.request import IlpAnswer, Request

@@ -14,7 +14,8 @@ from planner.cost import ASYNCHRONOUS, link_of
 from planner.cost_2bw import asynchronous_model, two_versions_suffice
 from planner.cost_drained import SynchronousModel
 from planner.errors import InputError
-from planner.pricing import Candidate, versions_of
+from planner.ledger import Candidate
+from planner.price import versions_of
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.request import Request
 from planner.solver.states import Chain, StateSpace

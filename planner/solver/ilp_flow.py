@@ -34,7 +34,7 @@ import pulp
 
 from planner.cost import ASYNCHRONOUS
 from planner.errors import InputError
-from planner.pricing import Candidate
+from planner.ledger import Candidate
 from planner.solver.deadline import Deadline
 from planner.solver.ilp_columns import Column, Columns
 from planner.solver.milp import MilpName, run

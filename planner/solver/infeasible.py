@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planner.cluster import Cluster
 from planner.errors import InfeasibleError
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import config_of
-from planner.pricing import Candidate, Ledger, Price
+from planner.price import Price
 from planner.units import format_bytes
 
 # A plan that fits this many GPUs of this much memory, with its price, or None.

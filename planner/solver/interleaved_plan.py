@@ -8,7 +8,9 @@ from itertools import pairwise
 from planner.cluster import Cluster
 from planner.cost import RecomputeRule, link_of
 from planner.errors import InputError
-from planner.pricing import Candidate, Ledger, Price, price
+from planner.ledger import Candidate, Ledger
+from planner.price import Price
+from planner.pricing import price
 from planner.solver.infeasible import explain
 from planner.solver.interleaved import InterleavedSearch
 from planner.solver.search import Path

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from planner.solver.states import uncut_groups
 from planner.work import Floats, Integers
 

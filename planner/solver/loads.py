@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from planner.cluster import Cluster, Kind
 from planner.cost import link_of
-from planner.pricing import Candidate, Ledger, held_bytes, value_load_s
+from planner.cost_max_load import held_bytes, value_load_s
+from planner.ledger import Candidate, Ledger
 from planner.solver.deadline import Deadline
 from planner.solver.downsets import ticks
 from planner.solver.lattice import Words, to_bits

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from planner.cost_max_load import held_bytes
 from planner.errors import InputError
-from planner.pricing import Ledger, held_bytes
+from planner.ledger import Ledger
 from planner.solver.bystanders import Reduced
 from planner.solver.deadline import Deadline
 from planner.solver.downsets import enumerate_downsets

@@ -13,7 +13,8 @@ from typing import Literal
 
 from planner.cluster import Kind
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.pricing import Candidate, Price
+from planner.ledger import Candidate
+from planner.price import Price
 from planner.solver.brute import brute_force
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.infeasible import explain

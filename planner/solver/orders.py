@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from planner.solver.lattice import Words, words_of_groups
 from planner.solver.states import uncut_groups
 

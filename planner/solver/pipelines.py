@@ -9,8 +9,9 @@ import numpy as np
 
 from planner.cluster import Cluster
 from planner.cost import ASYNCHRONOUS
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Candidate, Ledger, Price
+from planner.price import Price
 from planner.schedule.shape import trainable_pairs
 from planner.schedule.streams import Channel, PipelineShape
 from planner.simulator.pipeline import Pipeline, StageTimes

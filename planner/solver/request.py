@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from planner.cluster import Cluster, Kind
 from planner.constraints import Constraints
 from planner.cost import RecomputeRule
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Candidate, Ledger, Price, price
+from planner.price import Price
+from planner.pricing import price
 from planner.profile_file import Profile
 
 

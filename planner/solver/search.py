@@ -17,8 +17,7 @@ plan that meets T.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from planner.cost import CostModel, RecomputeRule
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.states import Coarse, StateSpace
+from planner.solver.tables import StageTables
 from planner.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
@@ -72,8 +72,7 @@ class Search:
         self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
         self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
-        self._at_once = memory_bytes is None and len(space) <= _FEW_STATES  # where the stages are few that is quicker
-        self._table: tuple[float, Integers] | None = None  # replicas by first and last state, for the last target
+        self._tables = StageTables(space, model, gpus, memory_bytes) if len(space) <= _FEW_STATES else None
 
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> Path | None:
         """The fastest plan; of equally fast ones that with fewest GPUs, then fewest stages, then fewest that recompute.
@@ -212,8 +211,8 @@ class Search:
             others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
             others = self.space.among_later(int(state), others)
             if len(others):
-                if self._at_once:
-                    r = self._replicas(target_s)[state, others]
+                if self._tables is not None:
+                    r = self._tables.fewest_alone(target_s, self.recompute == "always")[state, others]
                 else:
                     r = self.model.fewest_replicas(self.space.work(int(state), others), target_s)
                 prefix[others] = np.minimum(prefix[others], prefix[state] + r)
@@ -224,11 +223,8 @@ class Search:
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
         plain = np.zeros(len(others), dtype=bool)
-        if self._at_once:
-            r = self._replicas(target_s)[state, others]
-            if self.model.counts_gpus_after:
-                r = self._before(state, others, target_s, r, after)
-            return after + r, r, plain | (self.recompute == "always")
+        if self._tables is not None:
+            return self._suffixes_by_table(self._tables, state, others, target_s, after)
         work = self.space.work(state, others)
         if self.memory_bytes is None:
             work = work.recomputed() if self.recompute == "always" else work
@@ -245,39 +241,16 @@ class Search:
         again = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
         return after + np.minimum(r, again), np.minimum(r, again), again < r
 
-    def _before(self, state: int, others: Integers, target_s: float, replicas: Integers, after: Integers) -> Integers:
-        """Fewest replicas of stages with GPUs after them, from those without."""
-        few = (replicas < IMPOSSIBLE) & ~self.model.enough_before(replicas, after)
-        if few.any():
-            work = self.space.work(state, others[few])
-            work = work.recomputed() if self.recompute == "always" else work
-            replicas[few] = self.model.fewest_replicas(work, target_s, replicas[few], after[few])
-        return replicas
-
-    def _replicas(self, target_s: float) -> Integers:
-        """Fewest replicas of all stages with nothing after them, by first and last state."""
-        if self._table is None or self._table[0] != target_s:
-            firsts, others, work = self._all_works
-            table = np.full((len(self.space),) * 2, IMPOSSIBLE, dtype=np.int64)
-            table[firsts, others] = self.model.fewest_replicas(work, target_s)
-            self._table = target_s, table
-        return self._table[1]
-
-    @cached_property
-    def _all_works(self) -> tuple[Integers, Integers, Work]:
-        """All stages: first states, last states, and their work."""
-        later = [self.space.among_later(i, np.arange(i + 1, len(self.space))) for i in range(len(self.space) - 1)]
-        works = [self.space.work(state, others) for state, others in enumerate(later)]
-        counts = [len(others) for others in later]
-        merged = {
-            each.name: np.concatenate(
-                [np.broadcast_to(getattr(work, each.name), count) for work, count in zip(works, counts, strict=True)]
-            )
-            for each in fields(Work)
-        }
-        work = Work(**merged)
-        firsts = np.repeat(np.arange(len(later)), counts)
-        return firsts, np.concatenate(later), work.recomputed() if self.recompute == "always" else work
+    def _suffixes_by_table(
+        self, tables: StageTables, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        always = self.recompute == "always"
+        r = tables.fewest(state, others, target_s, after, always)
+        alike = np.full(len(others), always)
+        if self.recompute != "auto" or np.all(tables.fewest_to_hold(state, others, after, False) <= 1):
+            return after + r, r, alike
+        again = tables.fewest(state, others, target_s, after, True)
+        return after + np.minimum(r, again), np.minimum(r, again), again < r
 
     def _fewest(self, work: Work, footprint: Footprint, target_s: float, after: Integers) -> Integers:
         at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)

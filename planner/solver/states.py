@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from planner.work import Floats, Footprint, Integers, Work, working_bytes
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
@@ -94,6 +95,20 @@ class StateSpace(ABC):
             is_first=np.asarray(state == 0),
             input_bytes=left[0],
         )
+
+    @cached_property
+    def every_stage(self) -> tuple[Integers, Integers, Work]:
+        """All stages: first states, last states, and their work."""
+        later = [self.among_later(i, np.arange(i + 1, len(self))) for i in range(len(self) - 1)]
+        works = [self.work(state, others) for state, others in enumerate(later)]
+        counts = [len(others) for others in later]
+        merged = {
+            each.name: np.concatenate(
+                [np.broadcast_to(getattr(work, each.name), count) for work, count in zip(works, counts, strict=True)]
+            )
+            for each in fields(Work)
+        }
+        return np.repeat(np.arange(len(later)), counts), np.concatenate(later), Work(**merged)
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
         """Footprint of the same stages."""

@@ -11,9 +11,11 @@ from planner.cluster import Cluster, flat_cluster
 from planner.cost import ASYNCHRONOUS, Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.cost_drained import SynchronousModel
+from planner.ledger import Candidate
 from planner.placement import places_matter
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Candidate, Price, price
+from planner.price import Price
+from planner.pricing import price
 from planner.solver.branches import MOST_STATES, search_beyond
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.downsets import Downsets, enumerate_downsets

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from planner.cluster import Cluster
 from planner.cost import ASYNCHRONOUS
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Candidate, Ledger, Price
+from planner.price import Price
 from planner.simulator.pipeline import steady_minibatches, steady_s
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.depth import DepthRule, price_with_depths

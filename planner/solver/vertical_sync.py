@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.errors import InfeasibleError
-from planner.pricing import Candidate, Ledger, Price, stage_memory
+from planner.ledger import Candidate, Ledger
+from planner.price import Price, stage_memory
 from planner.profile_file import Profile
 from planner.schedule.vertical_sync import Entry, versions_held
 from planner.solver.depth import DepthRule

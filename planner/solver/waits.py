@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from planner.cluster import Cluster
 from planner.cost import Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
-from planner.pricing import Candidate, Ledger
+from planner.ledger import Candidate, Ledger
 from planner.solver.pipelines import MOST_WORKERS
 from planner.solver.search import RESOLUTION, Path, Search
 from planner.solver.states import StateSpace

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import CostModel, RecomputeRule
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from planner.solver.lattice import to_bits, words_of_masks
 from planner.solver.states import column, uncut_groups
 from planner.work import IMPOSSIBLE, Floats, Footprint, Work

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.cost import DIVIDED
-from planner.pricing import Candidate, Price
+from planner.ledger import Candidate
+from planner.price import Price
 from planner.solver.methods import Found
 from planner.solver.request import Request
 from planner.solver.trials import Trials

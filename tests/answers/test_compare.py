@@ -10,8 +10,9 @@ from planner.answers.compare import Comparison, Row, compare
 from planner.answers.question import Question
 from planner.cluster import flat_cluster, hierarchical_cluster
 from planner.errors import PlanError
+from planner.ledger import Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Ledger, price
+from planner.pricing import price
 from planner.profile_file import Profile, load_profile
 from planner.report.compare import comparison_report
 from planner.solver import baselines, solve

@@ -16,7 +16,7 @@ from benchmarks.gpipe.throughput import Throughput, by_formula, key, run_setting
 from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.predict import simulated_s
 from planner.cluster import flat_cluster
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from tests.samples import layer, profile
 
 EQUAL = profile(*(layer(f"l{k}", 0.01, 0.02, 400, 800) for k in range(7)), layer("end", 0.01, 0.02))

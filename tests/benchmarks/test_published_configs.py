@@ -12,7 +12,7 @@ from benchmarks.published_configs.__main__ import answer, tables
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS
 from planner.cluster import flat_cluster
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from planner.profile_file import load_profile
 from planner.solver import solve
 

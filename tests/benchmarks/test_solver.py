@@ -9,7 +9,7 @@ import pytest
 from benchmarks.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
 from planner.cluster import flat_cluster
-from planner.pricing import Ledger
+from planner.ledger import Ledger
 from planner.solver import solve
 from tests.samples import layer, profile
 

@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from planner.cluster import flat_cluster
+from planner.ledger import Ledger, candidates
 from planner.model.autocast import autocast_name
 from planner.model.file import load_model_file
 from planner.model.graph import ValueSpec
 from planner.model.load import capture_file
 from planner.model.options import PLAIN, StageOptions
 from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.profile_file import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver.assemble import assemble
 from planner.solver.vertical_sync import synced_price

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from planner.cluster import flat_cluster
+from planner.ledger import Ledger, candidates
 from planner.plan_file import ScheduleName
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.schedule.streams import PipelineShape
 from planner.simulator.engine import Engine
 from planner.simulator.pipeline import StageTimes

@@ -10,8 +10,8 @@ from planner.cluster import flat_cluster
 from planner.cost import RecomputeRule, cost_model, link_of
 from planner.cost_2bw import DoubleBufferedModel
 from planner.cost_drained import SynchronousModel
+from planner.ledger import Ledger
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Ledger
 from planner.profile_file import Profile
 from planner.solver.brute import brute_force, downsets
 from planner.solver.downsets import Downsets, enumerate_downsets

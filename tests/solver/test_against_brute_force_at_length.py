@@ -9,8 +9,8 @@ from planner.cluster import Cluster, flat_cluster
 from planner.cost import RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.cost_drained import SynchronousModel
+from planner.ledger import Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Ledger
 from planner.profile_file import Profile
 from planner.solver.brute import brute_force
 from planner.solver.interleaved import InterleavedSearch

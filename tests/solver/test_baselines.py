@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
-from planner.pricing import Candidate, Ledger, price
+from planner.ledger import Candidate, Ledger
+from planner.pricing import price
 from planner.profile_file import Profile, load_profile
 from planner.solver import baselines
 from planner.solver.states import uncut_groups

@@ -10,9 +10,10 @@ from planner.cluster import flat_cluster
 from planner.cost import Link, RecomputeRule, ResourceModel, cost_model, link_of
 from planner.cost_2bw import asynchronous_model, two_versions_suffice
 from planner.errors import InfeasibleError
+from planner.ledger import Ledger
 from planner.pipedream import load_graph_txt
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Ledger, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver import branches, solve
 from planner.solver.branches import search_beyond

@@ -17,8 +17,9 @@ from planner.constraints import Constraints
 from planner.cost import cost_model, link_of
 from planner.cost_drained import SynchronousModel
 from planner.errors import InputError
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Candidate, Ledger, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver.brute import brute_force, downsets
 from planner.solver.deadline import NO_HURRY, Deadline

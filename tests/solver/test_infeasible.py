@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
 from planner.errors import InfeasibleError
+from planner.ledger import Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Ledger
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.brute import brute_force

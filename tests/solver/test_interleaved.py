@@ -13,8 +13,10 @@ from planner.cluster import flat_cluster
 from planner.cost import Link, RecomputeRule, link_of
 from planner.cost_interleaved import InterleavedModel
 from planner.errors import InfeasibleError, InputError
+from planner.ledger import Ledger, candidates
 from planner.plan_file import Plan
-from planner.pricing import Ledger, Price, candidates, price
+from planner.price import Price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.report.plan import plan_report
 from planner.simulator.pipeline import StageTimes

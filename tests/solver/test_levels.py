@@ -14,9 +14,10 @@ from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.cost import RecomputeRule, link_of
 from planner.cost_drained import SynchronousModel
 from planner.errors import InfeasibleError
+from planner.ledger import Candidate, Ledger
 from planner.pipedream import read_profile
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Candidate, Ledger, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.brute import brute_force

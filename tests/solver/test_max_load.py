@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from planner.cluster import Cluster, Kind, Level, flat_cluster
 from planner.constraints import Constraints
 from planner.errors import InfeasibleError, InputError, ProfileError
+from planner.ledger import Ledger
 from planner.pipedream import read_profile
-from planner.pricing import Ledger, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.deadline import NO_HURRY

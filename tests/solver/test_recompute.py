@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from planner.cluster import flat_cluster
 from planner.errors import InfeasibleError
+from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
-from planner.pricing import Candidate, Ledger, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.report.plan import plan_report
 from planner.solver import solve

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from planner.cluster import flat_cluster
 from planner.cost import Link, ResourceModel
 from planner.errors import InfeasibleError, InputError, ProfileError
+from planner.ledger import Candidate, Ledger
 from planner.pipedream import load_graph_txt
 from planner.plan_file import ScheduleName
-from planner.pricing import Candidate, Ledger
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.solver.assemble import transfers

@@ -12,8 +12,9 @@ from planner import buckets
 from planner.answers.compare import DATA_PARALLEL, compare
 from planner.answers.explain import explain
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.ledger import Ledger, candidates
 from planner.plan_file import ScheduleName
-from planner.pricing import Ledger, candidates, price
+from planner.pricing import price
 from planner.profile_file import Profile
 from planner.report.explain import explanation_report
 from planner.report.plan import plan_report

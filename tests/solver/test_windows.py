@@ -12,8 +12,8 @@ from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
 from planner.cluster import flat_cluster
 from planner.cost import Link, RecomputeRule, cost_model, link_of
 from planner.cost_2bw import asynchronous_model
+from planner.ledger import Ledger
 from planner.plan_file import CostModelName, ScheduleName
-from planner.pricing import Ledger
 from planner.profile_file import Profile
 from planner.solver import branches, solve
 from planner.solver.branches import search_beyond
