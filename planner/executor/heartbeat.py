@@ -23,8 +23,8 @@ from planner.schedule.instructions import (
     Backward,
     BackwardInput,
     Instruction,
+    Message,
     Receive,
-    Send,
     SendActivation,
     SendGradient,
     Unit,
@@ -160,19 +160,19 @@ class Heart:
         self._end_last()
         peer_rank = peer_stage = _NO_STAGE
         state = State.COMPUTING
-        if isinstance(instruction, Receive | Send):
+        if isinstance(instruction, Message):
             state = State.RECEIVING if isinstance(instruction, Receive) else State.SENDING
             peer_rank, peer_stage = instruction.peer_rank, instruction.peer_stage
         elif isinstance(instruction, AllReduce):
             state = State.REDUCING
-        if isinstance(instruction, AllReduce | AddShared):
+        if isinstance(instruction, (AllReduce, AddShared)):
             minibatch, microbatch = instruction.round, 0
         elif isinstance(instruction, Update):
             # A round has a minibatch for each replica; this worker's last one says more than the round's number.
             minibatch, microbatch = self._last_backward, 0
         else:
             minibatch, microbatch = instruction.unit.minibatch, instruction.unit.microbatch
-        if isinstance(instruction, Backward | BackwardInput):
+        if isinstance(instruction, (Backward, BackwardInput)):
             self._last_backward = minibatch
         kind = type(instruction)
         activity = _NAMES.get(kind) or _NAMES.setdefault(kind, kind.__name__.encode())
@@ -180,7 +180,7 @@ class Heart:
             activity = _EVALUATION.encode() + activity
         self._write(state, activity, instruction.stage, minibatch, microbatch, peer_rank, peer_stage)
         self._began_s = time.perf_counter()
-        if isinstance(instruction, SendActivation | SendGradient) and not evaluating:
+        if isinstance(instruction, (SendActivation, SendGradient)) and not evaluating:
             activation = isinstance(instruction, SendActivation)
             place = self._sent_at.get((instruction.stage, activation))
             if place is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -71,8 +72,8 @@ class _Inbox:
             self._post(receive)  # nobody knew of it before
         posted = self._posted.popleft()
         assert posted.receive == receive, (posted.receive, receive)
+        self.post()  # before the wait, which it is a part of: afterwards a computation would wait for it
         _wait(posted.work, receive.peer_rank)
-        self.post()
         buffer = posted.buffer.to(self._place.compute)
         return unpack(posted.layout, receive.unit, buffer, f"rank {receive.peer_rank}")
 
@@ -209,14 +210,15 @@ class Link:
 
 def link_of(message: Receive | Send) -> Link:
     """The link that a message takes."""
-    source, target = sorted((message.stage, message.peer_stage))
+    return _link(type(message), message.stage, message.peer_stage, message.peer_rank)
+
+
+@cache
+def _link(kind: type[Receive | Send], stage: int, peer_stage: int, peer_rank: int) -> Link:
+    source, target = sorted((stage, peer_stage))
+    sends = issubclass(kind, Send)
     return Link(
-        (message.stage == source) == isinstance(message, Send),
-        isinstance(message, Send),
-        source,
-        target,
-        message.peer_rank,
-        isinstance(message, (ReceiveShared, SendShared)),
+        (stage == source) == sends, sends, source, target, peer_rank, issubclass(kind, ReceiveShared | SendShared)
     )
 
 

@@ -38,6 +38,9 @@ class ChangingBuffers:
     @contextmanager
     def restored(self, before: Buffers) -> Iterator[None]:
         """For a second forward and its backward: the buffers are as they were `before`, and afterwards as now."""
+        if not before:
+            yield
+            return
         now = self._copies(before)
         self._write(before)
         try:

@@ -15,7 +15,7 @@ from planner.errors import InputError, PlanError
 from planner.executor.checkpoint import Checkpointer, DataPosition
 from planner.executor.checkpoint_write import Restorable
 from planner.executor.collect import gather_state, save_state
-from planner.executor.data import BatchSource, EvaluationBatches, make_batches
+from planner.executor.data import RANDOM_BATCHES, BatchSource, EvaluationBatches, make_batches
 from planner.executor.evaluator import Evaluator, ReplicatedBuffers, evaluation_points, until_updated
 from planner.executor.gradients import GradientAverager
 from planner.executor.heartbeat import Heart
@@ -49,6 +49,7 @@ from planner.model.file import ModelFile, load_model_file
 from planner.model.rehearsal import rehearse
 from planner.schedule.instructions import (
     Instruction,
+    Unit,
     Update,
 )
 from planner.schedule.segments import segment_stream, segments
@@ -204,6 +205,7 @@ class TrainingRun:
             joint_norm=self._joint_norm(),
         )
         evaluator = self._evaluator(replicas)
+        self._make_random_batches()
         self.heart.enter("waiting for the others to start", meeting=True)
         dist.barrier()
         start = time.perf_counter()
@@ -249,6 +251,17 @@ class TrainingRun:
             keep=max(self.shape.in_flight(stage) for stage in range(len(self.plan.stages))),
             place=self.place,
         )
+
+    def _make_random_batches(self) -> None:
+        """Before the start: made when they are first used, they slow the first minibatches down, which are measured."""
+        needing = [stage for stage, module in self.modules.items() if module.needs_batch]
+        if not self.data.random or not needing:
+            return
+        self.heart.enter("making random data")
+        for minibatch in range(self.first, min(self.first + RANDOM_BATCHES, self.minibatches)):
+            for unit in (Unit(minibatch, microbatch) for microbatch in range(self.plan.microbatches)):
+                if any(self.shape.rank_of(stage, unit) == self.rank for stage in needing):
+                    self.data.batch(unit)
 
     def _train(
         self, worker: Worker, evaluator: Evaluator | None, on_progress: ProgressCallback | None, first: int, last: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class Batch:
 
     def flatten(self) -> tuple[list[Any], TreeSpec]:
         """Leaves in a fixed order (arguments, keyword arguments by name, target), and the structure around them."""
-        return tree_flatten(self._tree())
+        leaves, spec = self._flat
+        return list(leaves), spec
 
     def split(self, parts: int) -> list[Batch]:
         """`parts` batches of consecutive samples, whose sizes differ by one at most; larger ones first.
@@ -71,7 +73,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
-        return _batch_of(tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self._tree()))
+        leaves, spec = self._flat
+        moved = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if all(new is old for new, old in zip(moved, leaves, strict=True)):
+            return self
+        return _batch_of(spec.unflatten(moved))
 
     def channels_last(self) -> Batch:
         """The same batch with the model's images laid out pixel by pixel; the target stays as it is."""
@@ -99,6 +105,11 @@ class Batch:
             return leaf.clone()
 
         return _batch_of(tree_map(distinct, self._tree()))
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], TreeSpec]:
+        """Worked out once: every microbatch asks for it, and it takes longer than to send a message."""
+        return tree_flatten(self._tree())
 
     def _tree(self) -> PyTree:
         return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target

@@ -46,6 +46,10 @@ class ValueSpec:
         """The gradient's: it differs along expanded dimensions too."""
         return replace(self, expanded=())
 
+    @cached_property
+    def _in_order(self) -> bool:
+        return self.order == tuple(range(len(self.order)))
+
     def shape(self, batch_size: int) -> tuple[int, ...]:
         """Shape for a batch of `batch_size` samples."""
         return tuple(evaluate(size, batch_size) for size in self.sizes)
@@ -59,12 +63,11 @@ class ValueSpec:
         """`value` seen in its memory order: what a message should copy."""
         for dimension in self.expanded:
             value = value.narrow(dimension, 0, 1)
-        return value.permute(self.order)
+        return value if self._in_order else value.permute(self.order)
 
     def from_wire(self, copy: Tensor, batch_size: int) -> Tensor:
         """The value again, from a contiguous copy of what `to_wire` gave."""
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        value = copy.permute(inverse)
+        value = copy if self._in_order else copy.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
         return value.expand(self.shape(batch_size)) if self.expanded else value
 
     def size_bytes(self, batch_size: int) -> int:

@@ -59,6 +59,15 @@ def test_to_moves_tensors_only() -> None:
     assert moved.kwargs["name"] == "x"
 
 
+def test_a_batch_that_is_there_already_is_not_made_again() -> None:
+    batch = _batch(2)
+    assert batch.to("cpu") is batch
+    leaves, spec = batch.flatten()
+    leaves.clear()  # a caller's own
+    assert batch.flatten()[0]
+    assert batch.flatten()[1] == spec
+
+
 def test_collate_items_with_and_without_keywords() -> None:
     plain = collate([(torch.full((2,), float(i)), i) for i in range(3)])
     assert plain.args[0].shape == (3, 2)
