@@ -210,16 +210,14 @@ class Link:
 
 def link_of(message: Receive | Send) -> Link:
     """The link that a message takes."""
-    return _link(type(message), message.stage, message.peer_stage, message.peer_rank)
+    shared = isinstance(message, (ReceiveShared, SendShared))
+    return _link(message.stage, message.peer_stage, message.peer_rank, isinstance(message, Send), shared)
 
 
 @cache
-def _link(kind: type[Receive | Send], stage: int, peer_stage: int, peer_rank: int) -> Link:
+def _link(stage: int, peer_stage: int, peer_rank: int, sends: bool, shared: bool) -> Link:
     source, target = sorted((stage, peer_stage))
-    sends = issubclass(kind, Send)
-    return Link(
-        (stage == source) == sends, sends, source, target, peer_rank, issubclass(kind, ReceiveShared | SendShared)
-    )
+    return Link((stage == source) == sends, sends, source, target, peer_rank, shared)
 
 
 def _finish(pending: deque[tuple[dist.Work, Tensor]], keep: int, peer: int) -> None:
