@@ -8,7 +8,7 @@ from planner.deviation import Deviation, StageSeconds, deviation, mean_seconds
 from planner.files import Record
 from planner.plan_file import Plan
 from planner.simulator.beside import simulate_beside
-from planner.simulator.plan import stage_times
+from planner.simulator.plan import pipeline_of
 from planner.summary import Summary, summarize
 from planner.timeline import Timeline
 
@@ -64,7 +64,7 @@ def with_times(plan: Plan, times: Sequence[StageSeconds]) -> Plan:
     nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
     idle = plan.model_copy(update={"stages": tuple(stage.model_copy(update=nothing) for stage in plan.stages)})
     stages = []
-    for stage, seen, handling in zip(plan.stages, times, stage_times(idle), strict=True):
+    for stage, seen, handling in zip(plan.stages, times, pipeline_of(idle).stages, strict=True):
         forward_s = max(0.0, seen.forward_s - handling.forward_s)
         again_s = forward_s if stage.recompute else 0.0  # is within the backward that was seen
         backward_s = max(0.0, seen.backward_s - again_s - handling.backward_s)

@@ -11,9 +11,8 @@ from planner.schedule.shape import deadlock, shape_of
 from planner.simulator.engine import Engine
 from planner.simulator.memory import memory_curves
 from planner.simulator.pipeline import steady_minibatches, steady_s
-from planner.simulator.times import Pipeline, StageTimes, with_handling
+from planner.simulator.times import Pipeline, StageTimes, pipeline_with
 from planner.timeline import Event, Events, Timeline
-from planner.topology import Topology
 
 FEWEST = 16  # minibatches of schedules that drain that are simulated where nobody says how many
 
@@ -64,16 +63,14 @@ def default_minibatches(plan: Plan) -> int:
 
 def pipeline_of(plan: Plan) -> Pipeline:
     """The plan as the simulation sees it."""
-    return Pipeline(
-        shape=shape_of(plan),
-        cluster=plan.cluster,
-        stages=stage_times(plan),
-        transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in plan.transfers},
-        gradient_bytes=tuple(
-            stage.memory.gradients_bytes - _received_bytes(plan, number) for number, stage in enumerate(plan.stages)
-        ),
-        shared_bytes={ends: s.gradient_bytes for s in plan.shared for ends in (s.stages, s.stages[::-1])},
-    )
+    stages = [
+        StageTimes(
+            s.forward_s, s.backward_s, s.update_s, s.forward_s if s.recompute else 0.0, s.accumulate_s, s.ready_s
+        )
+        for s in plan.stages
+    ]
+    own_bytes = [s.memory.gradients_bytes - _received_bytes(plan, number) for number, s in enumerate(plan.stages)]
+    return pipeline_with(shape_of(plan), plan.cluster, stages, plan.transfers, own_bytes, plan.shared)
 
 
 def _received_bytes(plan: Plan, stage: int) -> int:
@@ -85,19 +82,6 @@ def _received_bytes(plan: Plan, stage: int) -> int:
             seen.update(shared.weights)
             received += shared.gradient_bytes
     return received
-
-
-def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
-    """Seconds of each stage's computations."""
-    topology = Topology(plan.cluster)
-    slowest = topology.link(len(topology) - 1)
-    plain = [
-        StageTimes(
-            s.forward_s, s.backward_s, s.update_s, s.forward_s if s.recompute else 0.0, s.accumulate_s, s.ready_s
-        )
-        for s in plan.stages
-    ]
-    return tuple(with_handling(times, number, plan.transfers, slowest) for number, times in enumerate(plain))
 
 
 def _check(plan: Plan) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from planner.cluster import Cluster
 from planner.cost import WEIGHT_SHARE, Link
-from planner.plan_file import Transfer
+from planner.plan_file import Shared, Transfer
 from planner.schedule.streams import PipelineShape
+from planner.topology import Topology
 
 Ends = tuple[int, int]  # stages
 
@@ -62,7 +63,28 @@ class Pipeline:
     shared_bytes: Mapping[Ends, int] = field(default_factory=dict)
 
 
-def with_handling(times: StageTimes, stage: int, transfers: Sequence[Transfer], link: Link) -> StageTimes:
+def pipeline_with(
+    shape: PipelineShape,
+    cluster: Cluster,
+    stages: Sequence[StageTimes],
+    transfers: Sequence[Transfer],
+    gradient_bytes: Sequence[int],
+    shared: Sequence[Shared],
+) -> Pipeline:
+    """A pipeline whose stages exchange these values, and these gradients of weights that they share."""
+    topology = Topology(cluster)
+    slowest = topology.link(len(topology) - 1)
+    return Pipeline(
+        shape=shape,
+        cluster=cluster,
+        stages=tuple(_with_handling(times, number, transfers, slowest) for number, times in enumerate(stages)),
+        transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in transfers},
+        gradient_bytes=tuple(gradient_bytes),
+        shared_bytes={ends: each.gradient_bytes for each in shared for ends in (each.stages, each.stages[::-1])},
+    )
+
+
+def _with_handling(times: StageTimes, stage: int, transfers: Sequence[Transfer], link: Link) -> StageTimes:
     """Where messages do not travel while a device computes, handling them is its processor's work."""
     own = [transfer for transfer in transfers if stage in (transfer.source, transfer.target)]
     return replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from planner.cluster import Cluster
 from planner.cost import RecomputeRule, link_of
@@ -13,7 +12,7 @@ from planner.price import Price
 from planner.pricing import price
 from planner.solver.infeasible import explain
 from planner.solver.interleaved import InterleavedSearch
-from planner.solver.search import Path
+from planner.solver.search import Path, stages_along
 from planner.solver.states import Chain
 from planner.solver.trials import Trials
 
@@ -59,8 +58,5 @@ def solve_interleaved(
 
 
 def _priced(ledger: Ledger, space: Chain, cluster: Cluster, path: Path, microbatches: int, chunks: int) -> Answer:
-    stages = [
-        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
-        for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
-    ]
+    stages = stages_along(space, path)
     return stages, price(ledger, stages, cluster, schedule="interleaved", microbatches=microbatches, chunks=chunks)

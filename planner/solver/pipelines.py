@@ -15,7 +15,7 @@ from planner.price import Price
 from planner.schedule.shape import trainable_pairs
 from planner.schedule.streams import Channel, PipelineShape
 from planner.simulator.pipeline import Pipeline, StageTimes
-from planner.simulator.times import with_handling
+from planner.simulator.times import pipeline_with
 from planner.solver.assemble import shared_between, transfers
 from planner.solver.copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
 from planner.topology import Topology, rank_ranges
@@ -44,12 +44,10 @@ def pipeline_for(
 
     As `planner.simulator.plan.pipeline_of` has it of the plan that is made of them.
     """
-    topology = Topology(cluster)
-    slowest = topology.link(len(topology) - 1)
     moved = transfers(ledger, stages)
     copied = copied_in(ledger, stages)
     works = [ledger.work(stage) for stage in stages]
-    plain = (
+    times = [
         StageTimes(
             forward_s=float(work.forward_s),
             backward_s=float(work.backward_s),
@@ -59,7 +57,7 @@ def pipeline_for(
             ready_s=ready_of_gradients_s(ledger, stage, again),
         )
         for work, stage, again in zip(works, stages, copied, strict=True)
-    )
+    ]
     shared = shared_between(ledger, stages)
     shape = PipelineShape(
         ranks=_ranks(stages, price.chunks),
@@ -69,17 +67,11 @@ def pipeline_for(
         depths=price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], schedule),
     )
-    return Pipeline(
-        shape=shape,
-        cluster=cluster,
-        stages=tuple(with_handling(times, number, moved, slowest) for number, times in enumerate(plain)),
-        transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in moved},
-        gradient_bytes=tuple(
-            int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again)
-            for work, again in zip(works, copied, strict=True)
-        ),
-        shared_bytes={ends: each.gradient_bytes for each in shared for ends in (each.stages, each.stages[::-1])},
-    )
+    gradient_bytes = [
+        int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again)
+        for work, again in zip(works, copied, strict=True)
+    ]
+    return pipeline_with(shape, cluster, times, moved, gradient_bytes, shared)
 
 
 def wires_s(pipeline: Pipeline) -> dict[tuple[int, int], float]:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import CostModel, RecomputeRule
+from planner.ledger import Candidate
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.states import Coarse, StateSpace
 from planner.solver.tables import StageTables
@@ -52,6 +53,14 @@ class Path:
     def gpus(self) -> int:
         """GPUs in use."""
         return sum(self.replicas)
+
+
+def stages_along(space: StateSpace, path: Path) -> list[Candidate]:
+    """The stages of a path."""
+    return [
+        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
+        for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
+    ]
 
 
 class Search:

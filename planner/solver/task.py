@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from planner.solver.infeasible import Fits
 from planner.solver.levels import beyond_the_order, nearest_path, nearest_search, search_all_cuts, search_levels
 from planner.solver.pipelines import MOST_WORKERS
 from planner.solver.placements import Question
-from planner.solver.search import Path, Search
+from planner.solver.search import Path, Search, stages_along
 from planner.solver.states import StateSpace
 from planner.solver.synchronous import SynchronousSearch
 from planner.solver.trials import SETTLED, Priced, Trials
@@ -172,10 +171,7 @@ class Task:
 
     def priced(self, path: Path) -> tuple[Sequence[Candidate], Price]:
         """The path's stages and their price."""
-        stages = [
-            Candidate(frozenset(self.space.layers(0, i)), frozenset(self.space.layers(i, j)), r, again)
-            for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
-        ]
+        stages = stages_along(self.space, path)
         # Memory was the search's business; the number of GPUs may be a supposed one.
         cluster = self.cluster if path.gpus <= self.cluster.gpus else _flat_cluster(self._link, path.gpus, None)
         return stages, price(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from planner.cost import Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.ledger import Candidate, Ledger
 from planner.solver.pipelines import MOST_WORKERS
-from planner.solver.search import RESOLUTION, Path, Search
+from planner.solver.search import RESOLUTION, Path, Search, stages_along
 from planner.solver.states import StateSpace
 from planner.solver.trials import SETTLED, Priced, Trials
 from planner.work import IMPOSSIBLE, Integers
@@ -168,12 +167,5 @@ def proposals(space: StateSpace, cluster: Cluster, recompute: RecomputeRule) -> 
         for count in counts_to_try(cluster.gpus)[:NEAR]:
             path = kind(space, model, count, cluster.memory_bytes, recompute).best()
             if path is not None:
-                found.append(_stages(space, path))
+                found.append(stages_along(space, path))
     return found
-
-
-def _stages(space: StateSpace, path: Path) -> list[Candidate]:
-    return [
-        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
-        for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
-    ]

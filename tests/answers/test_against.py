@@ -10,7 +10,7 @@ from planner.deviation import StageSeconds, mean_seconds
 from planner.plan_file import Plan, ScheduleName
 from planner.report.against import against_report
 from planner.simulator.beside import simulate_beside
-from planner.simulator.plan import simulate, stage_times
+from planner.simulator.plan import pipeline_of, simulate
 from planner.timeline import Timeline
 from tests.simulator.plans import equal_layers, plan_of
 
@@ -67,7 +67,7 @@ def test_what_messages_cost_the_processor_is_counted_once() -> None:
     measured = run_of(handled, 30)
     means = mean_seconds(measured)
     assert means[1].forward_s > plan.stages[1].forward_s
-    for one, other in zip(stage_times(with_times(handled, means)), stage_times(handled), strict=True):
+    for one, other in zip(pipeline_of(with_times(handled, means)).stages, pipeline_of(handled).stages, strict=True):
         assert one.forward_s == pytest.approx(other.forward_s)
         assert one.backward_s == pytest.approx(other.backward_s)
     assert lay_over(handled, simulate_beside(handled, measured), measured).as_run.worst_share < 1e-9
