@@ -19,7 +19,7 @@ from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can carry
 LEAST_WHOLE_S = 1.0  # a minibatch of the whole model
 SHARE_S = 0.15  # a minibatch's share of one device
-MOST_BLOCKS = 24  # smaller neighbours are joined: a sleep per layer costs the machine some 0.1 ms
+MOST_BLOCKS = 48  # smaller neighbours are joined: a sleep per layer costs the machine some 0.1 ms
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def as_chain(profile: Profile) -> list[Block]:
 def joined(chain: list[Block], most: int) -> list[Block]:
     """Neighbours joined, one pair after the other, until there are no more than `most`.
 
-    First those that together take little time and between which much is sent: a cut is worth more the fewer bytes
-    cross it, and a plan for all layers would rather be cut there.
+    First those that together take little time and between which much is sent: stages want to be of even time, and cut
+    where little crosses. Time counts more.
     """
     blocks = list(chain)
     while len(blocks) > most:
-        costs = [(_seconds(a) + _seconds(b)) / max(1, a.output_bytes) for a, b in pairwise(blocks)]
+        costs = [(_seconds(a) + _seconds(b)) / max(1, a.output_bytes) ** 0.5 for a, b in pairwise(blocks)]
         index = costs.index(min(costs))
         blocks[index : index + 2] = [_together(blocks[index], blocks[index + 1])]
     return blocks
