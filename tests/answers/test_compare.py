@@ -81,10 +81,12 @@ def test_other_schedules(schedule: ScheduleName, microbatches: int) -> None:
     assert len(comparison.rows) == (6 if schedule == "gpipe" else 7)
     stages = baselines.data_parallel(Ledger(MODEL), 2)
     cost = price(Ledger(MODEL), stages, flat_cluster(2, 10.0), schedule=schedule, microbatches=microbatches)
-    formula_s = cost.seconds_per_minibatch / microbatches
+    # So few gradients are one bucket, full after the backwards of c and b; the formula has six equal parts.
+    late_s = (2 + 2) - 8 / 6
     # Under naive the all-reduce of a round is waited for once, not by every minibatch.
     rel = 0.1 if schedule == "naive" else 0.01
-    assert parallel.seconds_per_microbatch == pytest.approx(formula_s, rel=rel)
+    expected_s = (cost.seconds_per_minibatch + late_s) / microbatches
+    assert parallel.seconds_per_microbatch == pytest.approx(expected_s, rel=rel)
 
 
 def test_several_levels() -> None:

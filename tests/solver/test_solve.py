@@ -86,8 +86,8 @@ def test_ranks_are_consecutive_and_predictions_per_sample() -> None:
     assert seconds == pytest.approx(3, rel=0.03), "messages leave workers waiting a little"
     assert predicted.samples_per_s == pytest.approx(4 / seconds)
     assert predicted.speedup_over_one_gpu == pytest.approx(9 / seconds)
-    # Three replicas of everything would spend 2·2/3·1000/10 on every all-reduce.
-    assert predicted.speedup_over_data_parallel == pytest.approx((3 + 6 / 6 + 400 / 3) / 3 / seconds)
+    # Three replicas of everything would spend 2·2/3·1000/10 on every all-reduce, from the end of the backward of b on.
+    assert predicted.speedup_over_data_parallel == pytest.approx((3 + 2 + 400 / 3) / 3 / seconds)
     assert predicted.communication_bytes_per_sample == pytest.approx(2 / 4)
     assert predicted.data_parallel_communication_bytes_per_sample == pytest.approx(2 * 2 / 3 * 1000 / 4)
     assert predicted.communication_cut == pytest.approx(1 - 2 / (4000 / 3))
