@@ -79,8 +79,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--depth",
         choices=["auto", "published"],
         default="auto",
-        help="minibatches in flight of 1f1b: as many as PipeDream keeps (published), or more where workers would wait "
-        "for messages or for each other otherwise, and at least 2%% is gained for each (default: %(default)s)",
+        help="minibatches in flight of 1f1b and 2bw: as many as PipeDream keeps (published), or more where workers "
+        "would wait for messages or for each other otherwise, and at least 2%% is gained for each; microbatches of "
+        "1f1b-flush likewise (default: %(default)s)",
     )
     parser.add_argument(
         "--recompute",

@@ -1,4 +1,4 @@
-"""How many minibatches a 1f1b stage must have in flight to be as fast as its busiest resource allows.
+"""How many units a 1f1b stage must have in flight to be as fast as its busiest resource allows.
 
 The published depth, d_s = ceil(sum_{t>=s} r_t / r_s) (NOAM, SOSP'19), keeps all workers busy when messages take no time
 and replicas never wait for each other. Messages do take time, and the replicas of a stage wait for each other in
@@ -12,6 +12,9 @@ stage, one per replica, those that wait for the round to end, and those on the w
     r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
 
 That is where the choice starts; the simulator of the streams decides.
+
+1f1b-flush has the same depths, and waits for every message in every microbatch. More in flight cost it only the memory
+of their activations: nothing is updated meanwhile.
 """
 
 from __future__ import annotations
@@ -113,17 +116,74 @@ def price_with_depths(
     return replace(price.simulated(choice.seconds_per_unit * microbatches), in_flight=choice.depths, memory=memory)
 
 
+def price_with_flush_depths(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    price: Price,
+    rule: DepthRule,
+    microbatches: int,
+    below_s: float = math.inf,
+) -> Price:
+    """`price` of a 1f1b-flush plan by simulation, deeper where messages would be waited for and memory allows it.
+
+    Args:
+        price: of the stages at the published depths, by the resource model.
+        rule: "published" to stay at those.
+        microbatches: per minibatch.
+        below_s: whether the plan can be this fast is all that matters.
+    """
+    pipeline = pipeline_for(ledger, stages, cluster, price, "1f1b-flush", microbatches)
+    best, best_s = price.in_flight, steady_s(pipeline)
+    wanted = _hiding_depths(pipeline, price, microbatches)
+    if rule == "auto" and best_s <= below_s * FAR and wanted != best:
+        deepest = (
+            max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), "1f1b-flush", microbatches))
+            for stage, depth in zip(stages, best, strict=True)
+        )
+        deeper = tuple(map(min, wanted, deepest))
+        deeper_s = steady_s(replace(pipeline, shape=replace(pipeline.shape, depths=deeper)))
+        if deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
+            best, best_s = deeper, deeper_s
+    memory = tuple(
+        stage_memory(ledger.footprint(stage).divided(microbatches), depth, versions_of("1f1b-flush", depth))
+        for stage, depth in zip(stages, best, strict=True)
+    )
+    return replace(price.simulated(best_s), in_flight=best, memory=memory)
+
+
+def _hiding_depths(pipeline: Pipeline, price: Price, microbatches: int) -> Depths:
+    """Depths at which the stages before a boundary compute while a microbatch's messages cross it, there and back.
+
+    Forwards and backwards take turns, so each boundary takes whole microbatches.
+    """
+    unit_s = price.bottleneck.busy_s / microbatches
+    if unit_s <= 0:
+        return price.in_flight
+    wires = wires_s(pipeline)
+    more, depths = 0, list(price.in_flight)
+    for stage in reversed(range(len(depths) - 1)):
+        away_s = sum(seconds for (source, target), seconds in wires.items() if source <= stage < target)
+        more += math.ceil(away_s / unit_s)
+        depths[stage] += math.ceil(more / len(pipeline.shape.ranks[stage]))
+    return tuple(depths)
+
+
 def _deepest(
     ledger: Ledger, stage: Candidate, memory_bytes: int | None, schedule: ScheduleName, microbatches: int
 ) -> int:
-    """The most minibatches in flight that memory allows, and two versions of the weights where there are no more."""
+    """The most units in flight that memory, the schedule's versions of the weights and the minibatch allow."""
     stashing = schedule == "1f1b"
-    depth = UNLIMITED if stashing else microbatches // stage.replicas + 1
+    depth = UNLIMITED
+    if schedule == "2bw":
+        depth = microbatches // stage.replicas + 1
+    elif schedule == "1f1b-flush":
+        depth = -(-microbatches // stage.replicas)
     if memory_bytes is None:
         return depth
     footprint = ledger.footprint(stage).divided(microbatches)
-    fit = footprint.most_in_flight(memory_bytes, stashing=stashing, versions=1 if stashing else VERSIONS)
-    return min(depth, int(fit))
+    versions = VERSIONS if schedule == "2bw" else 1
+    return min(depth, int(footprint.most_in_flight(memory_bytes, stashing=stashing, versions=versions)))
 
 
 def published_depths(replicas: Sequence[int]) -> Depths:

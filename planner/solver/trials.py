@@ -19,7 +19,7 @@ from planner.plan_file import ScheduleName
 from planner.price import Price
 from planner.simulator.pipeline import steady_minibatches, steady_s
 from planner.solver.deadline import NO_HURRY, Deadline
-from planner.solver.depth import DepthRule, price_with_depths
+from planner.solver.depth import DepthRule, price_with_depths, price_with_flush_depths
 from planner.solver.pipelines import pipeline_for, too_large
 
 Priced = tuple[Sequence[Candidate], Price]
@@ -39,7 +39,7 @@ def simulated_price(
     microbatches: int,
     below_s: float = math.inf,
 ) -> Price:
-    """The cost with the seconds of the simulation, and for asynchronous schedules the depths that it chooses.
+    """The cost with the seconds of the simulation, and under the schedules of 1F1B the depths that it chooses.
 
     The cost as it is where simulating would take too long.
 
@@ -52,6 +52,8 @@ def simulated_price(
         return cost
     if schedule in ASYNCHRONOUS:
         return price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches, below_s)
+    if schedule == "1f1b-flush":
+        return price_with_flush_depths(ledger, stages, cluster, cost, depth, microbatches, below_s)
     return cost.simulated(steady_s(pipeline_for(ledger, stages, cluster, cost, schedule, microbatches)))
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from planner.cluster import Cluster, flat_cluster
+from planner.plan_file import Plan
 from planner.schedule.streams import PipelineShape
 from planner.simulator.pipeline import StageTimes
-from planner.solver.depth import PipelineTimes, choose_depths, price_depths, published_depths
+from planner.simulator.plan import simulated_s
+from planner.solver import solve
+from planner.solver.depth import DepthRule, PipelineTimes, choose_depths, price_depths, published_depths
 from planner.solver.pipelines import wires_s
+from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import TransferTimes, pipeline
 
@@ -56,3 +61,41 @@ def test_memory_bounds_the_depth_and_the_price_says_so() -> None:
     choice = choose_depths(equal_work((1, 1), 0.4, deepest=2))
     assert choice.depths == (2, 1)
     assert choice.seconds_per_unit == pytest.approx(1.4, rel=0.02)
+
+
+CHAIN = profile(*(layer(f"l{n}", 1, 2, output_bytes=3, saved_bytes=100, weight_bytes=10**6) for n in range(3)))
+
+
+def flush_plan(cluster: Cluster, microbatches: int, depth: DepthRule = "auto") -> Plan:
+    return solve(CHAIN, cluster, schedule="1f1b-flush", microbatches=microbatches, depth=depth, recompute="never")
+
+
+def depths_of(plan: Plan) -> list[int]:
+    return [stage.in_flight for stage in plan.stages]
+
+
+def test_flush_hides_its_messages_behind_more_microbatches() -> None:
+    """Three stages of 3 s; messages of 0.6 s each way between them, which every microbatch waits for at 3, 2, 1."""
+    cluster, count = flat_cluster(3, 5.0), 16
+    published, plan = flush_plan(cluster, count, "published"), flush_plan(cluster, count)
+    assert depths_of(published) == [3, 2, 1]
+    assert depths_of(plan) == [5, 3, 1]
+    # The microbatches one after the other on the last stage; before and after, the first one's way there and back.
+    least_s = count * 3 + 2 * 3 + 4 * 0.6
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(least_s)
+    assert published.predicted.seconds_per_minibatch > 1.2 * least_s
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(simulated_s(plan))
+    assert [stage.memory.activations_bytes for stage in plan.stages] == [500, 300, 100]
+
+
+def test_memory_and_the_minibatch_bound_the_microbatches_in_flight() -> None:
+    free = flush_plan(flat_cluster(3, 5.0), 16)
+    held = max(stage.memory.total_bytes for stage in free.stages)
+    assert depths_of(flush_plan(flat_cluster(3, 5.0, held), 16)) == [5, 3, 1]
+    assert depths_of(flush_plan(flat_cluster(3, 5.0, held - 1), 16)) == [4, 3, 1]
+    assert depths_of(flush_plan(flat_cluster(3, 5.0), 4)) == [4, 3, 1]
+
+
+def test_no_more_are_in_flight_than_gain_something() -> None:
+    cluster = flat_cluster(3, 5.0)
+    assert depths_of(flush_plan(cluster, 2)) == depths_of(flush_plan(cluster, 2, "published")) == [2, 2, 1]
