@@ -14,8 +14,8 @@ from planner.price import Price
 from planner.pricing import price
 from planner.profile_file import Profile
 from planner.solver.assemble import assemble
-from planner.solver.depth import price_with_depths
 from planner.solver.states import uncut_groups
+from planner.solver.trials import simulated_price
 
 
 def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, microbatches: int) -> Plan:
@@ -29,8 +29,7 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, mi
         stages = candidates(halves, (1, 1))
         priced.append((stages, price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)))
     stages, cost = min(priced, key=lambda pair: pair[1].seconds_per_minibatch)
-    if schedule == "1f1b":
-        cost = price_with_depths(ledger, stages, cluster, cost, "auto")
+    cost = simulated_price(ledger, stages, cluster, cost, "auto", schedule, microbatches)
     seconds = cost.seconds_per_minibatch
     report = SolverReport(
         name="every cut into two stages",
