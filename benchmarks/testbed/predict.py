@@ -16,7 +16,7 @@ from planner.solver.assemble import assemble
 from planner.solver.baselines import equal_time
 from planner.solver.trials import simulated_price
 
-__all__ = ["balanced_stages", "data_parallel_s", "given_plan", "simulated_s"]
+__all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]
 
 
 def given_plan(
@@ -49,6 +49,12 @@ def given_plan(
 def balanced_stages(profile: Profile, count: int) -> list[int]:
     """Layers of each of `count` stages that compute about equally long."""
     return [len(stage.layers) for stage in equal_time(Ledger(profile), count)]
+
+
+def in_proportion(count: int, parts: Sequence[float]) -> list[int]:
+    """Whole numbers in about this proportion that add up to `count`: (10, (1, 1, 1)) -> [3, 4, 3]."""
+    ends = [round(count * end / sum(parts)) for end in accumulate(parts)]
+    return [end - start for start, end in pairwise([0, *ends])]
 
 
 def data_parallel_s(profile: Profile, cluster: Cluster, bucket_bytes: float) -> float:

@@ -21,7 +21,7 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
-from benchmarks.testbed.predict import balanced_stages, given_plan
+from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
 from planner.cluster import hierarchical_cluster
 from planner.pipedream import read_profile
 from planner.plan_file import Plan, ScheduleName
@@ -45,7 +45,7 @@ class Case:
         sizes: devices, or devices per server and servers.
         bandwidths: of the links of the devices that are emulated, inner to outer.
         config: replicas of stages; None for what the solver finds.
-        layers: of each of these stages, as emulated; None for stages of equal time.
+        layers: of each of these stages, in proportion; None for stages of equal time.
         schedule: of the plan.
         microbatches: per minibatch.
         link_bytes_per_s: of the slowest link here.
@@ -58,7 +58,7 @@ class Case:
     schedule: ScheduleName = "1f1b"
     microbatches: int = 1
     link_bytes_per_s: float = LINK_BYTES_PER_S
-    layers: tuple[int, ...] | None = None
+    layers: tuple[float, ...] | None = None
 
 
 CASES = (
@@ -77,7 +77,7 @@ CASES = (
     Case("gnmt8", (4,), ("1Gbps",), (1, 1, 1, 1)),
     Case("gnmt8", (4,), ("1Gbps",), (2, 2), "1f1b-flush", 8),
     Case("gpt2", (4,), ("1Gbps",)),
-    Case("gpt2", (4,), ("1Gbps",), (1, 1, 2), layers=(8, 8, 9)),
+    Case("gpt2", (4,), ("1Gbps",), (1, 1, 2), layers=(1, 1, 1)),
     Case("gpt2", (4,), ("1Gbps",), (1, 1, 1, 1), "gpipe", 8),
     Case("vgg16", (2, 2), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
     Case("vgg16", (4, 2), ("4Gbps", "1Gbps"), link_bytes_per_s=LINK_BYTES_PER_S / 2),
@@ -129,7 +129,9 @@ def _run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Measured:
         if case.config is None:
             plan = solve(emulated.profile, links, schedule=case.schedule, microbatches=case.microbatches)
         else:
-            stages = case.layers or balanced_stages(emulated.profile, len(case.config))
+            stages = balanced_stages(emulated.profile, len(case.config))
+            if case.layers is not None:
+                stages = in_proportion(len(emulated.profile.layers), case.layers)
             plan = given_plan(emulated.profile, links, stages, case.config, case.schedule, case.microbatches)
     return run_plan(bed, emulated, plan, described(links), seconds)
 
