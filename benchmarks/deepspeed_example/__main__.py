@@ -73,7 +73,7 @@ def example_plan() -> Plan:
     """Two stages of equal time, each on two workers, and eight microbatches: workers 0 and 2 are one pipeline."""
     profile = estimate(MODEL, device="v100", batch_size=MICROBATCH_SIZE)
     stages = balanced_stages(profile, 2)
-    return given_plan(profile, flat_cluster(4, LINK), stages, (2, 2), "1f1b-flush", MICROBATCHES)
+    return given_plan(profile, flat_cluster(4, LINK), stages, (2, 2), "1f1b-flush", MICROBATCHES, "published")
 
 
 def compare(plan: Plan, steps: int) -> Compared:

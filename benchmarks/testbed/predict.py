@@ -14,6 +14,7 @@ from planner.profile_file import Profile
 from planner.simulator.plan import simulated_s
 from planner.solver.assemble import assemble
 from planner.solver.baselines import equal_time
+from planner.solver.depth import DepthRule
 from planner.solver.trials import simulated_price
 
 __all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]
@@ -26,6 +27,7 @@ def given_plan(
     replicas: Sequence[int],
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
+    depth: DepthRule = "auto",
 ) -> Plan:
     """The plan whose stages have so many layers and replicas, priced like any other."""
     ledger = Ledger(profile)
@@ -33,7 +35,7 @@ def given_plan(
     assert ends[-1] == len(profile.layers)
     chosen = candidates([range(first, end) for first, end in pairwise(ends)], replicas)
     formula = price(ledger, chosen, cluster, schedule=schedule, microbatches=microbatches)
-    cost = simulated_price(ledger, chosen, cluster, formula, "auto", schedule, microbatches)
+    cost = simulated_price(ledger, chosen, cluster, formula, depth, schedule, microbatches)
     report = SolverReport(
         name="given",
         cost_model="resource",
