@@ -28,7 +28,8 @@ COMPUTE_S = 0.12  # of one stage for one minibatch: a late sleep is little besid
 NOMINAL_BYTES_PER_S = 12.5e6
 FAST_BYTES_PER_S = 1e9  # "no link to speak of"
 SHARES = (0.2, 0.5, 0.8, 0.9)
-RESULTS = Path(__file__).parent / "results.json"
+RESULTS, README = (Path(__file__).with_name(name) for name in ("results.json", "README.md"))
+MARKER = "<!-- result -->"
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--minibatches", type=int, default=60)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="seconds on the link per one computed")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} beside this file")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}, and the table into {README.name}")
     arguments = parser.parse_args()
     rows = []
     with testbed(arguments.stages) as bed, tempfile.TemporaryDirectory(prefix="overlap-") as folder:
@@ -49,17 +50,21 @@ def main() -> None:
             bound = _measure(bed, _fast(arguments.stages), size, arguments, own)
             shared = _measure(bed, flat_cluster(arguments.stages, NOMINAL_BYTES_PER_S), size, arguments, own)
             rows.append({"share": share, "message_bytes": size, "no_link": bound, "link": shared})
-    if arguments.save:
-        load = Path("/proc/loadavg").read_text(encoding="utf-8").split()[0]
-        content = {"date": time.strftime("%Y-%m-%d"), "load": load, "stages": arguments.stages, "rows": rows}
-        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     shown = [
         [f"{r['share']:.0%}", f"{r['message_bytes'] / 1e6:.2f}", f"{r['no_link']:.2f}", f"{r['link']:.2f}",
          f"{r['link'] / r['no_link']:.1%}"]
         for r in rows
     ]  # fmt: skip
     headers = ["link needs, of compute", "MB each way", "minibatches/s, no link", "with the link", "of it"]
-    print(tabulate(shown, headers, tablefmt="github", disable_numparse=True))
+    table = tabulate(shown, headers, tablefmt="github", disable_numparse=True)
+    print(table)
+    if arguments.save:
+        load = Path("/proc/loadavg").read_text(encoding="utf-8").split()[0]
+        content = {"date": time.strftime("%Y-%m-%d"), "load": load, "stages": arguments.stages, "rows": rows}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        head = README.read_text(encoding="utf-8").split(MARKER)[0]
+        about = f"{content['date']}, emulated devices, {arguments.stages} stages, {arguments.minibatches} minibatches."
+        README.write_text(f"{head}{MARKER}\n\n{about}\n\n{table}\n", encoding="utf-8")
 
 
 def _fast(stages: int) -> Cluster:
