@@ -48,6 +48,11 @@ class Candidate:
     kind: Kind | None = None
     ranks: tuple[int, ...] = ()
 
+    @property
+    def speed(self) -> float:
+        """Of its devices, as a multiple of the profiled one's."""
+        return 1.0 if self.kind is None else self.kind.speed
+
 
 class Ledger:
     """A profile's layers as numbers, and the work and footprint of any set of layers."""

@@ -114,17 +114,17 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
         if len(made) % workers == 0:
             rank = 0  # under interleaved, the next chunk of the same workers
         layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
-        speed = 1.0 if stage.kind is None else stage.kind.speed
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
                 ranks=stage.ranks or tuple(range(rank, rank + stage.replicas)),
                 in_flight=in_flight,
                 recompute=stage.recompute,
-                forward_s=sum(layer.forward_s for layer in layers) / speed,
-                backward_s=sum(layer.backward_s for layer in layers) / speed,
-                update_s=sum(layer.update_s for layer in layers) / speed + update_of_copies_s(stage, again),
-                accumulate_s=sum(layer.accumulate_s for layer in layers) / speed + adding_of_copies_s(stage, again),
+                forward_s=sum(layer.forward_s for layer in layers) / stage.speed,
+                backward_s=sum(layer.backward_s for layer in layers) / stage.speed,
+                update_s=sum(layer.update_s for layer in layers) / stage.speed + update_of_copies_s(stage, again),
+                accumulate_s=sum(layer.accumulate_s for layer in layers) / stage.speed
+                + adding_of_copies_s(stage, again),
                 ready_s=ready_of_gradients_s(ledger, stage, again),
                 memory=memory,
             )

@@ -28,21 +28,20 @@ def copied_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[Layer]]:
 
 def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     """What the optimizer takes for the weights that a stage holds again, those of the layers `copied`."""
-    return sum(layer.update_s for layer in copied) / (1.0 if stage.kind is None else stage.kind.speed)
+    return sum(layer.update_s for layer in copied) / stage.speed
 
 
 def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     """What adding the gradients of these weights to others takes."""
-    return sum(layer.accumulate_s for layer in copied) / (1.0 if stage.kind is None else stage.kind.speed)
+    return sum(layer.accumulate_s for layer in copied) / stage.speed
 
 
 def ready_of_gradients_s(ledger: Ledger, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
     """When in the backward the parts of a replicated stage's gradients can be all-reduced; empty without replicas."""
     if stage.replicas == 1:
         return ()
-    speed = 1.0 if stage.kind is None else stage.kind.speed
     layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
-    return tuple(seconds / speed for seconds in ready_s(layers, copied))
+    return tuple(seconds / stage.speed for seconds in ready_s(layers, copied))
 
 
 def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:

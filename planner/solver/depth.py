@@ -27,7 +27,7 @@ from typing import Literal
 from planner.cluster import Cluster
 from planner.cost_2bw import VERSIONS
 from planner.ledger import Candidate, Ledger
-from planner.plan_file import ScheduleName
+from planner.plan_file import ScheduleName, StageMemory
 from planner.price import Price, stage_memory, versions_of
 from planner.schedule.streams import warm_up_depth
 from planner.simulator.pipeline import Pipeline, steady_s
@@ -103,16 +103,10 @@ def price_with_depths(
         pipeline=pipeline,
         wires_s=wires_s(pipeline),
         busiest_s=price.bottleneck.busy_s / microbatches,
-        deepest=tuple(
-            max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), schedule, microbatches))
-            for stage, depth in zip(stages, price.in_flight, strict=True)
-        ),
+        deepest=_deepest_of(ledger, stages, cluster, price.in_flight, schedule, microbatches),
     )
     choice = choose_depths(times, below_s / microbatches) if rule == "auto" else price_depths(times, price.in_flight)
-    memory = tuple(
-        stage_memory(ledger.footprint(stage).divided(microbatches), depth, versions_of(schedule, depth))
-        for stage, depth in zip(stages, choice.depths, strict=True)
-    )
+    memory = _memory_at(ledger, stages, choice.depths, schedule, microbatches)
     return replace(price.simulated(choice.seconds_per_unit * microbatches), in_flight=choice.depths, memory=memory)
 
 
@@ -137,18 +131,11 @@ def price_with_flush_depths(
     best, best_s = price.in_flight, steady_s(pipeline)
     wanted = _hiding_depths(pipeline, price, microbatches)
     if rule == "auto" and best_s <= below_s * FAR and wanted != best:
-        deepest = (
-            max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), "1f1b-flush", microbatches))
-            for stage, depth in zip(stages, best, strict=True)
-        )
-        deeper = tuple(map(min, wanted, deepest))
+        deeper = tuple(map(min, wanted, _deepest_of(ledger, stages, cluster, best, "1f1b-flush", microbatches)))
         deeper_s = steady_s(replace(pipeline, shape=replace(pipeline.shape, depths=deeper)))
         if deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
             best, best_s = deeper, deeper_s
-    memory = tuple(
-        stage_memory(ledger.footprint(stage).divided(microbatches), depth, versions_of("1f1b-flush", depth))
-        for stage, depth in zip(stages, best, strict=True)
-    )
+    memory = _memory_at(ledger, stages, best, "1f1b-flush", microbatches)
     return replace(price.simulated(best_s), in_flight=best, memory=memory)
 
 
@@ -167,6 +154,31 @@ def _hiding_depths(pipeline: Pipeline, price: Price, microbatches: int) -> Depth
         more += math.ceil(away_s / unit_s)
         depths[stage] += math.ceil(more / len(pipeline.shape.ranks[stage]))
     return tuple(depths)
+
+
+def _memory_at(
+    ledger: Ledger, stages: Sequence[Candidate], depths: Depths, schedule: ScheduleName, microbatches: int
+) -> tuple[StageMemory, ...]:
+    """What a replica of each stage holds at these depths."""
+    return tuple(
+        stage_memory(ledger.footprint(stage).divided(microbatches), depth, versions_of(schedule, depth))
+        for stage, depth in zip(stages, depths, strict=True)
+    )
+
+
+def _deepest_of(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    at_least: Depths,
+    schedule: ScheduleName,
+    microbatches: int,
+) -> Depths:
+    """Per stage, the most units that may be in flight, and no fewer than `at_least`."""
+    return tuple(
+        max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), schedule, microbatches))
+        for stage, depth in zip(stages, at_least, strict=True)
+    )
 
 
 def _deepest(
