@@ -19,6 +19,8 @@ from planner.profiler.devices import parse_dtype
 from planner.profiler.estimate import estimate_profile
 from planner.profiler.profile import DEFAULT_REPEATS, DEFAULT_SECONDS
 from planner.profiler.steps import Progress
+from planner.schedule.shape import check_accumulate
+from planner.simulator.plan import simulated_s
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -212,12 +214,9 @@ def make_job(
         if value is not None and value < 1:
             raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")
     options = options or TrainingOptions()
-    if options.accumulate > 1 and (baseline is not None or plan.schedule != "1f1b" or plan.vertical_sync):
-        raise InputError(
-            f"--accumulate {options.accumulate} is for the schedule 1f1b without vertical sync, and the plan's is "
-            f"{baseline or plan.schedule}",
-            hint="other schedules divide a minibatch, which may be as large as you like: plan solve --microbatches",
-        )
+    if options.accumulate > 1 and baseline is not None:
+        raise InputError(f"--accumulate {options.accumulate} is for plans, not for {baseline}", hint="leave it out")
+    check_accumulate(plan, options.accumulate)
     if options.deferred_batch_norm and baseline is not None:
         raise InputError(f"--deferred-batch-norm is for plans, not for {baseline}", hint="leave out one of the two")
     if options.tensorboard is not None:
@@ -249,4 +248,12 @@ def make_job(
         defer_weights=defer_weights,
         show_progress=show_progress,
         run_options=run_options,
+        predicted_samples_per_s=_predicted_samples_per_s(plan, options.accumulate),
     )
+
+
+def _predicted_samples_per_s(plan: Plan, accumulate: int) -> float | None:
+    """With fewer updates and all-reduces than the plan counts; None where it counts them right."""
+    if accumulate == 1 or plan.microbatch_size is None:
+        return None
+    return plan.microbatch_size / simulated_s(plan, accumulate)

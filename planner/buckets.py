@@ -22,8 +22,8 @@ def bucket_bytes(total_bytes: int) -> int:
 def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[float, ...]:
     """Seconds from the start of a backward until each of `BUCKETS` equal parts of its gradients can be reduced.
 
-    That is when the bucket is full that holds the last byte of the part. No part comes before its share of the
-    backward, which is what the cost model takes: its time stays one that no simulation is below.
+    That is when the bucket is full that holds the last byte of the part. The last part does not come before the
+    backward's end, which is what the cost model takes: its time stays one that no simulation is below.
 
     Args:
         layers: of the stage, in their order.
@@ -33,11 +33,10 @@ def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[floa
     pairs, a weight with its bias, of equal sizes and at equal distances over the layer's backward.
     """
     backward_s = sum(layer.backward_s for layer in layers)
-    shares_s = [backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)]
     pieces = _pieces(layers, copied)
     total_bytes = sum(size for size, _ in pieces)
     if total_bytes <= 0:
-        return tuple(shares_s)
+        return tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS))
     full_bytes, buckets = bucket_bytes(round(total_bytes)), list[tuple[float, float]]()  # bytes so far, time
     size_bytes, done_bytes = 0.0, 0.0
     for size, at_s in pieces:
@@ -47,11 +46,11 @@ def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[floa
         size_bytes, done_bytes = size_bytes + size, done_bytes + size
         buckets[-1] = done_bytes, at_s
     times, bucket = [], 0
-    for part, share_s in enumerate(shares_s):
+    for part in range(BUCKETS - 1):
         while bucket < len(buckets) - 1 and buckets[bucket][0] < total_bytes * (part + 1) / BUCKETS:
             bucket += 1
-        times.append(max(share_s, buckets[bucket][1]))
-    return tuple(times)
+        times.append(buckets[bucket][1])
+    return (*times, backward_s)
 
 
 def reduced_s(parts_s: Sequence[float], reduce_s: float) -> float:

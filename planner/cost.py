@@ -92,10 +92,15 @@ def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Lin
 
 
 def backward_and_reduce_s(backward_s: ArrayLike, reduce_s: ArrayLike, link: Link) -> Floats:
-    """Seconds from the start of a backward to the end of its all-reduce, `BUCKETS` parts of which overlap."""
+    """Seconds from the start of a backward to the end of its all-reduce, `BUCKETS` parts of which overlap, at least.
+
+    The last part waits for the backward's end. The first one is there as soon as the last layer's gradients are, which
+    a stage's times do not tell, but the simulation does (`planner.buckets`): here, from the backward's start.
+    """
     backward, reduce = np.asarray(backward_s, dtype=np.float64), np.asarray(reduce_s, dtype=np.float64)
-    hidden = np.minimum(backward, reduce) * (1 - 1 / BUCKETS) if link.overlap else 0.0
-    return np.asarray(backward + reduce - hidden)
+    if not link.overlap:
+        return np.asarray(backward + reduce)
+    return np.maximum(backward + reduce / BUCKETS, reduce)
 
 
 class CostModel(ABC):
@@ -186,11 +191,11 @@ class CostModel(ABC):
 class ResourceModel(CostModel):
     """What each replica's processor and link do, per minibatch. The default: it is the one that matches measurement.
 
-        compute        (F + R + U + Bw + AR - (1 - 1/n)·min(Bw, AR)) / r
+        compute        (F + R + U + max(Bw + AR/n, AR)) / r
         link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
 
-    AR, the ring all-reduce, goes on bucket by bucket during the replica's own backward: n buckets hide all but the
-    n-th part of the shorter of the two. Where the processors themselves move the messages, nothing overlaps, and the
+    AR, the ring all-reduce, goes on bucket by bucket during the replica's own backward, all but the last of the n
+    buckets. Where the processors themselves move the messages, nothing overlaps, and the
     processor's time is (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
 
     A value that several later stages use travels along them, so each crosses every link at most once.
@@ -226,12 +231,11 @@ class ResourceModel(CostModel):
         base_s = self._processor_s(work)
         simple = np.maximum((base_s + work.backward_s) / target_s, link)
         # (x + p·AR) / r <= T, with AR's latency 2(r-1)a: (T - 2ap)·r² - (x + 2pW/B - 2ap)·r + 2pW/B >= 0, both for the
-        # whole backward with a part of AR and the other way round. Below 2ap the parabola opens downwards: fewer
-        # replicas are better, so `simple` is the only candidate.
+        # backward with the last part of AR and for AR alone. Below 2ap the parabola opens downwards: fewer replicas
+        # are better, so `simple` is the only candidate.
         steps_s = np.where(work.trainable_bytes > 0, 2 * latency, 0.0)
-        part = 1 / BUCKETS if self.link.overlap else 1.0
         both = simple
-        for backward_part, reduce_part in ((1.0, part), (part, 1.0)):
+        for backward_part, reduce_part in ((1.0, 1 / BUCKETS), (0.0, 1.0)) if self.link.overlap else ((1.0, 1.0),):
             own_s, ring_part_s, step_s = (
                 base_s + backward_part * work.backward_s,
                 reduce_part * ring_s,
@@ -241,13 +245,13 @@ class ResourceModel(CostModel):
         return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Compute without latency and messages: the larger of two sums, whichever of Bw and AR hides the other."""
+        """Compute without latency and messages: the larger of two sums, with Bw and the last of AR, or AR alone."""
         ring_s = 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
         part = 1 / BUCKETS if self.link.overlap else 1.0
         base_s = work.forward_s + work.recompute_s + work.update_s
         sums = [base_s + work.backward_s + part * ring_s]
         if replicas > 1 and part < 1:
-            sums.append(base_s + part * work.backward_s + ring_s)
+            sums.append(base_s + ring_s)
         return sums
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:

@@ -35,11 +35,11 @@ _SLACK = 1e-9
 class DoubleBufferedModel(ResourceModel):
     """What each replica's processor and link do per minibatch of m microbatches, n = ceil(m / r) of them the busiest's.
 
-        compute         n·(F + R + Bw) + (n-1)·A + U + AR - (1 - 1/6)·min(Bw, AR)
+        compute         n·(F + R + Bw) + (n-1)·A + U + max(AR/6, AR - Bw)
         link, each way  n·(activations + gradients) / B + 2(r-1)·W / (r·B) + a·n·messages
 
     Every microbatch takes its forward and backward, and all but the first add their gradients to those there are, A; Bw
-    in the minimum is the last of them, A included. The update and the all-reduce, which begins with the minibatch's
+    in the maximum is the last of them, A included. The update and the all-reduce, which begins with the minibatch's
     last backward and is waited for, come once. Divided by m this is (F + Bw) / r + (U + what shows of AR) / m where r
     divides m. With m = r it is the resource model's time of a round. More replicas than microbatches would idle, so
     r <= m.
@@ -112,7 +112,7 @@ class DoubleBufferedModel(ResourceModel):
         base_s = base_s + (share - 1) * work.accumulate_s
         sums = [r * (base_s + part * ring_s)]
         if replicas > 1 and part < 1:
-            sums.append(r * (base_s - (1 - part) * work.last_backward_s(share) + ring_s))
+            sums.append(r * (base_s - work.last_backward_s(share) + ring_s))
         return sums
 
     def versions(self, in_flight: ArrayLike) -> ArrayLike:

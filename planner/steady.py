@@ -28,6 +28,7 @@ def steady_state(
     ranks: Sequence[Sequence[int]],
     microbatches: int,
     minibatches: int,
+    accumulate: int = 1,
 ) -> Steady | None:
     """The steady part of a run, by its slowest stage: others may still be working off what piled up before them.
 
@@ -38,6 +39,7 @@ def steady_state(
         ranks: of each stage.
         microbatches: per minibatch.
         minibatches: of the run.
+        accumulate: minibatches per replica between two updates, under 1f1b.
 
     Returns:
         None for a run too short to have one.
@@ -45,9 +47,9 @@ def steady_state(
     replicas = [len(each) for each in ranks]
     period = whole = microbatches
     if microbatches == 1:
-        period = whole = math.lcm(*replicas)
+        period = whole = math.lcm(*replicas) * accumulate
         if 8 * period > minibatches:
-            period = max(replicas)
+            period = max(replicas) * accumulate
     slowest: Steady | None = None
     lasts = []
     for stage, ends in enumerate(ends_s):

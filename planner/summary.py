@@ -158,7 +158,9 @@ def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None
     stages = range(len(timeline.ranks))
     admitted_s = [table.last_admitted(stage) for stage in stages] if timeline.schedule in ASYNCHRONOUS else None
     ends_s = [table.completions(stage).tolist() for stage in stages]
-    steady = steady_state(ends_s, admitted_s, timeline.ranks, timeline.microbatches, table.minibatches)
+    steady = steady_state(
+        ends_s, admitted_s, timeline.ranks, timeline.microbatches, table.minibatches, timeline.accumulate
+    )
     if steady is None:
         return 0.0, timeline.span_s, None
     return steady.start_s, steady.end_s, steady.seconds_per_minibatch

@@ -171,6 +171,7 @@ class Timeline(Record):
     minibatches: int
     microbatches: int = 1  # per minibatch
     microbatch_size: int | None = None  # samples
+    accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
     events: Events
     memory: tuple[MemoryCurve, ...] = ()  # none where it was not looked at
     links: tuple[LinkUse, ...] = ()  # none where only the workers' ends were looked at
@@ -183,6 +184,7 @@ class Timeline(Record):
         minibatches: int,
         events: Events,
         *,
+        accumulate: int = 1,
         memory: tuple[MemoryCurve, ...] = (),
         links: tuple[LinkUse, ...] = (),
     ) -> Timeline:
@@ -196,6 +198,7 @@ class Timeline(Record):
             minibatches=minibatches,
             microbatches=plan.microbatches,
             microbatch_size=plan.microbatch_size,
+            accumulate=accumulate,
             events=events,
             memory=memory,
             links=links,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.simulate import add_plan_argument
+from planner.cli.simulate import add_accumulate_argument, add_plan_argument
 from planner.errors import InputError, PlannerError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="simulate so many (default: enough for a steady state)",
     )
+    add_accumulate_argument(parser)
     parser.add_argument(
         "--points",
         type=int,
@@ -93,7 +94,12 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             "--minibatches has no meaning with --run, which says so itself", hint="leave out one of the two"
         )
-    simulated = simulate(plan, args.minibatches) if measured is None else simulate_beside(plan, measured)
+    if measured is not None and args.accumulate is not None:
+        raise InputError("--accumulate has no meaning with --run, which knows it", hint="leave out one of the two")
+    if measured is None:
+        simulated = simulate(plan, args.minibatches, args.accumulate or 1)
+    else:
+        simulated = simulate_beside(plan, measured)
     if style == "html":
         comparison, sweep, why_not = _alternatives(args, plan)
         write_text(output, report_page(Content(plan, simulated, measured, comparison, sweep, why_not)))

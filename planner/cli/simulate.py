@@ -34,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--minibatches", type=int, metavar="N", help="simulate so many (default: enough for a steady state)"
     )
+    add_accumulate_argument(parser)
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write every event as a Chrome trace, which Perfetto opens"
     )
@@ -55,6 +56,16 @@ def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_accumulate_argument(parser: argparse.ArgumentParser) -> None:
+    """--accumulate of the verbs that simulate a plan."""
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="K",
+        help="under 1f1b, an update after K minibatches per replica, as plan train has it (default: 1)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Simulate, write the trace and print."""
     import sys
@@ -69,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.against is not None:
         timeline, text = _against(args, plan)
     else:
-        timeline = simulate(plan, args.minibatches)
+        timeline = simulate(plan, args.minibatches, args.accumulate or 1)
         summary = summarize(timeline)
         text = summary.model_dump_json(indent=1) if args.json else run_report(summary, plan)
     print(text)
@@ -90,6 +101,8 @@ def _against(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, str]:
         raise InputError(
             "--minibatches has no meaning with --against, which says so itself", hint="leave out one of the two"
         )
+    if args.accumulate is not None:
+        raise InputError("--accumulate has no meaning with --against, which knows it", hint="leave out one of the two")
     measured = load_run(args.against)
     timeline = simulate_beside(plan, measured)
     found = lay_over(plan, timeline, measured)

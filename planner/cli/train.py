@@ -114,7 +114,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=1,
         metavar="K",
-        help="under 1f1b, update after K minibatches per replica, with their mean gradient (default: %(default)s)",
+        help="under 1f1b, update after K minibatches per replica, with their mean gradient (default: %(default)s); "
+        "plan simulate --accumulate K says beforehand how fast that is",
     )
     group.add_argument(
         "--deferred-batch-norm",

@@ -65,6 +65,7 @@ class Job(Record):
     defer_weights: bool = False  # each worker makes the weights of its own stage alone
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
+    predicted_samples_per_s: float | None = None  # where that is not the plan's, because of an option
     run: str = ""  # tells runs apart; all starts of a run have the same
     started_again: bool = False  # after a failure
     result_path: str | None = None  # where rank 0 leaves the result for the launching process

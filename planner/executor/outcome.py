@@ -78,7 +78,7 @@ class Gathered:
             samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, minibatches)),
             seconds=seconds,
             samples_per_s=sum(report.samples_per_s for report in self.reports if report.rank in last),
-            predicted_samples_per_s=plan.predicted.samples_per_s,
+            predicted_samples_per_s=job.predicted_samples_per_s or plan.predicted.samples_per_s,
             random_data=data.random,
             losses=(*past.losses, *self.losses),
             evaluations=(*past.evaluations, *self.evaluations),

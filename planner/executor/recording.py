@@ -82,7 +82,12 @@ class TraceRecorder:
 
 
 def gather_timeline(
-    recorder: TraceRecorder, plan: Plan, minibatches: int, window: Window, wire: torch.device
+    recorder: TraceRecorder,
+    plan: Plan,
+    minibatches: int,
+    window: Window,
+    wire: torch.device,
+    accumulate: int = 1,
 ) -> Timeline | None:
     """The timeline of all workers, on rank 0; None elsewhere. All workers call it at the same point.
 
@@ -92,6 +97,7 @@ def gather_timeline(
         minibatches: of the run.
         window: what was noted.
         wire: device of the messages.
+        accumulate: minibatches per replica between two updates, under 1f1b.
     """
     offsets = _clock_offsets(wire)
     # Each worker has kept the last ones that it saw; the last of the run are fewer.
@@ -111,7 +117,7 @@ def gather_timeline(
         for event in events
         if event.end_s > start
     ]
-    return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved))
+    return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved), accumulate=accumulate)
 
 
 def _clock_offsets(wire: torch.device) -> Sequence[float]:

@@ -229,7 +229,9 @@ class TrainingRun:
         result = None if gathered is None else gathered.result(self.job, self.data, self.first, seconds, checkpointer)
         if recorder is not None:
             self.heart.enter("gathering the trace", meeting=True)
-            timeline = gather_timeline(recorder, self.plan, self.minibatches, window, self.place.wire)
+            timeline = gather_timeline(
+                recorder, self.plan, self.minibatches, window, self.place.wire, self.shape.accumulate
+            )
             if timeline is not None and on_timeline is not None:
                 on_timeline(timeline)
         return result

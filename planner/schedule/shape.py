@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.plan_file import Plan, Shared
 from planner.schedule.streams import Channel, PipelineShape
 
@@ -21,6 +21,22 @@ def shape_of(plan: Plan) -> PipelineShape:
         vertical_sync=plan.vertical_sync,
         shared=shared_pairs(plan),
     )
+
+
+def check_accumulate(plan: Plan, accumulate: int) -> None:
+    """Refuse to accumulate over minibatches where the plan's schedule cannot.
+
+    Raises:
+        InputError: with what to do instead.
+    """
+    if accumulate < 1:
+        raise InputError(f"--accumulate {accumulate} never updates", hint="give 1 or more")
+    if accumulate > 1 and (plan.schedule != "1f1b" or plan.vertical_sync):
+        schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
+        raise InputError(
+            f"--accumulate {accumulate} is for the schedule 1f1b without vertical sync, and the plan's is {schedule}",
+            hint="other schedules divide a minibatch, which may be as large as you like: plan solve --microbatches",
+        )
 
 
 def shared_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:

@@ -26,10 +26,11 @@ def simulate_beside(plan: Plan, measured: Timeline) -> Timeline:
     if not noted:
         raise InputError("the run has no computations to lay over the simulation", hint="record one with --trace")
     first, end = min(noted), max(noted) + 1
-    enough, period = default_minibatches(plan), math.lcm(*plan.replicas)
+    enough = default_minibatches(plan, measured.accumulate)
+    period = math.lcm(*plan.replicas) * measured.accumulate
     skipped = max(0, first - enough) // period * period  # whole rounds of the round-robin
     after = min(max(measured.minibatches - end, 0), enough)
-    simulated = simulate(plan, end - skipped + after)
+    simulated = simulate(plan, end - skipped + after, measured.accumulate)
     return _renumbered(cut(simulated, range(first - skipped, end - skipped)), skipped)
 
 
@@ -73,7 +74,9 @@ def _renumbered(timeline: Timeline, skipped: int) -> Timeline:
 
     def number(event: Event) -> int:
         rounds = event.kind in ROUNDS and timeline.microbatches == 1
-        return event.minibatch + (skipped // len(timeline.ranks[event.stage]) if rounds else skipped)
+        return event.minibatch + (
+            skipped // (len(timeline.ranks[event.stage]) * timeline.accumulate) if rounds else skipped
+        )
 
     rows = (event._replace(minibatch=number(event)) for event in timeline.events.rows())
     return timeline.model_copy(update={"events": Events.of(rows)})

@@ -51,7 +51,12 @@ def simulate(pipeline: Pipeline, minibatches: int) -> Outcome:
     steady = None
     if finished:
         steady = steady_state(
-            ends_s, None if not shape.asynchronous else engine.admitted_s, shape.ranks, shape.microbatches, minibatches
+            ends_s,
+            None if not shape.asynchronous else engine.admitted_s,
+            shape.ranks,
+            shape.microbatches,
+            minibatches,
+            shape.accumulate,
         )
     return Outcome(not finished, tuple(ends_s[-1]), steady, engine.latest_s, minibatches)
 
@@ -73,7 +78,7 @@ def steady_s(pipeline: Pipeline) -> float:
     if watch.seconds_per_unit is not None:
         return watch.seconds_per_unit * shape.microbatches
     ends_s = [sorted(ends) for ends in engine.ends_s]
-    steady = steady_state(ends_s, engine.admitted_s, shape.ranks, shape.microbatches, minibatches)
+    steady = steady_state(ends_s, engine.admitted_s, shape.ranks, shape.microbatches, minibatches, shape.accumulate)
     return engine.latest_s / minibatches if steady is None else steady.seconds_per_minibatch
 
 
@@ -88,7 +93,7 @@ class _Watch:
         self._ends_s = engine.ends_s
         self._period = shape.microbatches
         if shape.microbatches == 1:
-            self._period = math.lcm(*(len(ranks) for ranks in shape.ranks))
+            self._period = math.lcm(*(len(ranks) for ranks in shape.ranks)) * shape.accumulate
         self._from = 2 * shape.in_flight(0) * len(shape.ranks[0])
         self.seconds_per_unit: float | None = None
 
@@ -115,6 +120,6 @@ def steady_minibatches(shape: PipelineShape) -> int:
     flying = 4 * shape.in_flight(0) * first // shape.microbatches
     if shape.microbatches > 1:
         return max(flying, FEWEST_DIVIDED)
-    periods = 8 * math.lcm(*(len(ranks) for ranks in shape.ranks))
+    periods = 8 * math.lcm(*(len(ranks) for ranks in shape.ranks)) * shape.accumulate
     workers = len(shape.first_stages)
     return min(max(flying, FEWEST_ASYNCHRONOUS, min(periods, MOST_PERIODS)), MOST // workers + 1)
