@@ -64,9 +64,10 @@ class Results:
 
     def about(self, part: str) -> str:
         """When and where the part was measured."""
-        rows = self._parts.get(part, {}).values()
-        said = sorted({f"{row['date']}, {row['environment']}" for row in rows})
-        return "; ".join(said)
+        dates: dict[str, set[str]] = {}
+        for row in self._parts.get(part, {}).values():
+            dates.setdefault(row["environment"], set()).add(row["date"])
+        return "; ".join(f"{', '.join(sorted(dates[machine]))}, {machine}" for machine in sorted(dates))
 
     def show(self, text: str, picture: str = "") -> None:
         """Print the tables; to save, write them beside the benchmark and into its section of the page about papers.

@@ -14,7 +14,7 @@ _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _PREFIX = _DECIMAL | {"K": 10**3} | _BINARY
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_NUMBER = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
+_NUMBER = r"(-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 
 
 def parse_bandwidth(text: str) -> float:
@@ -49,11 +49,13 @@ def parse_seconds(text: str) -> float:
     """Seconds of "50us", "0.1ms" or "2s"; zero is allowed.
 
     Raises:
-        UnitError: when the unit is missing.
+        UnitError: when the unit is missing, or the time is negative.
     """
     match = re.fullmatch(_NUMBER + r"\s*(s|ms|us|µs|ns)", text.strip())
     if match is None:
         raise UnitError(f"time '{text}' has no unit", hint="write 50us, 0.1ms or 2s")
+    if match[1].startswith("-"):
+        raise UnitError(f"time '{text}' is negative", hint="write 50us, 0.1ms or 2s")
     return float(match[1]) * _TIME[match[2]]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from statistics import median
 
 from tabulate import tabulate
 
-from benchmarks.kept import between_marks
+from benchmarks.kept import between_marks, environment
 from benchmarks.testbed.bed import ROOT, Testbed, testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
@@ -133,13 +134,19 @@ def _run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Measured:
             if case.layers is not None:
                 stages = in_proportion(len(emulated.profile.layers), case.layers)
             plan = given_plan(emulated.profile, links, stages, case.config, case.schedule, case.microbatches)
-    return run_plan(bed, emulated, plan, described(links), seconds)
+    return run_plan(bed, emulated, plan, _devices(case, described(links)), seconds)
+
+
+def _devices(case: Case, links: str) -> str:
+    """Those that are emulated, and the links that stood for theirs: "4, 1Gbps (45 Mbps)"."""
+    sizes = "x".join(map(str, case.sizes))
+    return f"{sizes}, {', '.join(case.bandwidths)} ({links.removeprefix(f'{sizes}, ')})"
 
 
 def report(runs: Sequence[Measured]) -> str:
     """The table and its summary, in Markdown."""
     table = tabulate([_row(run) for run in runs], HEADERS, tablefmt="github", floatfmt=FORMATS)
-    lines = [table, ""]
+    lines = [f"On emulated devices, {time.strftime('%Y-%m-%d')}, {environment()}:", "", table, ""]
     for what, errors in (
         ("predicted", [abs(run.error) for run in runs]),
         ("cost model alone", [abs(run.cost_model_error) for run in runs]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import select
 import sys
 import traceback
@@ -66,6 +67,7 @@ EPILOG = """\
 exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no plan fits, 130 interrupted
 """
 INTERRUPTED = 130
+_NEGATIVE = re.compile(r"-\d")  # "-1Gbps" is a value, of which its option says what is wrong with it
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,6 +92,7 @@ def build_parser() -> Parser:
         verb.add_parser(subparsers)
     # On each verb, so that it stands where people add it: at the end.
     for each in (parser, *subparsers.choices.values()):
+        each._negative_number_matcher = _NEGATIVE
         each.add_argument(
             "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help="say more; -vv adds tracebacks"
         )

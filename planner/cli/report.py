@@ -78,6 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Gather, and write the file."""
+    from planner.answers.sweep import MOST_POINTS
     from planner.files import write_bytes, write_text
     from planner.plan_file import load_plan
     from planner.report.page import Content, report_page
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.simulator.plan import simulate
 
     style, output = _style(args)
+    if args.points != 0 and not 2 <= args.points <= MOST_POINTS:
+        raise InputError(f"{args.points} points make no sweep", hint=f"give --points from 2 to {MOST_POINTS}, or 0")
     plan = load_plan(args.plan)
     measured = None if args.measured is None else load_run(args.measured)
     if measured is not None and args.minibatches is not None:

@@ -57,6 +57,18 @@ def never_drains(plan: Plan) -> bool:
     return plan.schedule in ("1f1b", "2bw")
 
 
+def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
+    """The weights that several stages train, by these stages."""
+    holders: dict[str, set[int]] = {}
+    for shared in plan.shared:
+        for name in shared.weights:
+            holders.setdefault(name, set()).update(shared.stages)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in sorted(holders.items()):
+        found.setdefault(tuple(sorted(stages)), []).append(name)
+    return found
+
+
 def remarks(plan: Plan, system: str) -> list[str]:
     """Sentences on what the system does in another way than the plan."""
     said = []
@@ -70,17 +82,37 @@ def remarks(plan: Plan, system: str) -> list[str]:
                 f"Gradients are summed over {LEAST_PER_STAGE} microbatches per stage, where the plan updates after "
                 "each: choose the learning rate anew."
             )
+    if system == "torch.distributed.pipelining":
+        return said
+    said += _by_hand(plan)
+    return said
+
+
+def _by_hand(plan: Plan) -> list[str]:
+    """What the plan knows of the model, and whoever builds the layers there has to see to."""
+    said = []
+    several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]
+    if several:
+        said.append(
+            f"The model branches, and several values cross cuts ({', '.join(several)}): layers are a sequence here, so "
+            "those beside the cuts must take and return them as a tuple."
+        )
     skips = [(t.source, t.target) for t in plan.transfers if t.target > t.source + 1]
-    if skips and system != "torch.distributed.pipelining":
+    if skips:
         pairs = ", ".join(f"{source} to {target}" for source, target in skips)
         said.append(
             f"Values skip stages here (from stage {pairs}): the layers between must take them and hand them on."
         )
-    if plan.autocast is not None and system != "torch.distributed.pipelining":
+    for stages, names in shared_weights(plan).items():
+        said.append(
+            f"Stages {', '.join(map(str, stages))} share {', '.join(names)}: tie them there, or each stage trains a "
+            "copy of its own."
+        )
+    if plan.autocast is not None:
         said.append(f"The plan is for {plan.autocast} under autocast: set the same here.")
-    if plan.memory_format is not None and system != "torch.distributed.pipelining":
+    if plan.memory_format is not None:
         said.append(f"The plan is for {plan.memory_format} weights and images: lay them out so.")
-    if plan.compiled and system != "torch.distributed.pipelining":
+    if plan.compiled:
         said.append("The plan is for stages through torch.compile: compile them.")
     return said
 

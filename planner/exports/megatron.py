@@ -32,8 +32,9 @@ def megatron_arguments(plan: Plan) -> str:
     layers = layer_counts(plan)
     microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
     said = [
-        f"{plan.model} for Megatron-LM: '{layers.stem}' in {len(plan.stages)} stages of "
-        f"{', '.join(map(str, layers.counts))} layers, {replicas} of each, {plan.workers} workers.",
+        f"{plan.model} for Megatron-LM: {', '.join(map(str, layers.counts))} of the layers '{layers.stem}' in "
+        f"{'the only stage' if len(plan.stages) == 1 else f'the {len(plan.stages)} stages'}, {replicas} of each, "
+        f"{plan.workers} workers.",
         *remarks(plan, SYSTEM),
     ]
     if plan.schedule in ("gpipe", "naive"):

@@ -6,7 +6,7 @@ import json
 from string import Template
 
 from planner.errors import InputError, PlanError
-from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
+from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks, shared_weights
 from planner.plan_file import Plan
 
 SYSTEM = "torch.distributed.pipelining"
@@ -28,6 +28,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import $schedule
 
 from planner.executor.data import make_batches
+from planner.executor.shared import separate_copies
 from planner.model.autocast import autocast_dtype
 from planner.model.file import load_model_file
 from planner.model.load import capture_file
@@ -46,6 +47,7 @@ MICROBATCHES = $microbatches  # between two updates, of each pipeline
 STAGES = $layers  # the layers of each
 RECOMPUTE = $recompute
 WORKERS = $pipeline_workers  # of one pipeline; stage s runs on worker s modulo these
+SHARED = $shared  # weights by the stages that hold them: each has a copy, and steps with the sum of their gradients
 
 
 def main() -> None:
@@ -63,6 +65,11 @@ def main() -> None:
     # Every process makes every group, in the same order.
     pipelines = [dist.new_group([w * PIPELINES + p for w in range(WORKERS)]) for p in range(PIPELINES)]
     copies = [dist.new_group([w * PIPELINES + p for p in range(PIPELINES)]) for w in range(WORKERS)]
+    holders = {
+        (held_by, p): dist.new_group(sorted({stage % WORKERS * PIPELINES + p for stage in held_by}))
+        for held_by in SHARED
+        for p in range(PIPELINES)
+    }
 
     model_file = load_model_file(MODEL)
     torch.manual_seed(arguments.seed)
@@ -97,7 +104,15 @@ def main() -> None:
     ]
     # The loss is the last layer of the last stage; $schedule averages its gradients over microbatches.
     schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=lambda loss, _: loss.sum())
+    separate_copies(list(modules.values()))  # the schedule divides the gradients of each stage
     parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    named = {index: dict(m.stage.named_parameters(remove_duplicate=False)) for index, m in modules.items()}
+    shared = [
+        ([named[index][name] for index in sorted(modules.keys() & held_by)], holders[held_by, pipeline])
+        for held_by, names in SHARED.items()
+        if modules.keys() & held_by
+        for name in names
+    ]
     optimizer = model_file.optimizer(parameters) if parameters else None
     # The stages take microbatches of one size, so the last, smaller ones of an epoch are left out.
     data = make_batches(model_file, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
@@ -110,6 +125,11 @@ def main() -> None:
         losses = []
         target = torch.zeros(MICROBATCHES, device=device)  # the real one is in the batches
         schedule.step(target=target, losses=losses)
+        for same, group in shared:
+            total = sum((p.grad for p in same if p.grad is not None), start=torch.zeros_like(same[0]))
+            dist.all_reduce(total, group=group)
+            for parameter in same:
+                parameter.grad = total.clone()
         for parameter in parameters if PIPELINES > 1 else []:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -172,6 +192,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         layers=_nested([list(stage.layers) for stage in plan.stages]),
         recompute=[stage.recompute for stage in plan.stages],
         pipeline_workers=plan.workers // replicas,
+        shared=shared_weights(plan),
         threads=plan.device.threads or 1,
     )
 

@@ -12,7 +12,7 @@ from planner.plan_file import Plan, Stage
 from planner.report.against import APART_HEADERS, STAGE_HEADERS, apart_cells, pace_cells, stage_cells
 from planner.report.compare import comparison_cells, comparison_legend
 from planner.report.lanes import COLOURS, LANE_ORDER, TEXTS
-from planner.report.plan import RESOURCES, layer_range, ranks_line
+from planner.report.plan import RESOURCES, gpus, layer_range, ranks_line
 from planner.report.run import legend, percent, worker_cells
 from planner.report.sweep import sweep_cells
 from planner.report.sweep_svg import sweep_svg
@@ -31,7 +31,7 @@ def figures(plan: Plan, summary: Summary) -> str:
         ("predicted", *_rate(predicted.samples_per_s, predicted.seconds_per_minibatch)),
         ("simulated", *_rate(summary.samples_per_s, summary.seconds_per_minibatch)),
         ("over one GPU", f"{predicted.speedup_over_one_gpu:.2f}x", ""),
-        ("over data parallel", f"{predicted.speedup_over_data_parallel:.2f}x", f"on {plan.cluster.gpus} GPUs"),
+        ("over data parallel", f"{predicted.speedup_over_data_parallel:.2f}x", f"on {gpus(plan)}"),
         ("bubble", percent(summary.bubble_share), f"{percent(summary.bubble_share_of_run)} with start-up and drain"),
     ]
     if predicted.communication_cut is not None:
@@ -128,14 +128,14 @@ def _card(plan: Plan, number: int, stage: Stage, longest_s: float) -> str:
     sent = sum(transfer.output_bytes for transfer in plan.transfers if transfer.source == number)
     returned = sum(transfer.gradient_bytes for transfer in plan.transfers if transfer.target == number)
     many = "s" * (stage.replicas > 1)
-    workers = f"{stage.replicas} replica{many}: worker{many} {ranks_line(stage)}"
     lines = [
-        f"{workers}, {stage.in_flight} in flight",
+        f"{stage.replicas} replica{many}: worker{many} {ranks_line(stage)}",
+        f"{stage.in_flight} in flight",
         f"{format_seconds(stage.compute_s)} per microbatch{', recomputes' if stage.recompute else ''}",
         f"sends {format_bytes(sent)} on, {format_bytes(returned)} back",
     ]
     if plan.microbatches > 1 and stage.accumulate_s:
-        lines.insert(2, f"{format_seconds(stage.accumulate_s)} more to add gradients up, all but a minibatch's first")
+        lines.insert(3, f"{format_seconds(stage.accumulate_s)} more to add gradients up, all but a minibatch's first")
     return (
         f'<li><h3>Stage {number}</h3><div class="bar">{bar}</div>'
         + "".join(f"<p>{escape(line)}</p>" for line in lines)
@@ -148,13 +148,18 @@ def _memory_bar(stage: Stage) -> str:
     """What its memory is for, each part with its name."""
     parts = [(name.removesuffix("_bytes"), size) for name, size in stage.memory.model_dump().items() if size > 0]
     total = stage.memory.total_bytes
-    text = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts)
+    colours = _MEMORY_COLOURS * 2
+    text = ", ".join(
+        f'<span class="part"><i style="background:{colour}"></i>'
+        f"{escape(name.replace('_', ' '))} {format_bytes(size)}</span>"
+        for (name, size), colour in zip(parts, colours, strict=False)
+    )
     bar = "".join(
         f'<i title="{escape(name)} {format_bytes(size)}" style="width:{size / total:.2%};background:{colour}"></i>'
-        for (name, size), colour in zip(parts, _MEMORY_COLOURS * 2, strict=False)
+        for (name, size), colour in zip(parts, colours, strict=False)
     )
     whole = f"memory {format_bytes(total)}" + (f": {text}" if text else "")
-    return f'<p>{escape(whole)}</p><div class="bar">{bar}</div>'
+    return f'<p>{whole}</p><div class="bar">{bar}</div>'
 
 
 def timeline_section(simulated: Timeline, runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str, str]:

@@ -113,6 +113,12 @@ def ranks_line(stage: Stage) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
 
 
+def gpus(plan: Plan) -> str:
+    """How many the cluster has, "1 GPU"."""
+    count = plan.cluster.gpus
+    return f"{count} GPU{'s' * (count > 1)}"
+
+
 def _sends(plan: Plan, number: int) -> str:
     """Activations forward and gradients back, per microbatch."""
     forward = sum(transfer.output_bytes for transfer in plan.transfers if transfer.source == number)
@@ -130,7 +136,7 @@ def _prediction(plan: Plan) -> str:
         ("predicted", f"{seconds}, {_by(plan)}"),
         ("limited by", f"{place}, busy {format_seconds(predicted.bottleneck.busy_s)} per minibatch"),
         ("against one GPU", f"{predicted.speedup_over_one_gpu:.2f}x"),
-        ("against data parallel", f"{predicted.speedup_over_data_parallel:.2f}x on {plan.cluster.gpus} GPUs"),
+        ("against data parallel", f"{predicted.speedup_over_data_parallel:.2f}x on {gpus(plan)}"),
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]

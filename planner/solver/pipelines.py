@@ -16,8 +16,8 @@ from planner.schedule.shape import trainable_pairs
 from planner.schedule.streams import Channel, PipelineShape
 from planner.simulator.pipeline import Pipeline, StageTimes
 from planner.simulator.times import pipeline_with
-from planner.solver.assemble import shared_between, transfers
 from planner.solver.copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
+from planner.solver.exchanged import shared_between, transfers
 from planner.topology import Topology, rank_ranges
 
 MOST_WORKERS = 64  # beyond, simulating takes too long

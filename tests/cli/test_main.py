@@ -77,6 +77,12 @@ def with_change(old: str, new: str) -> str:
         (SOLVE, with_change('"schema_version":1', '"schema_version":2'), 2, "schema_version 2"),
         (SOLVE, "{", 2, "is not JSON"),
         (("solve", "--gpus", "8", "--bandwidth", "10Gb"), "", 2, "bandwidth '10Gb' is not a rate"),
+        (
+            ("solve", "--gpus", "8", "--bandwidth", "-1Gbps"),
+            "",
+            2,
+            "bandwidth '-1Gbps' is not a positive, finite quantity",
+        ),
         (("solve", "--gpus", "0", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of 0 GPUs"),
         (("solve", "--gpus", "-3", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of -3 GPUs"),
         (("solve", "--gpus", "two", "--bandwidth", "1Gbps"), "", 2, "invalid int value: 'two'"),

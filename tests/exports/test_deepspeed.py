@@ -13,7 +13,7 @@ import pytest
 
 import planner
 from planner.errors import PlanError
-from planner.plan_file import Plan
+from planner.plan_file import Plan, Shared
 from tests.exports.plans import plan_of
 
 TIMEOUT_S = 240
@@ -63,6 +63,24 @@ def test_layers_that_do_not_match_are_refused(monkeypatch: pytest.MonkeyPatch) -
         partition(["h.0"])
     with pytest.raises(ValueError, match="which is none of the layers"):
         partition(["x"])
+
+
+def test_branches_and_shared_weights_are_said() -> None:
+    plan = plan_of([["a"], ["b"]])
+    (sent,) = plan.transfers
+    branching = plan.model_copy(
+        update={
+            "transfers": (sent.model_copy(update={"values": ("a", "skip")}),),
+            "shared": (Shared(stages=(0, 1), weights=("a.weight",), gradient_bytes=4),),
+        }
+    )
+    text = planner.export(branching, "deepspeed").replace("\n# ", " ")
+    assert "several values cross cuts (2 from stage 0 to 1)" in text
+    assert "Stages 0, 1 share a.weight: tie them there" in text
+    compile(text, "pipeline_partition.py", "exec")
+    text = planner.export(plan, "deepspeed")
+    assert "several values" not in text
+    assert "tie them" not in text
 
 
 def test_what_it_cannot_express() -> None:

@@ -48,6 +48,9 @@ def losses_of_script(script: Path, workers: int) -> list[float]:
         pytest.param("language", (1, 1, 1), "1f1b-flush", 4, id="language-1f1b", marks=pytest.mark.slow),
         pytest.param("convolutional", (2, 2), "gpipe", 4, id="convolutional-2-2", marks=pytest.mark.slow),
         pytest.param("blocks", (1, 1), "1f1b-flush", 2, id="blocks"),
+        # Both stages hold the embedding, which is the head, and a weight of all blocks.
+        pytest.param("tied", (1, 1), "1f1b-flush", 4, id="tied"),
+        pytest.param("tied", (2, 2), "gpipe", 4, id="tied-2-2", marks=pytest.mark.slow),
     ],
 )
 def test_the_script_computes_what_plan_train_computes(
@@ -62,8 +65,9 @@ def test_the_script_computes_what_plan_train_computes(
 
 
 @pytest.mark.slow
-def test_interleaved_and_recomputed_stages_equal_the_unsplit_plan(tmp_path: Path) -> None:
-    path = write_model(tmp_path, "language", "momentum")
+@pytest.mark.parametrize("model", ["language", "tied"])
+def test_interleaved_and_recomputed_stages_equal_the_unsplit_plan(model: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path, model, "momentum")
     profile = structural_profile(path, 4)
     chunks = make_plan(profile, (1, 1, 1, 1), "gpipe", 4)
     stages = tuple(

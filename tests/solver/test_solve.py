@@ -19,8 +19,8 @@ from planner.pipedream import load_graph_txt
 from planner.plan_file import ScheduleName
 from planner.profile_file import Profile
 from planner.solver import solve
-from planner.solver.assemble import transfers
 from planner.solver.brute import brute_force
+from planner.solver.exchanged import transfers
 from planner.solver.infeasible import round_up
 from planner.solver.search import Search
 from planner.solver.states import Chain

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planner import buckets
 from planner.answers.compare import DATA_PARALLEL, compare
 from planner.answers.explain import explain
+from planner.answers.question import Question
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.ledger import Ledger, candidates
 from planner.plan_file import ScheduleName
@@ -159,6 +160,23 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
     parallel = simulated_price(ledger, stages, CLUSTERS[cluster], formula, "auto", "1f1b", 1)
     times = parallel.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
     assert plan.predicted.speedup_over_data_parallel == pytest.approx(times, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe", "2bw", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(
+    cluster: str, schedule: ScheduleName
+) -> None:
+    """Data parallelism may add gradients up, too: both answers say the same of it."""
+    question = Question(schedule=schedule, microbatches=8)
+    plan = question.solve(MODEL, CLUSTERS[cluster])
+    chosen, parallel = compare(MODEL, plan=plan).rows[:2]
+    assert parallel.name == DATA_PARALLEL
+    predicted = plan.predicted
+    assert predicted.speedup_over_data_parallel == pytest.approx(chosen.speedup_over_data_parallel, rel=1e-6)
+    assert predicted.data_parallel_communication_bytes_per_sample == pytest.approx(
+        parallel.communication_bytes_per_sample, rel=1e-9
+    )
 
 
 def test_compared_plans_are_simulated() -> None:

@@ -1,0 +1,95 @@
+"""What a plan is predicted to reach, beside one GPU and data parallelism."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.buckets import ready_s, reduced_s
+from planner.cluster import Cluster, Kind
+from planner.cost import DIVIDED, backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
+from planner.ledger import Candidate, Ledger
+from planner.plan_file import Prediction, ScheduleName, SolverReport
+from planner.price import Price
+from planner.pricing import price as price_of
+from planner.profile_file import Profile
+from planner.solver.trials import simulated_price
+
+
+def predict(
+    ledger: Ledger, cluster: Cluster, price: Price, schedule: ScheduleName, microbatches: int, report: SolverReport
+) -> Prediction:
+    """Compared, per microbatch, with one GPU and with all GPUs data parallel, under the same cost model.
+
+    One GPU trains one microbatch per step. Neither needs to fit the memory. Where devices differ, one GPU is the
+    profiled one.
+    """
+    size = ledger.profile.microbatch_size
+    everything = _everything(ledger)
+    one_gpu_s = float(ledger.work(everything).compute_s)
+    if schedule in DIVIDED:
+        parallel_s, parallel_bytes = _data_parallel_divided(ledger, cluster, price, schedule, microbatches)
+    else:
+        parallel_s, parallel_bytes = _data_parallel(ledger, cluster, price, report)
+    seconds = price.seconds_per_minibatch
+    samples = None if size is None else size * microbatches
+    return Prediction(
+        seconds_per_minibatch=seconds,
+        by="cost model" if price.cost_model_s is None else "simulation",
+        samples_per_s=None if samples is None else samples / seconds,
+        bottleneck=price.bottleneck,
+        speedup_over_one_gpu=one_gpu_s * microbatches / seconds,
+        speedup_over_data_parallel=parallel_s * microbatches / seconds,
+        communication_bytes_per_sample=None if samples is None else price.communication_bytes / samples,
+        data_parallel_communication_bytes_per_sample=None if size is None else parallel_bytes / size,
+        communication_cut=(
+            1 - price.communication_bytes / microbatches / parallel_bytes if parallel_bytes > 0 else None
+        ),
+    )
+
+
+def _everything(ledger: Ledger, replicas: int = 1, kind: Kind | None = None) -> Candidate:
+    return Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), replicas, kind=kind)
+
+
+def _data_parallel(ledger: Ledger, cluster: Cluster, price: Price, report: SolverReport) -> tuple[float, float]:
+    """Seconds and bytes per minibatch of all GPUs data parallel, each with one minibatch per step, as under 1f1b.
+
+    With buckets that are as late as in a simulation, that is what its simulation says, too: nothing shares the links
+    with its all-reduce. Where devices differ, it waits for the slowest.
+    """
+    everything = ledger.work(_everything(ledger))
+    # The max-load model prices no replicas.
+    model = cost_model("resource" if report.cost_model == "max-load" else report.cost_model, link_of(cluster))
+    slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
+    seconds = float(model.stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
+    if price.cost_model_s is not None:
+        seconds += _late_buckets_s(ledger.profile, cluster, slowest) / cluster.gpus
+    return seconds, 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)
+
+
+def _data_parallel_divided(
+    ledger: Ledger, cluster: Cluster, price: Price, schedule: ScheduleName, microbatches: int
+) -> tuple[float, float]:
+    """Seconds and bytes per microbatch of all GPUs data parallel, with as many microbatches per step as the plan.
+
+    With fewer per minibatch than GPUs, it has one per GPU: the others would have nothing to do.
+    """
+    slowest = min(cluster.kinds, key=lambda kind: kind.speed, default=None)
+    stages = [_everything(ledger, cluster.gpus, slowest)]
+    how: ScheduleName = "1f1b-flush" if schedule == "interleaved" else schedule  # one stage has no chunks
+    most = max(microbatches, cluster.gpus)
+    cost = price_of(ledger, stages, cluster, schedule=how, microbatches=most)
+    if price.cost_model_s is not None:
+        cost = simulated_price(ledger, stages, cluster, cost, "auto", how, most)
+    return cost.seconds_per_minibatch / most, cost.communication_bytes / most
+
+
+def _late_buckets_s(profile: Profile, cluster: Cluster, speed: float) -> float:
+    """How much later than by the formula all gradients are summed that all devices reduce."""
+    link = link_of(cluster)
+    if not link.overlap or cluster.gpus == 1:
+        return 0.0
+    parts_s = [seconds / speed for seconds in ready_s(profile.layers)]
+    trained_bytes = sum(layer.gradient_bytes for layer in profile.layers)
+    reduce_s = float(ring_all_reduce_s(trained_bytes, cluster.gpus, link))
+    return reduced_s(parts_s, reduce_s) - float(backward_and_reduce_s(parts_s[-1], reduce_s, link))
