@@ -95,5 +95,5 @@ def _digits(value: float) -> str:
 
 def _positive(value: float, what: str, text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
-        raise UnitError(f"{what} '{text}' is not a positive, finite quantity")
+        raise UnitError(f"{what} '{text}' is not a positive, finite quantity", hint="give one above 0")
     return value

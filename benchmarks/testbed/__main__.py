@@ -7,7 +7,7 @@ python -m benchmarks.testbed --profile profiles/resnet50/cpu.json --topology 2x4
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 import tempfile
 from pathlib import Path
 from typing import get_args
@@ -20,11 +20,14 @@ from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cluster import Cluster, hierarchical_cluster
+from planner.errors import InputError, PlannerError
 from planner.pipedream import read_profile
 from planner.plan_file import Plan, ScheduleName
 from planner.profile_file import Profile
 from planner.solver import solve
 from planner.units import parse_bandwidth
+
+MOST_DEVICES = 32  # processes of 200 MB on a machine that has two cores for them
 
 
 def main() -> None:
@@ -40,8 +43,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measured run")
     parser.add_argument("--link", type=float, default=LINK_BYTES_PER_S, help="bytes/s of the slowest link here")
     arguments = parser.parse_args()
+    try:
+        _run(arguments)
+    except PlannerError as error:  # as `plan` says it
+        print(f"error: {error.message}", file=sys.stderr)
+        print(f"hint: {error.hint or f'see: {parser.prog} --help'}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(arguments: argparse.Namespace) -> None:
     profile = read_profile(arguments.profile)
     target = _cluster(arguments)
+    _replicas(arguments, target)
     scale = fitting_scale(profile, target, arguments.link)
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(target.gpus) as bed:
         emulated = emulate(profile, scale, Path(folder))
@@ -62,21 +77,51 @@ def main() -> None:
     ]
     headers = ["", "cost model, s", "predicted, s", "measured, s", "error"]
     print(tabulate(rows, headers, floatfmt=("", ".4f", ".4f", ".4f", "+.1%")))
-    print(f"speed-up over data parallelism: measured {plan.microbatches * bsp.measured_s / run.measured_s:.2f}")
+    often = ", which reduces gradients after every microbatch" if plan.microbatches > 1 else ""
+    times = plan.microbatches * bsp.measured_s / run.measured_s
+    print(f"speed-up over data parallelism{often}: measured {times:.2f}")
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     bandwidths = [parse_bandwidth(rate) for rate in arguments.bandwidth.split(",")]
-    sizes = [int(size) for size in arguments.topology.split("x")] if arguments.topology else [arguments.gpus]
-    return hierarchical_cluster(sizes, bandwidths)
+    if (arguments.gpus is None) == (arguments.topology is None):
+        raise InputError("the devices are said by --gpus or by --topology", hint="give one of the two")
+    try:
+        sizes = [int(size) for size in arguments.topology.split("x")] if arguments.topology else [arguments.gpus]
+    except ValueError:
+        raise InputError(
+            f"'{arguments.topology}' is no topology", hint="write 2x4: two devices on four servers"
+        ) from None
+    cluster = hierarchical_cluster(sizes, bandwidths)
+    if cluster.gpus > MOST_DEVICES or len(sizes) > 2:
+        raise InputError(
+            f"{cluster.gpus} devices on {len(sizes)} levels are more than one machine plays",
+            hint=f"at most {MOST_DEVICES}, on one level or two",
+        )
+    return cluster
+
+
+def _replicas(arguments: argparse.Namespace, cluster: Cluster) -> list[int] | None:
+    """The stages' replicas of --config."""
+    if arguments.config is None:
+        return None
+    counts = arguments.config.split("-")
+    if not all(count.isdecimal() and int(count) > 0 for count in counts):
+        raise InputError(f"'{arguments.config}' is no config", hint="write replicas per stage: 2-1-1")
+    replicas = [int(count) for count in counts]
+    if sum(replicas) > cluster.gpus:
+        raise InputError(
+            f"the config '{arguments.config}' needs {sum(replicas)} devices, and there are {cluster.gpus}",
+            hint=f"give --gpus {sum(replicas)}",
+        )
+    return replicas
 
 
 def _plan(profile: Profile, links: Cluster, arguments: argparse.Namespace) -> Plan:
     schedule, microbatches = arguments.schedule, arguments.microbatches
-    if arguments.config is None:
+    replicas = _replicas(arguments, links)
+    if replicas is None:
         return solve(profile, links, schedule=schedule, microbatches=microbatches)
-    replicas = [int(count) for count in arguments.config.split("-")]
-    assert math.prod(level.size for level in links.levels) >= sum(replicas)
     return given_plan(profile, links, balanced_stages(profile, len(replicas)), replicas, schedule, microbatches)
 
 
