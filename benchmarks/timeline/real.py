@@ -50,7 +50,7 @@ def measure_links(folder: Path) -> Cluster:
 
 
 def run_case(case: RealCase, cluster: Cluster, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
-    """Profile where there is no profile yet, plan, and train for about `seconds`, noting every minibatch."""
+    """Profile, plan, and train for about `seconds`, noting every minibatch."""
     profile = _profile(case, folder)
     plan = straight_plan(profile, cluster, case.schedule, case.microbatches)
     plan_path, trace = folder / f"{case.name}.plan.json", folder / f"{case.name}.trace.json"
@@ -67,24 +67,20 @@ def _model(case: RealCase) -> Path:
 
 
 def _profile(case: RealCase, folder: Path) -> Profile:
-    """Measured on one core while the other one does the same: in training both are busy, and they share caches, the way
-    to memory and perhaps more."""
-    path = folder / f"{case.model}-{case.microbatch_size}.profile.json"
-    if not path.exists():
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        size = ["--batch-size", str(case.microbatch_size), "--seconds", str(PROFILE_SECONDS)]
-        both = []
-        for core, output in zip(CORES, (path, path.with_suffix(".beside.json")), strict=True):
-            command = ["taskset", "-c", str(core), sys.executable, "-m", "planner", "profile", str(_model(case)), *size]
-            both.append(
-                subprocess.Popen([*command, "-o", str(output)], env=environment, cwd=folder, stderr=subprocess.DEVNULL)
-            )
-        try:
-            codes = [process.wait(TIMEOUT_S) for process in both]
-        finally:
-            for process in both:
-                process.kill()
-                process.wait()
-        if any(codes):
-            raise RunError(f"'{case.model}' could not be profiled")
+    """Measured while another worker trains on the other core, as in the run.
+
+    Anew for each run, because the speed of a machine that is shared drifts by several per cent within minutes.
+    """
+    path = folder / f"{case.name}.profile.json"
+    command = [sys.executable, "-m", "planner", "profile", str(_model(case)), "--processes", str(len(CORES))]
+    command += ["--batch-size", str(case.microbatch_size), "--seconds", str(PROFILE_SECONDS), "-o", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(f"'{case.model}' was not profiled within {TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        raise RunError(f"'{case.model}' could not be profiled:\n{done.stderr}")
     return load_profile(path)
