@@ -147,6 +147,7 @@ def _within(event: Event, share: float) -> float:
 
 def _event(row: Row) -> Event:
     args = row["args"]
+    end = round(row["ts"] + row["dur"], 3)  # to the bit the start of what follows at once
     return Event(
         rank=row["pid"],
         kind=row["cat"],
@@ -154,7 +155,7 @@ def _event(row: Row) -> Event:
         minibatch=args["minibatch"],
         microbatch=args["microbatch"],
         start_s=row["ts"] / MICROSECONDS,
-        end_s=(row["ts"] + row["dur"]) / MICROSECONDS,
+        end_s=end / MICROSECONDS,
         peer_rank=args.get("peer_rank"),
         peer_stage=args.get("peer_stage"),
     )

@@ -12,7 +12,7 @@ import pytest
 
 from planner.errors import InputError
 from planner.report.trace import chrome_trace, load_run, save_trace
-from planner.timeline import Event, Timeline, save_timeline
+from planner.timeline import Event, Events, Timeline, save_timeline
 from tests.timelines import EVENTS, by_hand
 
 
@@ -63,6 +63,16 @@ def test_the_trace_of_two_workers() -> None:
     arrows = [(row["name"], row["ph"], row["pid"]) for row in rows if row["ph"] in "sf"]
     assert arrows == [("activation", "s", 0), ("activation", "f", 1), ("gradient", "s", 1), ("gradient", "f", 0)]
     assert [row["args"]["bytes"] for row in rows if row["ph"] == "C"] == [300, 100]
+
+
+def test_what_follows_at_once_still_does_when_it_is_read_back(tmp_path: Path) -> None:
+    """Else the run's timeline has it in a row below."""
+    ends = [0.1 * n / 3 for n in range(200)]
+    events = [Event(0, "forward", 0, minibatch, 0, start, end) for minibatch, (start, end) in enumerate(pairwise(ends))]
+    timeline = by_hand().model_copy(update={"events": Events.of(events), "minibatches": len(events)})
+    save_trace(timeline, tmp_path / "trace.json")
+    read = load_run(tmp_path / "trace.json")
+    assert all(one.end_s == other.start_s for one, other in pairwise(read.events.rows()))
 
 
 def test_slices_that_overlap_go_to_threads_of_their_own() -> None:
