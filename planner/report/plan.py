@@ -178,7 +178,8 @@ def _by(plan: Plan) -> str:
     if plan.predicted.by == "simulation":
         return "simulated"
     if plan.solver.cost_model == "resource" and plan.contiguous:
-        return "by the cost model: too large to simulate here"
+        why = "too large to simulate here" if plan.solver.exhausted else "the time limit left none to simulate it"
+        return f"by the cost model: {why}"
     return "by the cost model"
 
 

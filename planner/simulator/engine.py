@@ -75,6 +75,7 @@ class Engine:
     Attributes:
         ends_s: of each stage's backwards, as they came.
         admitted_s: when each stage was done with its last forward.
+        executed: instructions so far.
         carrier: with the links, and what they carried.
     """
 
@@ -83,6 +84,7 @@ class Engine:
         self.carrier = Carrier(pipeline, self._arrive, self._summed)
         self.ends_s: list[list[float]] = [[] for _ in pipeline.stages]
         self.admitted_s = [0.0] * len(pipeline.stages)
+        self.executed = 0
         self._streams: dict[int, Iterator[Instruction]] = {
             rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
         }
@@ -134,6 +136,7 @@ class Engine:
             self._proceed(rank)
 
     def _proceed(self, rank: int) -> None:
+        self.executed += 1
         self._next[rank] = next(self._streams[rank], None)
         heapq.heappush(self._ready, (self._clock[rank], rank))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.schedule.streams import PipelineShape
@@ -10,7 +11,9 @@ from planner.simulator.engine import Engine
 from planner.simulator.times import Pipeline, StageTimes
 from planner.steady import Steady, repeating_s, steady_state
 
-__all__ = ["Outcome", "Pipeline", "StageTimes", "simulate", "steady_minibatches", "steady_s"]
+__all__ = ["Outcome", "Pipeline", "StageTimes", "Stop", "simulate", "steady_minibatches", "steady_s"]
+
+Stop = Callable[[int], bool]  # whether to end a simulation after so many instructions
 
 FEWEST_ASYNCHRONOUS, FEWEST_DIVIDED, FEWEST = 48, 12, 4  # minibatches; the last of schedules that drain
 MOST_PERIODS = 400  # minibatches, for the sake of whole periods of the round-robin
@@ -61,24 +64,33 @@ def simulate(pipeline: Pipeline, minibatches: int) -> Outcome:
     return Outcome(not finished, tuple(ends_s[-1]), steady, engine.latest_s, minibatches)
 
 
-def steady_s(pipeline: Pipeline) -> float:
+def steady_s(pipeline: Pipeline, stop: Stop | None = None) -> float | None:
     """Seconds per minibatch in the steady state; infinite for a deadlock.
 
     What `simulate` says of `steady_minibatches`; a pipeline that never drains is watched, and simulated no longer than
     until it repeats itself.
+
+    Args:
+        pipeline: what to simulate.
+        stop: told of the instructions executed so far whenever the first stage has done a backward, and at the end;
+            where it is true before the steady state is known, that is None.
     """
     shape = pipeline.shape
     minibatches = steady_minibatches(shape)
-    if not shape.asynchronous:
-        return simulate(pipeline, minibatches).seconds_per_minibatch
     engine = Engine(pipeline, minibatches)
-    watch = _Watch(engine)
-    if not engine.run(watch.repeats):
-        return math.inf
+    watch = _Watch(engine, stop)
+    finished = engine.run(watch.ends)
     if watch.seconds_per_unit is not None:
         return watch.seconds_per_unit * shape.microbatches
+    if watch.stopped:
+        return None
+    if stop is not None:
+        stop(engine.executed)
+    if not finished:
+        return math.inf
     ends_s = [sorted(ends) for ends in engine.ends_s]
-    steady = steady_state(ends_s, engine.admitted_s, shape.ranks, shape.microbatches, minibatches, shape.accumulate)
+    admitted_s = engine.admitted_s if shape.asynchronous else None
+    steady = steady_state(ends_s, admitted_s, shape.ranks, shape.microbatches, minibatches, shape.accumulate)
     return engine.latest_s / minibatches if steady is None else steady.seconds_per_minibatch
 
 
@@ -88,17 +100,23 @@ class _Watch:
     Looked at once in a period of the round-robin, and only when twice as many units as are in flight are through.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, stop: Stop | None) -> None:
         shape = engine.shape
-        self._ends_s = engine.ends_s
+        self._engine, self._ends_s, self._stop = engine, engine.ends_s, stop
         self._period = shape.microbatches
         if shape.microbatches == 1:
             self._period = math.lcm(*(len(ranks) for ranks in shape.ranks)) * shape.accumulate
-        self._from = 2 * shape.in_flight(0) * len(shape.ranks[0])
+        self._from = 2 * shape.in_flight(0) * len(shape.ranks[0]) if shape.asynchronous else math.inf
         self.seconds_per_unit: float | None = None
+        self.stopped = False
 
-    def repeats(self) -> bool:
-        """Whether it does; then with `seconds_per_unit`."""
+    def ends(self) -> bool:
+        """Whether there is no need to go on, or no time."""
+        if self._stop is not None and self._stop(self._engine.executed):
+            self.stopped = True
+        return self.stopped or self._repeats()
+
+    def _repeats(self) -> bool:
         through = len(self._ends_s[0])
         if through < self._from or through % self._period:
             return False

@@ -54,6 +54,7 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
     _check(plan)
     check_accumulate(plan, accumulate)
     seconds = steady_s(pipeline_of(plan, accumulate))
+    assert seconds is not None
     if math.isinf(seconds):
         raise deadlock(plan)
     return seconds

@@ -23,6 +23,7 @@ from planner.solver.interleaved_plan import solve_interleaved
 from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.request import Request
 from planner.solver.states import Chain
+from planner.solver.tally import Tally
 from planner.solver.task import Task
 from planner.solver.trials import Trials
 from planner.solver.vertical_sync import solve_synced
@@ -66,7 +67,8 @@ def solve(
         solver: "search", "ilp" (an integer program), "brute" (every plan of ten layers), or "auto": the search, unless
             the constraints or the cluster ask for the integer program.
         constraints: what the plan must respect beside memory.
-        time_limit_s: after which to answer with the best plan so far; steps that take some seconds are not cut short.
+        time_limit_s: after which to answer with the best plan so far. Simulations end then, and searches between
+            two of their steps, of which the longest take some seconds.
 
     Returns:
         A plan on as few GPUs as are needed for its speed. Under the resource model its time is that of its simulation,
@@ -86,7 +88,7 @@ def solve(
     deadline = Deadline.after(time_limit_s)
     ledger = Ledger(profile)
     request = Request(ledger, cluster, cost_model, schedule, microbatches, recompute, constraints or Constraints())
-    trials = Trials(cluster, schedule, microbatches, depth, deadline)
+    trials = Trials(cluster, schedule, microbatches, depth, Tally(deadline))
     if vertical_sync:
         _check_vertical_sync(request)
         found, cost = solve_synced(request, depth, lambda r, rule: _found(r, solver, trials.again(depth=rule), chunks))
@@ -142,7 +144,7 @@ def _found(request: Request, solver: SolverName, trials: Trials, chunks: int) ->
         found, _ = _found(drained, solver, trials.again(schedule="1f1b-flush"), chunks)
         return solve_zero_bubble(request, found, trials)
     if (method := method_for(request, solver)) != "search":
-        found = answer(request, method, trials.deadline)
+        found = answer(request, method, trials.tally.deadline)
         cost = request.priced(found.stages)
         if request.simulated:
             cost = trials.price(request.ledger, found.stages, cost)
@@ -159,7 +161,7 @@ def _searched(request: Request, trials: Trials) -> tuple[Sequence[Candidate], Pr
     """Stages, their simulated price, and lower bound, for schedules with one stage per GPU."""
     ledger, cluster, recompute = request.ledger, request.cluster, request.recompute
     task = Task(
-        Chain(ledger), cluster, request.model, request.schedule, request.microbatches, recompute, trials.deadline
+        Chain(ledger), cluster, request.model, request.schedule, request.microbatches, recompute, trials.tally.deadline
     )
     path = task.best()
     if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:

@@ -83,7 +83,7 @@ class BestFirst:
 
     def __init__(self, question: Question, relaxed: Relaxed) -> None:
         self.space, self.topology, self.objective = question.space, question.topology, question.objective
-        self._relaxed = relaxed
+        self._relaxed, self._deadline = relaxed, question.deadline
 
     def best(self, roots: list[Rest], price: Seconds, best: Path | None) -> Found:
         """Extend the partial plan of the least bound until it is no better than the best plan."""
@@ -99,6 +99,8 @@ class BestFirst:
             limit_s = np.inf if best is None else best.seconds * (1 - RESOLUTION)
             if not queue or queue[0].bound_s >= limit_s:
                 queue.clear()
+                break
+            if self._deadline.passed:
                 break
             partial = queue[0]
             longer = self._next(partial, limit_s, step)

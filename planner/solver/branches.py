@@ -9,6 +9,7 @@ import numpy as np
 
 from planner.cost import CostModel, RecomputeRule
 from planner.ledger import Ledger
+from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.downsets import Downsets
 from planner.solver.lattice import Covers, Lattice, enumerate_covers
 from planner.solver.orders import around, depth_first, fewest_live_bytes
@@ -60,12 +61,13 @@ def search_beyond(
     recompute: RecomputeRule = "auto",
     *,
     bound_only: bool = False,
+    deadline: Deadline = NO_HURRY,
 ) -> Beyond:
     """Look for a plan over all cuts that is faster than the `known` one over `space`, and for a bound.
 
-    `bound_only`: other plans would not be used.
+    `bound_only`: other plans would not be used. `deadline`: what is known then is the answer.
     """
-    task = _Task(ledger, model, gpus, memory_bytes, recompute)
+    task = _Task(ledger, model, gpus, memory_bytes, recompute, deadline)
     covers = enumerate_covers(ledger, MOST_DOWNSETS)
     if covers is not None:
         return _Bracket(task, covers, space, known).narrowed()
@@ -82,10 +84,11 @@ class _Task:
     gpus: int
     memory_bytes: int | None
     recompute: RecomputeRule
+    deadline: Deadline
 
     def over(self, space: StateSpace) -> Search:
         """The exact search over these states."""
-        return Search(space, self.model, self.gpus, self.memory_bytes, self.recompute)
+        return Search(space, self.model, self.gpus, self.memory_bytes, self.recompute, self.deadline)
 
 
 def _along_orders(task: _Task, space: StateSpace, known: Path, bound_s: float) -> Beyond:
@@ -97,7 +100,7 @@ def _along_orders(task: _Task, space: StateSpace, known: Path, bound_s: float) -
             best, best_space = better, chain
     for _ in range(_ROUNDS_UNLISTED):
         cuts = [best_space.layers(0, state) for state in best.states[1:-1]]
-        if not cuts or best.seconds * (1 - _SETTLED) <= bound_s:
+        if not cuts or best.seconds * (1 - _SETTLED) <= bound_s or task.deadline.passed:
             break
         nearby = Downsets(task.ledger, around(task.ledger, cuts, _NEAR_UNLISTED), complete=False)
         if (better := task.over(nearby).best(best.seconds * (1 - _PRECISION), _PRECISION)) is None:
@@ -126,7 +129,7 @@ class _Bracket:
         """Narrow the bracket as far as the budget goes."""
         with contextlib.suppress(OutOfBudgetError):
             self._narrow()
-        if self.low_s < self._goal_s:
+        if self.low_s < self._goal_s and not self.task.deadline.passed:
             self._polish()
             task = self.task
             windows = Windows(task.ledger, task.model)
@@ -142,7 +145,7 @@ class _Bracket:
 
     def _narrow(self) -> None:
         strict, halvings, patience = True, 0, 1
-        while True:
+        while not self.task.deadline.passed:
             told = self.open_s >= self.best.seconds
             if self.low_s >= (self._goal_s if told else self.open_s * (1 - _UNSETTLED)):
                 return
@@ -223,7 +226,7 @@ class _Bracket:
         for _ in range(ROUNDS):
             origin: StateSpace = self.best_space or self.known_space
             cuts = [origin.layers(0, state) for state in self.best.states[1:-1]]
-            if not cuts:
+            if not cuts or self.task.deadline.passed:
                 return
             states = self.space.nearest(
                 self.space.worth(self.task.model, self.gpus, self.best.seconds), cuts, NEAR_STATES

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.cluster import Cluster
@@ -30,8 +30,9 @@ from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName, StageMemory
 from planner.price import Price, stage_memory, versions_of
 from planner.schedule.streams import warm_up_depth
-from planner.simulator.pipeline import Pipeline, steady_s
+from planner.simulator.pipeline import Pipeline
 from planner.solver.pipelines import pipeline_for, wires_s
+from planner.solver.tally import Tally
 
 Depths = tuple[int, ...]
 DepthRule = Literal["auto", "published"]
@@ -40,6 +41,7 @@ TOLERANCE = 0.01  # a pipeline this close to its busiest resource is not deepene
 UNLIMITED = 2**30
 FAR = 1.5  # what deepening beyond the count at the top of this file does not gain
 NEAR = 1.1  # the same of going still deeper, or less deep
+RESERVED = 0.5  # of what may be simulated, for other pipelines than the one that is being deepened
 HARDLY = 0.005  # where all stages deeper gain no more than this, the first few do not either
 _ROUNDING = 1e-9
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
@@ -54,12 +56,14 @@ class PipelineTimes:
         wires_s: seconds of a unit's messages, there and back, by (source, target) stage.
         busiest_s: busy seconds per unit of the busiest resource: no depth is faster.
         deepest: per stage, the most units in flight that memory and schedule allow.
+        tally: of what may be simulated.
     """
 
     pipeline: Pipeline
     wires_s: Mapping[tuple[int, int], float]
     busiest_s: float
     deepest: Depths
+    tally: Tally = field(default_factory=Tally.unlimited)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -88,8 +92,9 @@ def price_with_depths(
     schedule: ScheduleName = "1f1b",
     microbatches: int = 1,
     below_s: float = math.inf,
+    tally: Tally | None = None,
 ) -> Price:
-    """`price` with the depths of `rule`: their memory, and the seconds of the simulation.
+    """`price` with the depths of `rule`: their memory, and the seconds of the simulation; as it is where there is none.
 
     Args:
         price: of the stages at the published depths, by the resource model, which sees no waiting.
@@ -97,6 +102,7 @@ def price_with_depths(
         schedule: "1f1b" or "2bw".
         microbatches: per minibatch.
         below_s: whether the plan can be this fast is all that matters: one that is far from it is not deepened.
+        tally: of what may be simulated; without a limit when None.
     """
     pipeline = pipeline_for(ledger, stages, cluster, price, schedule, microbatches)
     times = PipelineTimes(
@@ -104,8 +110,14 @@ def price_with_depths(
         wires_s=wires_s(pipeline),
         busiest_s=price.bottleneck.busy_s / microbatches,
         deepest=_deepest_of(ledger, stages, cluster, price.in_flight, schedule, microbatches),
+        tally=tally or Tally.unlimited(),
     )
-    choice = choose_depths(times, below_s / microbatches) if rule == "auto" else price_depths(times, price.in_flight)
+    if rule == "auto":
+        choice = choose_depths(times, below_s / microbatches)
+    else:
+        choice = price_depths(times, price.in_flight, needed=math.isinf(below_s))
+    if choice is None:
+        return price
     memory = _memory_at(ledger, stages, choice.depths, schedule, microbatches)
     return replace(price.simulated(choice.seconds_per_unit * microbatches), in_flight=choice.depths, memory=memory)
 
@@ -118,22 +130,31 @@ def price_with_flush_depths(
     rule: DepthRule,
     microbatches: int,
     below_s: float = math.inf,
+    tally: Tally | None = None,
 ) -> Price:
     """`price` of a 1f1b-flush plan by simulation, deeper where messages would be waited for and memory allows it.
+
+    As it is where there is no simulation.
 
     Args:
         price: of the stages at the published depths, by the resource model.
         rule: "published" to stay at those.
         microbatches: per minibatch.
         below_s: whether the plan can be this fast is all that matters.
+        tally: of what may be simulated; without a limit when None.
     """
+    tally = tally or Tally.unlimited()
     pipeline = pipeline_for(ledger, stages, cluster, price, "1f1b-flush", microbatches)
-    best, best_s = price.in_flight, steady_s(pipeline)
+    published_s = tally.steady_s(pipeline, needed=math.isinf(below_s))
+    if published_s is None:
+        return price
+    best, best_s = price.in_flight, published_s
     wanted = _hiding_depths(pipeline, price, microbatches)
     if rule == "auto" and best_s <= below_s * FAR and wanted != best:
         deeper = tuple(map(min, wanted, _deepest_of(ledger, stages, cluster, best, "1f1b-flush", microbatches)))
-        deeper_s = steady_s(replace(pipeline, shape=replace(pipeline.shape, depths=deeper)))
-        if deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
+        at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
+        deeper_s = tally.steady_s(at_deeper) if deeper != best else None
+        if deeper_s is not None and deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
             best, best_s = deeper, deeper_s
     memory = _memory_at(ledger, stages, best, "1f1b-flush", microbatches)
     return replace(price.simulated(best_s), in_flight=best, memory=memory)
@@ -203,31 +224,53 @@ def published_depths(replicas: Sequence[int]) -> Depths:
     return tuple(warm_up_depth(replicas, stage) for stage in range(len(replicas)))
 
 
-def price_depths(times: PipelineTimes, depths: Depths) -> DepthChoice:
-    """Seconds per unit of given depths, by simulation of the streams."""
+def price_depths(times: PipelineTimes, depths: Depths, *, needed: bool = False) -> DepthChoice | None:
+    """Seconds per unit of given depths, by simulation of the streams; None where the tally does not allow it.
+
+    `needed`: there is nothing else to go by.
+    """
     shape = replace(times.pipeline.shape, depths=depths)
-    simulated_s = steady_s(replace(times.pipeline, shape=shape)) / shape.microbatches
+    minibatch_s = times.tally.steady_s(replace(times.pipeline, shape=shape), needed=needed)
+    if minibatch_s is None:
+        return None
     # A pipeline that does not repeat itself within the run can seem a little faster than its busiest resource allows.
-    seconds = max(times.busiest_s, simulated_s)
+    seconds = max(times.busiest_s, minibatch_s / shape.microbatches)
     return DepthChoice(depths, seconds, max(times.busiest_s, seconds / (1 + TOLERANCE)))
 
 
-def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice:
+def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice | None:
     """The published depths, or deeper ones where every minibatch more in flight gains at least `WORTH`.
 
     Args:
         times: of the pipeline.
         below_s: a time that the pipeline has to reach; where the counted depths are `FAR` from it, they are all.
+
+    Returns:
+        None where the tally does not even allow to simulate the published depths.
     """
     published = published_depths(times.replicas)
-    best, trimmed = price_depths(times, published), True
+    first = price_depths(times, published, needed=math.isinf(below_s))
+    if first is None:
+        return None
+    best, trimmed = first, True
+    tried: dict[Depths, DepthChoice | None] = {published: first}
+    reserved = times.tally.left * RESERVED
 
     def consider(candidate: Depths) -> float:
         """How much of the time is gained by it."""
         nonlocal best, trimmed
-        if best.counted_s <= times.busiest_s:
+        depths = tuple(map(min, candidate, times.deepest))
+        at_best = DepthChoice(depths, times.busiest_s, times.busiest_s)
+        if best.counted_s <= times.busiest_s or not _better(at_best, best, published):
+            return 0.0  # however fast it is
+        if depths not in tried and times.tally.left < reserved:
+            times.tally.exhausted = False
             return 0.0
-        before, deeper = best.counted_s, price_depths(times, tuple(map(min, candidate, times.deepest)))
+        if depths not in tried:
+            tried[depths] = price_depths(times, depths)
+        before, deeper = best.counted_s, tried[depths]
+        if deeper is None:
+            return 0.0
         if _better(deeper, best, published):
             best, trimmed = deeper, False
         return 1 - deeper.counted_s / before
@@ -267,6 +310,8 @@ def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     while low < high:
         middle = (low + high) // 2
         less = price_depths(times, (middle, *best.depths[1:]))
+        if less is None:
+            break
         if less.counted_s > best.counted_s:
             low = middle + 1
         else:

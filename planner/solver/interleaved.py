@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from planner.cost import Link, RecomputeRule
 from planner.cost_interleaved import InterleavedModel, StageSeconds, worker_bytes
+from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.search import RESOLUTION, Path
 from planner.solver.states import Chain, Coarse, StateSpace
 from planner.work import Floats, Footprint, Integers, Work
@@ -51,7 +52,9 @@ class InterleavedSearch:
         microbatches: int,
         chunks: int,
         recompute: RecomputeRule = "auto",
+        deadline: Deadline = NO_HURRY,
     ) -> None:
+        self.deadline = deadline
         self.link, self.gpus, self.memory_bytes = link, gpus, memory_bytes
         self.microbatches, self.chunks, self.recompute = microbatches, chunks, recompute
         self.sampled = len(space) > MOST_STATES
@@ -85,6 +88,9 @@ class InterleavedSearch:
         for model in self.shapes():
             if self.bound_s(model) >= fastest * (1 - RESOLUTION):
                 break  # so it is for all that follow, and `fastest` is the least of their bounds
+            if found and self.deadline.passed:
+                bounds.append(self.bound_s(model))  # the least of those that follow
+                break
             answer = self.within(model)
             if answer.path is not None:
                 found.append(answer.path)

@@ -28,10 +28,10 @@ def solve_interleaved(
         InputError: where there are too few GPUs, layers or microbatches to interleave anything.
         InfeasibleError: where no plan fits the memory.
     """
-    space = Chain(ledger)
+    space, deadline = Chain(ledger), trials.tally.deadline
 
     def search(gpus: int, memory_bytes: int | None, rule: RecomputeRule = recompute) -> InterleavedSearch:
-        return InterleavedSearch(space, link_of(cluster), gpus, memory_bytes, microbatches, chunks, rule)
+        return InterleavedSearch(space, link_of(cluster), gpus, memory_bytes, microbatches, chunks, rule, deadline)
 
     def fits(gpus: int, memory_bytes: int) -> Answer | None:
         paths, _ = search(gpus, memory_bytes).best()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +97,20 @@ class Lattice:
         return [slice(first, end) for first, end in zip(firsts[some].tolist(), ends[some].tolist(), strict=True)]
 
 
+_enumerated: WeakKeyDictionary[Ledger, tuple[int, Covers | None]] = WeakKeyDictionary()
+
+
 def enumerate_covers(ledger: Ledger, most: int) -> Covers | None:
-    """Every downset that cuts no forbidden place; None when there are more than `most`. O(downsets · width)."""
+    """Every downset that cuts no forbidden place; None when there are more than `most`. O(downsets · width).
+
+    What was last enumerated of a model is kept as long as its ledger: a search may need it twice.
+    """
+    if ledger not in _enumerated or _enumerated[ledger][0] != most:
+        _enumerated[ledger] = most, _covers(ledger, most)
+    return _enumerated[ledger][1]
+
+
+def _covers(ledger: Ledger, most: int) -> Covers | None:
     groups = uncut_groups(ledger)
     group_of = {layer: number for number, group in enumerate(groups) for layer in group}
     needs = [0] * len(groups)

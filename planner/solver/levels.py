@@ -45,7 +45,7 @@ def search_levels(question: Question, price: Seconds, nearest: Path) -> Found:
     best = better(None, nearest, price)
     for path in _alike(question):
         best = better(best, path, price)
-    few = question.gpus <= MOST_PLACED
+    few = question.gpus <= MOST_PLACED and not question.deadline.passed
     if few and len(question.space) <= HierarchySearch.states_that_fit(question):
         return HierarchySearch(question).best(price, best)
     if few:
@@ -67,7 +67,8 @@ def search_all_cuts(question: Question, price_on: PriceOn, along: Path, nearest:
     """
     space = question.space
     beyond = beyond_the_order(question, nearest)
-    words = enumerate_downsets(space.ledger, MOST_DOWNSETS) if question.gpus <= MOST_BOUNDED else None
+    sought = question.gpus <= MOST_BOUNDED and not question.deadline.passed
+    words = enumerate_downsets(space.ledger, MOST_DOWNSETS) if sought else None
     if words is None:
         return space, Found(along, min(beyond.bound_s, along.seconds))
     everything = Downsets(space.ledger, words, complete=True)
@@ -76,6 +77,8 @@ def search_all_cuts(question: Question, price_on: PriceOn, along: Path, nearest:
         seeds.append((beyond.space, beyond.path))
     best_space, best = space, along
     for _ in range(ROUNDS):
+        if question.deadline.passed:
+            break
         worth = everything.worth(_nearest_model(question), question.gpus, best.seconds)
         fit = HierarchySearch.states_that_fit(question)
         cuts = sorted({origin.layers(0, state) for origin, path in seeds for state in path.states[1:-1]})
@@ -96,10 +99,11 @@ def search_all_cuts(question: Question, price_on: PriceOn, along: Path, nearest:
 def beyond_the_order(question: Question, nearest: Path) -> Beyond:
     """What other cuts can give on a flat cluster that is never worse."""
     space, model = question.space, _nearest_model(question)
-    if question.gpus > MOST_BOUNDED:
+    if question.gpus > MOST_BOUNDED or question.deadline.passed:
         return Beyond(None, None, float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / question.gpus)
     gpus, memory_bytes = question.gpus, question.memory_bytes
-    return search_beyond(space.ledger, model, gpus, memory_bytes, space, nearest, question.recompute)
+    recompute, deadline = question.recompute, question.deadline
+    return search_beyond(space.ledger, model, gpus, memory_bytes, space, nearest, recompute, deadline=deadline)
 
 
 def nearest_path(question: Question) -> tuple[Path | None, bool]:
@@ -118,7 +122,8 @@ def nearest_search(question: Question) -> Search | SynchronousSearch:
     """The search for a flat cluster that is never worse."""
     if isinstance(question.objective, SynchronousModel):
         return _flat(question, question.topology.link(0))
-    return Search(question.space, _nearest_model(question), question.gpus, question.memory_bytes, question.recompute)
+    model = _nearest_model(question)
+    return Search(question.space, model, question.gpus, question.memory_bytes, question.recompute, question.deadline)
 
 
 def _nearest_model(question: Question) -> NearestModel:
@@ -129,6 +134,8 @@ def _nearest_model(question: Question) -> NearestModel:
 def _refined(question: Question, price: Seconds, best: Path | None) -> Path | None:
     """The best path over some cuts: some of everywhere, and those near the best path's, until that stays."""
     for _ in range(ROUNDS):
+        if question.deadline.passed:
+            break
         states = _sample(question.space, HierarchySearch.states_that_fit(question), best)
         coarse = replace(question, space=Coarse(question.space, states))
         found = HierarchySearch(coarse).best(_priced_on(states, price), None).path
@@ -181,6 +188,8 @@ def _alike(question: Question) -> Iterator[Path]:
         for level, size, bandwidth, _ in topology.shared
     ]
     for link in links:
+        if question.deadline.passed:
+            return
         if (coarse := _flat(question, link).best()) is not None:
             yield (path := _on(coarse, states))
             for _, size, _, _ in topology.shared:
@@ -193,5 +202,5 @@ def _flat(question: Question, link: Link) -> Search | SynchronousSearch:
     gpus, memory_bytes, recompute = question.gpus, question.memory_bytes, question.recompute
     if isinstance(objective, SynchronousModel):
         model = SynchronousModel(link, objective.schedule, objective.microbatches)
-        return SynchronousSearch(space, model, gpus, memory_bytes, recompute)
-    return Search(space, cost_model(objective, link), gpus, memory_bytes, recompute)
+        return SynchronousSearch(space, model, gpus, memory_bytes, recompute, question.deadline)
+    return Search(space, cost_model(objective, link), gpus, memory_bytes, recompute, question.deadline)

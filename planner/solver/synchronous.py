@@ -52,6 +52,7 @@ class SynchronousSearch:
         deadline: Deadline = NO_HURRY,
     ) -> None:
         self.deadline, self.interrupted = deadline, False  # interrupted: there may be faster plans
+        self._cut_short = False  # the last walk, by the deadline
         self.found: list[Path] = []  # by the walk to the best: each exchanges a larger sum for a smaller maximum
         # More replicas than microbatches idle, and naive runs one microbatch at a time.
         most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
@@ -77,16 +78,21 @@ class SynchronousSearch:
             if self.deadline.passed:
                 self.interrupted = True
                 break
+        self.interrupted |= self._cut_short
         return best
 
     def within(self, limit_s: float) -> tuple[Path, float, float] | None:
         """The least sum with every stage's part of the maximum below the limit: a path, its sum and its maximum."""
         last = len(self.space) - 1
+        self._cut_short = False
         sums = np.full((last + 1, self.gpus + 1), np.inf)  # least sum of the suffix, by the GPUs it may use
         sums[last] = 0.0
         # For every state and the GPUs its suffix may use: the best stage's column and its replicas.
         choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
         for state in range(last - 1, -1, -1):
+            if self.found and self.deadline.passed:
+                self._cut_short = True  # an answer there is
+                return None
             stages = self._stages[state]
             follow, chosen = np.zeros((2, self.gpus + 1), dtype=np.int64)
             for r, some in self._replicas_to_try(stages, limit_s):

@@ -26,7 +26,7 @@ from planner.solver.search import Path, Search, stages_along
 from planner.solver.states import StateSpace
 from planner.solver.synchronous import SynchronousSearch
 from planner.solver.trials import SETTLED, Priced, Trials
-from planner.solver.waits import SLOWED, BestOn, fastest, questions, slowed
+from planner.solver.waits import SLOWED, BestOn, DataParallelSearch, fastest, questions, slowed
 from planner.topology import Topology
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
@@ -84,7 +84,15 @@ class Task:
         ledger, cluster = self.space.ledger, self.cluster
         memory = cluster.memory_bytes
         beyond = search_beyond(
-            ledger, model, cluster.gpus, memory, self.space, path, self.recompute, bound_only=self.keeps_order
+            ledger,
+            model,
+            cluster.gpus,
+            memory,
+            self.space,
+            path,
+            self.recompute,
+            bound_only=self.keeps_order,
+            deadline=self.deadline,
         )
         bound_s = beyond.bound_s
         if beyond.path is None or beyond.space is None or self.keeps_order:
@@ -151,7 +159,7 @@ class Task:
 
     def _beyond_drained(self, path: Path) -> tuple[Task, Path, float]:
         """`beyond_the_order` for schedules that drain."""
-        wider = self.over_all_cuts()
+        wider = None if self.deadline.passed else self.over_all_cuts()
         best = None if wider is None else wider.best()
         if wider is None or best is None or wider.interrupted:
             return self, path, self.relaxed_s()
@@ -205,7 +213,7 @@ class Task:
         for slower in SLOWER_DRAINED:
             if best[1].seconds_per_minibatch <= first[1].seconds_per_minibatch * (1 + SETTLED):
                 break
-            if trials.over:
+            if trials.tally.over:
                 trials.tally.exhausted = False
                 break
             best = trials.fastest(ledger, [first, *self._rivals(slower)], best)
@@ -224,7 +232,7 @@ class Task:
                     return None
                 slower = link.bandwidth_bytes_per_s < self._link.bandwidth_bytes_per_s
                 limit_s = below_s * (SLOWED if slower else 1)
-                path = kind(self.space, model, gpus, memory, self.recompute).best(limit_s)
+                path = kind(self.space, model, gpus, memory, self.recompute, self.deadline).best(limit_s)
                 return None if path is None else self.priced(path)
 
             return best_on
@@ -234,7 +242,9 @@ class Task:
             most = min(cluster.gpus, MOST_WORKERS)
             asked += [(Search, most, slowed(self._link, 1 / faster), cluster.memory_bytes) for faster in FASTER]
         kinds = ((best_of(kind, link, memory), most) for kind, most, link, memory in asked)
-        return fastest(self.space.ledger, first, kinds, trials)
+        few = min(cluster.gpus, MOST_WORKERS)
+        alone = best_of(DataParallelSearch, self._link, cluster.memory_bytes)(few, np.inf)
+        return fastest(self.space.ledger, first, alone, kinds, trials)
 
     def _rivals(self, slower: float) -> list[Priced]:
         """Plans for a schedule that drains, found on the way to the best one for links that many times slower."""

@@ -17,15 +17,13 @@ from planner.cost import ASYNCHRONOUS
 from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
 from planner.price import Price
-from planner.simulator.pipeline import steady_minibatches, steady_s
-from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.depth import DepthRule, price_with_depths, price_with_flush_depths
 from planner.solver.pipelines import pipeline_for, too_large
+from planner.solver.tally import Tally
 
 Priced = tuple[Sequence[Candidate], Price]
 
 SETTLED = 1e-3  # a plan this close to the time that none is below needs no rival
-MOST_COMPUTATIONS = 2**16  # forwards and backwards that are simulated in one search, at each depth: a second or so
 _ROUNDING = 1e-9
 
 
@@ -38,39 +36,29 @@ def simulated_price(
     schedule: ScheduleName,
     microbatches: int,
     below_s: float = math.inf,
+    tally: Tally | None = None,
 ) -> Price:
     """The cost with the seconds of the simulation, and under the schedules of 1F1B the depths that it chooses.
 
-    The cost as it is where simulating would take too long.
+    The cost as it is where simulating would take too long, or longer than the tally allows.
 
     Args:
         cost: of the stages, by the resource model.
         depth: how depths are chosen.
         below_s: whether the plan can be this fast is all that matters.
+        tally: of what may be simulated; without a limit when None. It counts for nothing where `below_s` is infinite,
+            but for its deadline: a plan needs a time.
     """
+    tally = tally or Tally.unlimited()
     if too_large(stages, schedule, microbatches):
         return cost
     if schedule in ASYNCHRONOUS:
-        return price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches, below_s)
+        return price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches, below_s, tally)
     if schedule == "1f1b-flush":
-        return price_with_flush_depths(ledger, stages, cluster, cost, depth, microbatches, below_s)
-    return cost.simulated(steady_s(pipeline_for(ledger, stages, cluster, cost, schedule, microbatches)))
-
-
-@dataclass
-class Tally:
-    """How many candidates of one search were simulated, and how much more may be.
-
-    Attributes:
-        count: candidates that were simulated.
-        left: computations that may still be.
-        exhausted: whether no candidate was left that could have been faster than the one chosen.
-    """
-
-    count: int = 0
-    left: int = field(default_factory=lambda: MOST_COMPUTATIONS)
-    exhausted: bool = True
-    seen: set[tuple[Candidate, ...]] = field(default_factory=set)
+        return price_with_flush_depths(ledger, stages, cluster, cost, depth, microbatches, below_s, tally)
+    pipeline = pipeline_for(ledger, stages, cluster, cost, schedule, microbatches)
+    seconds = tally.steady_s(pipeline, needed=math.isinf(below_s))
+    return cost if seconds is None else cost.simulated(seconds)
 
 
 @dataclass(frozen=True)
@@ -81,13 +69,7 @@ class Trials:
     schedule: ScheduleName
     microbatches: int
     depth: DepthRule
-    deadline: Deadline = NO_HURRY
     tally: Tally = field(default_factory=Tally)
-
-    @property
-    def over(self) -> bool:
-        """Whether what may be simulated is used up, or the time."""
-        return self.tally.left <= 0 or self.deadline.passed
 
     def again(self, *, schedule: ScheduleName | None = None, depth: DepthRule | None = None) -> Trials:
         """For another question in the same search, whose candidates are new though their stages may not be."""
@@ -97,13 +79,11 @@ class Trials:
     def price(self, ledger: Ledger, stages: Sequence[Candidate], cost: Price, below_s: float = math.inf) -> Price:
         """See `simulated_price`."""
         priced = simulated_price(
-            ledger, stages, self.cluster, cost, self.depth, self.schedule, self.microbatches, below_s
+            ledger, stages, self.cluster, cost, self.depth, self.schedule, self.microbatches, below_s, self.tally
         )
         if priced.cost_model_s is not None:
-            shape = pipeline_for(ledger, stages, self.cluster, priced, self.schedule, self.microbatches).shape
             self.tally.count += 1
             self.tally.seen.add(tuple(stages))
-            self.tally.left -= 2 * len(stages) * self.microbatches * steady_minibatches(shape)
         return priced
 
     def fastest(self, ledger: Ledger, candidates: Iterable[Priced], best: Priced | None = None) -> Priced:
@@ -125,11 +105,11 @@ class Trials:
                 break
             if tuple(stages) in self.tally.seen:
                 continue
-            if self.over:
+            if self.tally.over:
                 self.tally.exhausted = False
                 break
             priced = self.price(ledger, stages, cost, best_s)
-            if priced.seconds_per_minibatch < best_s * (1 - _ROUNDING):
+            if priced.cost_model_s is not None and priced.seconds_per_minibatch < best_s * (1 - _ROUNDING):
                 best = stages, priced
         assert best is not None
         return best

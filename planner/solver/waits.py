@@ -36,6 +36,7 @@ SLOWER, SLOWER_STEPS = 2**0.5, 2
 SLOWED = 1.15  # how much worse than the best a plan's bound may be on the slower link, to be proposed
 LEANER, LEANER_STEPS = 1.15, 4
 FEW = 8
+LENIENT = 2  # times that of a single stage: a first plan that seems farther from it is not deepened
 _ROUNDING = 1e-9
 
 
@@ -124,17 +125,20 @@ def steps_below(value: float, unit: float, step: float, count: int) -> list[floa
     return [unit * step**power for power in range(highest, highest - count, -1)]
 
 
-def fastest(ledger: Ledger, first: Priced, kinds: Iterable[tuple[BestOn, int]], trials: Trials) -> Priced:
+def fastest(
+    ledger: Ledger, first: Priced, alone: Priced | None, kinds: Iterable[tuple[BestOn, int]], trials: Trials
+) -> Priced:
     """The proposal that is fastest when it is simulated, with its price.
 
     Args:
         ledger: of the model.
         first: the plan whose busiest resource is least busy.
+        alone: one of a single stage, which is quickly simulated: what is far from it need not be deepened.
         kinds: how to find the best plan of each kind, and for how many GPUs at most.
         trials: that price them.
     """
     bound_s = first[1].seconds_per_minibatch * (1 + SETTLED)
-    best = first[0], trials.price(ledger, *first)
+    best = _first_of(ledger, first, alone, trials)
     if best[1].cost_model_s is None:
         return best
     for best_on, gpus in kinds:
@@ -144,7 +148,7 @@ def fastest(ledger: Ledger, first: Priced, kinds: Iterable[tuple[BestOn, int]], 
                 return best
             if count >= used:
                 continue  # the best plan on more GPUs left some unused
-            if trials.over:
+            if trials.tally.over:
                 trials.tally.exhausted = False
                 return best
             proposal = best_on(count, best[1].seconds_per_minibatch)
@@ -153,10 +157,26 @@ def fastest(ledger: Ledger, first: Priced, kinds: Iterable[tuple[BestOn, int]], 
             used = sum(stage.replicas for stage in proposal[0])
             if tuple(proposal[0]) in trials.tally.seen:
                 continue
+            if proposal[1].seconds_per_minibatch >= best[1].seconds_per_minibatch * (1 - _ROUNDING):
+                continue  # not even without waiting
             price = trials.price(ledger, *proposal, best[1].seconds_per_minibatch)
+            if price.cost_model_s is None:
+                continue
             if price.seconds_per_minibatch < best[1].seconds_per_minibatch * (1 - _ROUNDING):
                 best = proposal[0], price
     return best
+
+
+def _first_of(ledger: Ledger, first: Priced, alone: Priced | None, trials: Trials) -> Priced:
+    """The faster of the two when they are simulated; the first, without that, where there is no simulation."""
+    priced = math.inf
+    if alone is not None and len(first[0]) > 1:
+        alone = alone[0], trials.price(ledger, *alone)
+        priced = alone[1].seconds_per_minibatch if alone[1].cost_model_s is not None else math.inf
+    best = first[0], trials.price(ledger, *first, LENIENT * priced)
+    told = best[1].cost_model_s is not None
+    faster = not told or priced < best[1].seconds_per_minibatch * (1 - _ROUNDING)
+    return alone if alone is not None and priced < math.inf and faster else best
 
 
 def proposals(space: StateSpace, cluster: Cluster, recompute: RecomputeRule) -> list[list[Candidate]]:

@@ -20,7 +20,7 @@ from planner.profile_file import Profile
 from planner.report.explain import explanation_report
 from planner.report.plan import plan_report
 from planner.simulator.plan import simulate
-from planner.solver import solve, trials
+from planner.solver import solve, tally
 from planner.solver.states import Chain
 from planner.solver.task import Task
 from planner.solver.trials import simulated_price
@@ -129,7 +129,7 @@ def test_published_models_keep_their_predictions(cost_model: str, monkeypatch: p
     def never(*_: object) -> float:
         raise AssertionError
 
-    monkeypatch.setattr(trials, "steady_s", never)
+    monkeypatch.setattr(tally, "steady_s", never)
     plan = solve(CROWDED, flat_cluster(3, 4.0), cost_model=cost_model)  # type: ignore[arg-type]
     assert plan.predicted.by == "cost model"
     assert plan.predicted.seconds_per_minibatch == plan.predicted.bottleneck.busy_s
@@ -188,7 +188,7 @@ def test_compared_plans_are_simulated() -> None:
 
 
 def test_where_the_work_allowed_is_done_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "MOST_COMPUTATIONS", 1)
+    monkeypatch.setattr(tally, "MOST_INSTRUCTIONS", 1)
     plan = solve(CROWDED, flat_cluster(3, 4.0))
     assert not plan.solver.exhausted
     assert plan.solver.simulated == 1
