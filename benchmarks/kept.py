@@ -6,14 +6,16 @@ machine; `results.md` and the page in the docs are written from it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from planner.files import write_text
 
@@ -23,12 +25,33 @@ PAPERS = ROOT / "docs" / "papers.md"
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def printed(folder: Path, *, save: bool) -> Iterator[None]:
+    """What is printed meanwhile also goes into `results.md` in the folder, with its date and machine; to save."""
+    lines: list[str] = []
+
+    class Both:
+        def write(self, text: str) -> int:
+            lines.append(text)
+            return shown.write(text)
+
+        def flush(self) -> None:
+            shown.flush()
+
+    shown = sys.stdout
+    with contextlib.redirect_stdout(Both()):
+        yield
+    if save:
+        header = f"{time.strftime('%Y-%m-%d')}, {environment()}.\n\n"
+        write_text(folder / "results.md", header + "".join(lines).strip() + "\n")
+
+
 def environment() -> str:
     """What the numbers of today belong to."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = f"{len(models)} x {models[0].split(': ')[1]}" if models else platform.machine()
     system = f"{platform.system()} {platform.release()}"
-    return f"{cpu}, {system}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{cpu}, {system}, Python {platform.python_version()}, torch {version('torch')}"
 
 
 class Results:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.kept import printed
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.pipedream import read_profile
 from planner.plan_file import Plan
@@ -36,15 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hierarchy", description=__doc__)
     parser.add_argument("--only", choices=["published", "chains"], help="one of the tables")
+    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
+    parser.add_argument("--chains", type=int, default=len(CHAINS), help="the first so many of them (default: all)")
     args = parser.parse_args(argv)
-    if args.only != "chains":
-        if ANCHORS.is_dir():
-            print(published_table())
-        else:
-            print(f"the published profiles are not beside the project ({ANCHORS.name})", file=sys.stderr)
-    if args.only != "published":
-        print()
-        print(chains_table())
+    with printed(Path(__file__).parent, save=args.save):
+        if args.only != "chains":
+            if ANCHORS.is_dir():
+                print(published_table())
+            else:
+                print(f"the published profiles are not beside the project ({ANCHORS.name})", file=sys.stderr)
+        if args.only != "published":
+            print()
+            print(chains_table(args.chains))
     return 0
 
 
@@ -91,10 +95,10 @@ def published_table() -> str:
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def chains_table() -> str:
+def chains_table(first: int) -> str:
     """Random chains on ever more servers, with the default cost model."""
     rows = []
-    for layers, sizes in CHAINS:
+    for layers, sizes in CHAINS[:first]:
         plan, seconds = timed(chain(layers), hierarchical_cluster(sizes, (INNER, OUTER)), published=False)
         gap = "optimal" if plan.solver.status == "optimal" else f"gap {plan.solver.gap:.1%}"
         rows.append([layers, "x".join(map(str, sizes)), plan.cluster.gpus, format_seconds(seconds), gap])

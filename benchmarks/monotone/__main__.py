@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.kept import printed
 from planner.cluster import flat_cluster
 from planner.errors import InfeasibleError
 from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
@@ -28,10 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.monotone", description=__doc__)
     parser.add_argument("--models", type=int, default=1000, help="random models per row (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
     args = parser.parse_args(argv)
     rows = [_row(name, steps, args.models, args.seed) for name, steps in STEPS.items()]
     headers = ["more", "models", "steps", "worse", "share", "worst", "CPU seconds"]
-    print(tabulate(rows, headers=headers, disable_numparse=True))
+    with printed(Path(__file__).parent, save=args.save):
+        print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
     return 0
 
 

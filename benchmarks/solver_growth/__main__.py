@@ -11,8 +11,12 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+
+from benchmarks.kept import printed
 
 LAYERS = (100, 300, 1000, 3000)
 GPUS = (8, 128, 2048, 16384)
@@ -25,17 +29,23 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--cost-model", default="resource")
     parser.add_argument("--one", type=int, nargs=2, metavar=("LAYERS", "GPUS"), help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
     arguments = parser.parse_args()
     if arguments.one:
         layers, gpus = arguments.one
         print(json.dumps(_measure(layers, gpus, arguments.cost_model)))
         return
+    with printed(Path(__file__).parent, save=arguments.save):
+        _table(arguments.layers, arguments.gpus, arguments.cost_model)
+
+
+def _table(layers_of: Sequence[int], gpus_of: Sequence[int], cost_model: str) -> None:
     print("| layers | GPUs | seconds of the processor | wall seconds | peak memory, MB | stages | status |")
     print("|---|---|---|---|---|---|---|")
     results = {}
-    for layers in arguments.layers:
-        for gpus in arguments.gpus:
-            command = [sys.executable, "-m", "benchmarks.solver_growth", "--cost-model", arguments.cost_model]
+    for layers in layers_of:
+        for gpus in gpus_of:
+            command = [sys.executable, "-m", "benchmarks.solver_growth", "--cost-model", cost_model]
             answer = subprocess.run(
                 [*command, "--one", str(layers), str(gpus)], check=True, stdout=subprocess.PIPE, text=True
             )
@@ -47,11 +57,11 @@ def main() -> None:
                 flush=True,
             )
     print("\nSlope of seconds over layers, log-log, by GPUs:")
-    for gpus in arguments.gpus:
-        print(f"  {gpus:,}: {_slope([(layers, results[layers, gpus]) for layers in arguments.layers]):.2f}")
+    for gpus in gpus_of:
+        print(f"  {gpus:,}: {_slope([(layers, results[layers, gpus]) for layers in layers_of]):.2f}")
     print("Slope of seconds over GPUs, by layers:")
-    for layers in arguments.layers:
-        print(f"  {layers:,}: {_slope([(gpus, results[layers, gpus]) for gpus in arguments.gpus]):.2f}")
+    for layers in layers_of:
+        print(f"  {layers:,}: {_slope([(gpus, results[layers, gpus]) for gpus in gpus_of]):.2f}")
 
 
 def _measure(layers: int, gpus: int, cost_model: str) -> dict[str, float | str]:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.graphs import chain
+from benchmarks.kept import printed
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
 from planner.cluster import flat_cluster
 from planner.pipedream import load_graph_txt
@@ -34,12 +35,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1500, help="of the long chain (default: %(default)s)")
     parser.add_argument("--chain-gpus", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--longest-s", type=float, default=60.0, help="of one run of the published programme")
+    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
     arguments = parser.parse_args()
-    if ANCHORS.is_dir():
-        _published_profiles()
-    else:
-        print(f"The published profiles are not at {ANCHORS}: left out.\n")
-    _chains(arguments.layers, arguments.chain_gpus, arguments.longest_s)
+    with printed(Path(__file__).parent, save=arguments.save):
+        if ANCHORS.is_dir():
+            _published_profiles()
+        else:
+            print(f"The published profiles are not beside the project ({ANCHORS.name}): left out.\n")
+        _chains(arguments.layers, arguments.chain_gpus, arguments.longest_s)
 
 
 def _published_profiles() -> None:

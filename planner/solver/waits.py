@@ -21,7 +21,7 @@ from planner.cluster import Cluster
 from planner.cost import Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.ledger import Candidate, Ledger
-from planner.solver.pipelines import MOST_WORKERS
+from planner.solver.pipelines import MOST_WORKERS, too_large
 from planner.solver.search import RESOLUTION, Path, Search, stages_along
 from planner.solver.states import StateSpace
 from planner.solver.trials import SETTLED, Priced, Trials
@@ -170,7 +170,7 @@ def fastest(
 def _first_of(ledger: Ledger, first: Priced, alone: Priced | None, trials: Trials) -> Priced:
     """The faster of the two when they are simulated; the first, without that, where there is no simulation."""
     priced = math.inf
-    if alone is not None and len(first[0]) > 1:
+    if alone is not None and len(first[0]) > 1 and not too_large(first[0], trials.schedule, trials.microbatches):
         alone = alone[0], trials.price(ledger, *alone)
         priced = alone[1].seconds_per_minibatch if alone[1].cost_model_s is not None else math.inf
     best = first[0], trials.price(ledger, *first, LENIENT * priced)
