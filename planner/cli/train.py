@@ -231,8 +231,15 @@ def run(args: argparse.Namespace) -> int:
     """Train, then print predicted against measured."""
     from planner.api import make_job, run_job
     from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions
+    from planner.executor.resume import after_torchruns_restart
     from planner.plan_file import load_plan
 
+    checkpoints = CheckpointOptions(
+        every=args.checkpoint_every, folder=args.checkpoint_folder, keep=args.keep, resume=args.resume
+    )
+    # torchrun sets these for each process it starts.
+    by_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    continued = after_torchruns_restart(checkpoints) if by_torchrun else None
     job = make_job(
         args.model,
         load_plan(args.plan),
@@ -241,17 +248,14 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         options=TrainingOptions(**{name: getattr(args, name) for name in TrainingOptions.model_fields}),
         run_options=RunOptions(**{name: getattr(args, name) for name in RunOptions.model_fields}),
-        checkpoints=CheckpointOptions(
-            every=args.checkpoint_every, folder=args.checkpoint_folder, keep=args.keep, resume=args.resume
-        ),
+        checkpoints=continued or checkpoints,
         baseline=args.baseline,
         save_weights=args.save_weights,
         defer_weights=args.defer_weights,
         show_progress=sys.stderr.isatty(),
     )
-    # torchrun sets these for each process it starts.
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _run_as_worker(job, args.json)
+    if by_torchrun:
+        _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
     print_result(run_job(job, _tell_restart), args.json)
     return 0
 
@@ -262,14 +266,12 @@ def _tell_restart(text: str) -> None:
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.cli.worker import die_with_parent, end_process, run_worker
-    from planner.executor.resume import after_failure
+    from planner.executor.resume import torchruns_run
     from planner.heap import keep_freed_pages
 
     die_with_parent()
     keep_freed_pages()
-    job = job.model_copy(update={"run": os.environ.get("TORCHELASTIC_RUN_ID", "")})
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        job = after_failure(job)
+    job = job.model_copy(update={"run": torchruns_run()})
     code, result = run_worker(job)
     if result is not None:
         print_result(result, as_json)

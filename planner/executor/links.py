@@ -44,7 +44,13 @@ class _Inbox:
     """The messages of one link, in the order of the stream."""
 
     def __init__(
-        self, group: dist.ProcessGroup, tag: int, upcoming: Iterator[Receive], layout_of: LayoutOf, place: Place
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        upcoming: Iterator[Receive],
+        layout_of: LayoutOf,
+        place: Place,
+        ahead: int,
     ) -> None:
         self._group = group
         self._tag = tag
@@ -52,6 +58,12 @@ class _Inbox:
         self._upcoming = upcoming
         self._layout_of = layout_of
         self._posted: deque[_Posted] = deque()
+        self._ahead = ahead
+
+    def post_ahead(self) -> None:
+        """Post the first receives."""
+        for _ in range(self._ahead):
+            self.post()
 
     def post(self) -> None:
         """Post the next receive, if the stream has one."""
@@ -72,8 +84,11 @@ class _Inbox:
             self._post(receive)  # nobody knew of it before
         posted = self._posted.popleft()
         assert posted.receive == receive, (posted.receive, receive)
-        self.post()  # before the wait, which it is a part of: afterwards a computation would wait for it
+        if self._ahead > 1:
+            self.post()  # before the wait, which it is a part of: afterwards a computation would wait for it
         _wait(posted.work, receive.peer_rank)
+        if self._ahead == 1:
+            self.post()
         buffer = posted.buffer.to(self._place.compute)
         return unpack(posted.layout, receive.unit, buffer, f"rank {receive.peer_rank}")
 
@@ -165,9 +180,14 @@ class Links:
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`; returns at once."""
         if send.peer_rank == self._rank:
-            self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in values.items()}
+            # Gradients of shared weights are added up in place, by both stages.
+            own = {n: value.clone() if isinstance(send, SendShared) else value for n, value in values.items()}
+            self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
         link = link_of(send)
+        if link.shared:
+            # As large as weights, and one per round: that of the round before has been taken long since.
+            _finish(self._sent.get(link, deque()), 0, send.peer_rank)
         buffer = pack(self._layout_of(send), send.unit, values, self._place.wire)
         work = dist.isend(buffer, send.peer_rank, self._groups.of(link), tag=link.tag)
         assert work is not None
@@ -184,10 +204,10 @@ class Links:
     def _inbox(self, link: Link) -> _Inbox:
         if link not in self._inboxes:
             upcoming = (i for i in self._instructions() if isinstance(i, Receive) and link_of(i) == link)
-            inbox = _Inbox(self._groups.of(link), link.tag, upcoming, self._layout_of, self._place)
+            ahead = 1 if link.shared else POSTED
+            inbox = _Inbox(self._groups.of(link), link.tag, upcoming, self._layout_of, self._place, ahead)
             self._inboxes[link] = inbox
-            for _ in range(POSTED):
-                inbox.post()
+            inbox.post_ahead()
         return self._inboxes[link]
 
 

@@ -47,6 +47,15 @@ class Past:
     evaluations: tuple[Evaluation, ...] = ()
 
 
+def is_of(folder: Path, run: str) -> bool:
+    """Whether the losses in `folder`, and so its newest checkpoints, are those of `run`."""
+    try:
+        header, _, _ = (folder / FILE).read_text(encoding="utf-8").partition("\n")
+        return _Header.model_validate_json(header).run == run
+    except (OSError, ValueError):
+        return False
+
+
 class RunLog:
     """The file in the folder of the checkpoints; rank 0 has it.
 

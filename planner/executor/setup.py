@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed.rendezvous import rendezvous
 
 from planner import __version__
 from planner.errors import PlanError
@@ -53,8 +55,14 @@ def message_timeout(hang_timeout_s: float) -> timedelta:
 
 
 def join_group(place: Place, timeout: timedelta = TIMEOUT) -> None:
-    """Join the group that torchrun's environment describes."""
-    dist.init_process_group(place.backend, timeout=timeout)
+    """Join the group that torchrun's environment describes.
+
+    Given ranks and a master, torchrun keeps its store when it starts workers again, with the addresses of those that
+    have ended: each start has keys of its own.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    start = PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(place.backend, store=start, rank=rank, world_size=world, timeout=timeout)
 
 
 def check_same_job(job: Job, wire: torch.device) -> None:

@@ -64,11 +64,13 @@ class SharedGradients:
         self._rounds[round_][peer] = gradients
 
     def add(self, round_: int) -> None:
-        """Give every parameter the sum, in the order of the stages: the same to the bit in all of them."""
+        """Give every parameter the sum, in the order of the stages: the same to the bit in all of them.
+
+        It takes no further memory: what has been sent was copied, and what was received is ours.
+        """
         held = self._rounds.pop(round_)
         for each in self._parameters:
-            first, *others = (held[stage][each.name] for stage in each.stages)
-            total = first.clone()
+            total, *others = (held[stage].pop(each.name) for stage in each.stages)
             for other in others:
                 total += other
             each.parameter.grad = total
@@ -79,11 +81,15 @@ class SharedGradients:
             own: dict[str, Tensor] = {}
             for each in self._parameters:
                 gradient = each.parameter.grad
-                # A copy: a replicated stage's gradients lie in a buffer that the next round uses again.
-                own[each.name] = torch.zeros_like(each.parameter) if gradient is None else gradient.detach().clone()
                 each.parameter.grad = None
+                own[each.name] = torch.zeros_like(each.parameter) if gradient is None else _alone(gradient.detach())
             held[self._stage] = own
         return held[self._stage]
+
+
+def _alone(gradient: Tensor) -> Tensor:
+    """`gradient`, without the others of a replicated stage, which lie in one tensor and can be freed before it."""
+    return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
 
 
 def shared_parameters(

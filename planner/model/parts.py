@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
+from planner.model.direct import Registry
 from planner.model.graph import GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.memory_format import channels_last
 from planner.model.size import samples_in
@@ -25,7 +26,8 @@ class StageParts:
 
     layers: tuple[GraphLayer, ...]
     weights: nn.Module
-    code: Callable[..., tuple[Tensor, ...]]  # (weights, device, key, observer, *inputs, *received, *numbers)
+    # (weights, *registries, device, key, observer, *inputs, *received, *numbers)
+    code: Callable[..., tuple[Tensor, ...]]
     batch_spec: TreeSpec
     inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
     received: tuple[ValueSpec, ...]
@@ -37,6 +39,7 @@ class StageParts:
     autocast: torch.dtype | None
     channels_last: bool
     places: Mapping[str, str] = field(default_factory=dict)  # by name of a value in `code`, where the user makes it
+    registries: tuple[Registry, ...] = ()  # parts of `weights`
 
     def read_batch(self, batch: Batch | None) -> list[Any]:
         if batch is None:
@@ -96,6 +99,7 @@ def stage_parts(
     code: Callable[..., tuple[Tensor, ...]],
     numbers: Sequence[Any] = (),
     places: Mapping[str, str] | None = None,
+    registries: tuple[Registry, ...] = (),
 ) -> StageParts:
     """The parts of the stage of `layers`, which `code` computes; it returns what is sent, and the loss last."""
     has_loss = any(graph.loss in layer.nodes for layer in layers)
@@ -114,6 +118,7 @@ def stage_parts(
         autocast=graph.autocast,
         channels_last=graph.channels_last,
         places=places or {},
+        registries=registries,
     )
 
 

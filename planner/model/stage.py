@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from planner.model.deferred_norm import (
     deferred_arguments,
     running_statistics,
 )
+from planner.model.direct import FUNCTIONS, Registries
 from planner.model.failure import operation_failure, user_place
 from planner.model.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.memory_format import lay_out
@@ -142,7 +143,7 @@ class StageModule(nn.Module):
         context = (self._device(inputs, values), self._key, self._observer)
         with autocasting(context[0].type, parts.autocast):
             try:
-                results = parts.code(parts.weights, *context, *inputs, *values, *numbers)
+                results = parts.code(parts.weights, *parts.registries, *context, *inputs, *values, *numbers)
             except (RuntimeError, IndexError, ValueError, TypeError) as cause:
                 failure = operation_failure(cause, parts.places)
                 if failure is None:
@@ -186,7 +187,7 @@ def build_stage(
     if graph.blocks is not None:
         parts = block_parts(graph, first, last, keep, compile_=compile_, defer_batch_norm=defer_batch_norm)
     else:
-        builder = _Builder(graph, first, last, uncompiled(reseed) if compile_ else reseed, defer_batch_norm)
+        builder = _Builder(graph, first, last, compile_=compile_, defer_batch_norm=defer_batch_norm)
         parts = builder.build(keep, observable)
         parts = replace(parts, code=compiled(parts.code)) if compile_ else parts
     if graph.channels_last:
@@ -210,21 +211,16 @@ def _range(graph: LayerGraph, layer_names: Sequence[str]) -> tuple[int, int]:
 class _Builder:
     """Copies the operations of layers first..last into a graph of their own, and generates its code."""
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        first: int,
-        last: int,
-        reseed: Callable[[RandomKey, torch.device, int], None],
-        defer_batch_norm: bool,
-    ) -> None:
+    def __init__(self, graph: LayerGraph, first: int, last: int, *, compile_: bool, defer_batch_norm: bool) -> None:
         self._graph = graph
         self._first, self._last = first, last
         self._layers = graph.layers[first : last + 1]
-        self._reseed = reseed
+        self._compile = compile_  # what will be compiled is left as it was captured
+        self._reseed = uncompiled(reseed) if compile_ else reseed
         self._weights = weights_of(graph, self._layers)
         self._new = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._attributes: dict[fx.Node, str] = {}
         self._deferred: dict[fx.Node, RunningStatistics] = {}
         if defer_batch_norm:
             nodes = [node for layer in self._layers for node in layer.nodes]
@@ -248,9 +244,14 @@ class _Builder:
         self._new.output(tuple(self._copies[node] for node in results))
         code = type(fx.GraphModule(self._weights, self._new)).forward
         places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node)) is not None}
-        return stage_parts(graph, self._layers, trade, self._weights, code, numbers, places)
+        return stage_parts(graph, self._layers, trade, self._weights, code, numbers, places, self._registries.values)
 
     def _declare(self, inputs: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
+        sources = (source for layer in self._layers for node in layer.nodes for source in node.all_input_nodes)
+        self._attributes = {source: self._attribute(source) for source in sources if source.op == "get_attr"}
+        is_module = dict(self._weights.named_modules())
+        tensors = () if self._compile else (name for name in self._attributes.values() if name not in is_module)
+        self._registries = Registries(self._weights, tensors, self._new)
         self._device = self._new.placeholder("device")
         self._key = self._new.placeholder("random_key")
         self._observer = self._new.placeholder("observer")
@@ -272,7 +273,9 @@ class _Builder:
             return
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
-                self._copies[source] = self._new.get_attr(self._attribute(source))
+                name = self._attributes[source]
+                direct = name in self._registries
+                self._copies[source] = self._registries.read(name) if direct else self._new.get_attr(name)
         if node in self._deferred:
             self._copies[node] = self._deferred_norm(node)
             return
@@ -281,6 +284,8 @@ class _Builder:
         copy.args, copy.kwargs = tree_map(
             lambda leaf: self._device if isinstance(leaf, torch.device) else leaf, (copy.args, copy.kwargs)
         )
+        if not self._compile:
+            copy.target = FUNCTIONS.get(copy.target, copy.target)
         self._copies[node] = copy
 
     def _deferred_norm(self, node: fx.Node) -> fx.Node:

@@ -44,6 +44,25 @@ def ready_of_gradients_s(ledger: Ledger, stage: Candidate, copied: Sequence[Laye
     return tuple(seconds / stage.speed for seconds in ready_s(layers, copied))
 
 
+def exchanged_bytes(ledger: Ledger, stages: Sequence[Candidate]) -> list[int]:
+    """For each stage, the messages with gradients of shared weights that one replica holds.
+
+    That is, for each stage that it shares with, what it has sent, which is a message for each of the other stage's
+    replicas that it serves, and one from there. The sum is made in the gradients themselves.
+    """
+    layers = {layer.name: layer for layer in ledger.profile.layers}
+    found: dict[tuple[int, int], set[str]] = {}
+    for weight in shared_in(ledger, stages):
+        # A weight is counted in the first layer that has it.
+        found.setdefault(weight.stages, set()).add(weight.layers[0])
+    held = [0] * len(stages)
+    for (one, other), names in found.items():
+        size = sum(layers[name].gradient_bytes for name in names)
+        for own, peer in ((one, other), (other, one)):
+            held[own] += size * (-(-stages[peer].replicas // stages[own].replicas) + 1)
+    return held
+
+
 def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:
     layers = ledger.profile.layers
     return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
@@ -54,10 +73,16 @@ def price_with_copies(
 ) -> Price:
     """`price` with the memory of copies: the weight's versions, its gradient twice, the optimizer's state.
 
+    And with that of the gradients which all stages that share weights tell each other (see `exchanged_bytes`).
+
     Raises:
         InfeasibleError: when that does not fit.
     """
-    memory = list(price.memory)
+    exchanged = exchanged_bytes(ledger, stages)
+    memory = [
+        held.model_copy(update={"communication_bytes": held.communication_bytes + more})
+        for held, more in zip(price.memory, exchanged, strict=True)
+    ]
     for number, copied in enumerate(copied_in(ledger, stages)):
         for layer in copied:
             held = memory[number]
@@ -74,7 +99,7 @@ def price_with_copies(
             shared = next(weight for weight in shared_in(ledger, stages) if number in weight.stages)
             over = format_bytes(memory[number].total_bytes - limit)
             raise InfeasibleError(
-                shared.sentence(f", and the copy in stage {number} does not fit the memory by {over}"),
+                shared.sentence(f", and what stage {number} holds for that does not fit the memory by {over}"),
                 hint=f"keep them in one stage: {shared.together}",
             )
     return replace(price, memory=tuple(memory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,33 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint(folder: Path) -> None:
     assert "in the update after minibatch 14: ValueError: failed once" in result["restarts"][0]
     assert result["first_minibatch"] == 10
     assert [entry["minibatch"] for entry in result["losses"]] == list(range(24))  # of the whole run
+
+
+def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder: Path, tmp_path: Path) -> None:
+    """torchrun calls all runs "none" that it was not given an id for."""
+    for name in ("model.py", "plan.json"):
+        (tmp_path / name).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
+
+    def run() -> subprocess.CompletedProcess[str]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        launcher = ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={port}")
+        arguments = ("--steps", "24", "--checkpoint-every", "10", "--json")
+        return subprocess.run(
+            [sys.executable, "-m", *launcher, "-m", "planner", "train", "model.py", *arguments],
+            cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+            env={**os.environ, "FAULT": "once", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["first_minibatch"] == 10
+    assert [entry["minibatch"] for entry in result["losses"]] == list(range(24))
+    done = run()
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count("has checkpoints of an earlier run, the newest step-00000024") >= 2  # both starts
 
 
 def test_restarts_need_checkpoints(folder: Path) -> None:

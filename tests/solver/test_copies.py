@@ -6,9 +6,11 @@ import pytest
 
 from planner.cluster import flat_cluster
 from planner.errors import InfeasibleError
+from planner.ledger import Ledger, candidates
 from planner.profile_file import Profile
 from planner.simulator.plan import simulate
 from planner.solver import solve
+from planner.solver.copies import exchanged_bytes
 from planner.summary import summarize
 from tests.samples import layer, profile
 
@@ -39,11 +41,25 @@ def test_a_copy_is_in_the_plan_and_in_its_memory() -> None:
     assert plan.stages[2].memory.weights_bytes == 10**6
 
 
+def test_messages_with_the_gradients_of_copies_are_in_the_memory() -> None:
+    """What a stage has sent, to each replica that it serves, and what it receives."""
+    ledger = Ledger(tied())
+    assert exchanged_bytes(ledger, candidates([[0], [1], [2], [3]], [1, 1, 1, 1])) == [2 * 10**6, 0, 0, 2 * 10**6]
+    assert exchanged_bytes(ledger, candidates([[0], [1, 2], [3]], [2, 1, 3])) == [3 * 10**6, 0, 2 * 10**6]
+    assert exchanged_bytes(ledger, candidates([[0, 1, 2, 3]], [2])) == [0]
+    plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
+    messages = 2 * 2 * 8  # of each cut, received and sent, two at once
+    communication = [stage.memory.communication_bytes for stage in plan.stages]
+    assert communication == [2 * 10**6 + messages, 2 * messages, 2 * messages, 2 * 10**6 + messages]
+    held = simulate(plan).memory[0].held_bytes
+    assert min(held) >= 2 * 10**6 + plan.stages[0].memory.weights_bytes
+
+
 def test_a_copy_that_does_not_fit_is_no_plan() -> None:
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     limit = plan.stages[3].memory.total_bytes - 1
     assert plan.stages[0].memory.total_bytes <= limit
-    with pytest.raises(InfeasibleError, match="the copy in stage 3 does not fit") as raised:
+    with pytest.raises(InfeasibleError, match="what stage 3 holds for that does not fit") as raised:
         solve(tied(), flat_cluster(4, 1e3, limit), schedule="gpipe", microbatches=4)
     assert "--colocate embedding,head" in raised.value.hint
 

@@ -1,0 +1,84 @@
+"""Less work per operation of a stage's generated code: the same operations, reached on shorter ways.
+
+A captured graph calls `torch.ops.aten.linear.default`, which matches its arguments with the operation's schema at every
+call; `torch.nn.functional.linear` is made for these arguments. And where a captured graph has `self.block.qkv.weight`,
+`nn.Module.__getattr__` searches at every dot. For eight small Transformer blocks on a CPU both together were 7% of the
+forward: 0.5 ms for 147 operations and 102 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+_aten = torch.ops.aten
+
+# Each is made of the same line of PyTorch's native_functions.yaml as its operation: same arguments, same defaults.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: torch.add,
+    _aten.add_.Tensor: Tensor.add_,
+    _aten.batch_norm.default: torch.batch_norm,
+    _aten.cat.default: torch.cat,
+    _aten.conv2d.default: torch.conv2d,
+    _aten.dropout.default: torch.dropout,
+    _aten.embedding.default: torch.embedding,
+    _aten.flatten.using_ints: torch.flatten,
+    _aten.gelu.default: F.gelu,
+    _aten.layer_norm.default: torch.layer_norm,
+    _aten.linear.default: F.linear,
+    _aten.matmul.default: torch.matmul,
+    _aten.max_pool2d.default: torch.max_pool2d,
+    _aten.mul.Tensor: torch.mul,
+    _aten.permute.default: torch.permute,
+    _aten.relu.default: torch.relu,
+    _aten.relu_.default: torch.relu_,
+    _aten.reshape.default: torch.reshape,
+    _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+    _aten.tanh.default: torch.tanh,
+    _aten.transpose.int: torch.transpose,
+    _aten.unbind.int: torch.unbind,
+    _aten.unflatten.int: torch.unflatten,
+    _aten.unsqueeze.default: torch.unsqueeze,
+    _aten.view.default: Tensor.view,
+}
+
+Registry = dict[str, Any]
+
+
+class Registries:
+    """The registries of the modules that hold a stage's weights, as arguments of its code, which looks them up there.
+
+    Modules replace the entries of their registries, on their way to a device for instance, and never the registries.
+
+    Args:
+        weights: bare modules with the parameters and buffers.
+        names: of those that the code uses.
+        code: gets an argument for each of `values`.
+    """
+
+    def __init__(self, weights: nn.Module, names: Iterable[str], code: fx.Graph) -> None:
+        self._code = code
+        self._place: dict[str, tuple[fx.Node, str]] = {}
+        arguments: dict[tuple[str, str], fx.Node] = {}
+        values: list[Registry] = []
+        for name in names:
+            path, _, last = name.rpartition(".")
+            holder = weights.get_submodule(path)
+            kind = "_parameters" if last in holder._parameters else "_buffers"
+            if (path, kind) not in arguments:
+                arguments[path, kind] = code.placeholder(f"registry_{len(values)}")
+                values.append(getattr(holder, kind))
+            self._place[name] = arguments[path, kind], last
+        self.values = tuple(values)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._place
+
+    def read(self, name: str) -> fx.Node:
+        """Add to the code what looks `name` up."""
+        return self._code.create_node("call_function", getitem, self._place[name], name=name.replace(".", "_"))
