@@ -148,6 +148,7 @@ class Links:
         rank: this worker's.
         keep: transfers to one peer that may be unfinished. With as many as there can be units in flight, waiting
             for an older one never blocks: its unit has come back.
+        ahead: rounds by which a stage is ahead of the slowest one that it shares weights with.
         place: where the messages are made, and where their values are needed.
     """
 
@@ -159,9 +160,11 @@ class Links:
         *,
         rank: int,
         keep: int,
+        ahead: Callable[[int], int] = lambda _: 0,
         place: Place,
     ) -> None:
         self._keep = keep
+        self._ahead = ahead
         self._place = place
         self._rank = rank
         self._groups = groups
@@ -186,8 +189,8 @@ class Links:
             return
         link = link_of(send)
         if link.shared:
-            # As large as weights, and one per round: that of the round before has been taken long since.
-            _finish(self._sent.get(link, deque()), 0, send.peer_rank)
+            # As large as weights, and one per round: no more are kept than rounds that this stage is ahead by.
+            _finish(self._sent.get(link, deque()), self._ahead(send.stage), send.peer_rank)
         buffer = pack(self._layout_of(send), send.unit, values, self._place.wire)
         work = dist.isend(buffer, send.peer_rank, self._groups.of(link), tag=link.tag)
         assert work is not None

@@ -251,6 +251,7 @@ class TrainingRun:
             self.layouts.of,
             rank=self.rank,
             keep=max(self.shape.in_flight(stage) for stage in range(len(self.plan.stages))),
+            ahead=self.shape.lag,
             place=self.place,
         )
 

@@ -12,6 +12,7 @@ from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
 from planner.price import Price, versions_of
 from planner.profile_file import Layer
+from planner.schedule.shared import lag
 from planner.sharing import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.units import format_bytes
 
@@ -44,11 +45,12 @@ def ready_of_gradients_s(ledger: Ledger, stage: Candidate, copied: Sequence[Laye
     return tuple(seconds / stage.speed for seconds in ready_s(layers, copied))
 
 
-def exchanged_bytes(ledger: Ledger, stages: Sequence[Candidate]) -> list[int]:
-    """For each stage, the messages with gradients of shared weights that one replica holds.
+def exchanged_bytes(ledger: Ledger, stages: Sequence[Candidate], depths: Sequence[int] | None = None) -> list[int]:
+    """For each stage, the gradients of shared weights that one replica holds for their exchange.
 
     That is, for each stage that it shares with, what it has sent, which is a message for each of the other stage's
-    replicas that it serves, and one from there. The sum is made in the gradients themselves.
+    replicas that it serves, and one from there. The sum is made in the gradients themselves. A stage that is ahead of
+    others, with `depths` of 1f1b, holds what it sends and its own gradients for so many rounds more.
     """
     layers = {layer.name: layer for layer in ledger.profile.layers}
     found: dict[tuple[int, int], set[str]] = {}
@@ -59,7 +61,9 @@ def exchanged_bytes(ledger: Ledger, stages: Sequence[Candidate]) -> list[int]:
     for (one, other), names in found.items():
         size = sum(layers[name].gradient_bytes for name in names)
         for own, peer in ((one, other), (other, one)):
-            held[own] += size * (-(-stages[peer].replicas // stages[own].replicas) + 1)
+            ahead = 0 if depths is None else lag(list(found), depths, 1, own)
+            served = -(-stages[peer].replicas // stages[own].replicas)
+            held[own] += size * (served * (ahead + 1) + ahead + 1)
     return held
 
 
@@ -78,7 +82,7 @@ def price_with_copies(
     Raises:
         InfeasibleError: when that does not fit.
     """
-    exchanged = exchanged_bytes(ledger, stages)
+    exchanged = exchanged_bytes(ledger, stages, price.in_flight if schedule == "1f1b" else None)
     memory = [
         held.model_copy(update={"communication_bytes": held.communication_bytes + more})
         for held, more in zip(price.memory, exchanged, strict=True)

@@ -47,6 +47,8 @@ def test_messages_with_the_gradients_of_copies_are_in_the_memory() -> None:
     assert exchanged_bytes(ledger, candidates([[0], [1], [2], [3]], [1, 1, 1, 1])) == [2 * 10**6, 0, 0, 2 * 10**6]
     assert exchanged_bytes(ledger, candidates([[0], [1, 2], [3]], [2, 1, 3])) == [3 * 10**6, 0, 2 * 10**6]
     assert exchanged_bytes(ledger, candidates([[0, 1, 2, 3]], [2])) == [0]
+    # The second stage is two rounds ahead of the first: three sent, two of its own, and one received.
+    assert exchanged_bytes(ledger, candidates([[0, 1, 2], [3]], [1, 1]), (3, 1)) == [2 * 10**6, 6 * 10**6]
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     messages = 2 * 2 * 8  # of each cut, received and sent, two at once
     communication = [stage.memory.communication_bytes for stage in plan.stages]
