@@ -129,7 +129,8 @@ def train(
         seed: of weights, data order and dropout; None is that of the checkpoint gone on from, or 0.
         options: how to train, beside what the plan and the model file say.
         checkpoints: which to write, and which to go on from.
-        baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead.
+        baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead;
+            where the plan divides minibatches, they share each one and reduce its gradients once.
         save_weights: file for the trained weights, by original name.
         defer_weights: each worker makes the weights of its own stage alone, for models of which the whole fits nowhere;
             the initial weights are others than without, and the same for any plan.

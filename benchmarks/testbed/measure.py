@@ -12,7 +12,7 @@ from benchmarks.testbed.emulate import Emulated
 from benchmarks.testbed.predict import data_parallel_s, given_plan
 from planner.cluster import Cluster
 from planner.executor.job import Job
-from planner.plan_file import Plan
+from planner.plan_file import Plan, ScheduleName
 
 DDP_BUCKET_BYTES = 25 * 2**20
 ROUNDS = 6  # of runs that drain: the first is left out
@@ -69,20 +69,33 @@ def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> flo
     return _measured_s(bed, emulated, Job(model=str(emulated.path), plan=plan, steps=steps), predicted_s)
 
 
-def data_parallel_run(bed: Testbed, emulated: Emulated, links: Cluster, seconds: float) -> Measured:
-    """DistributedDataParallel on all devices; what is predicted of it counts its buckets."""
-    plan = given_plan(emulated.profile, links, [len(emulated.profile.layers)], (links.gpus,))
-    predicted_s = plan.predicted.seconds_per_minibatch
-    steps = links.gpus * max(ROUNDS, math.ceil(seconds / (predicted_s * links.gpus)))
+def data_parallel_run(
+    bed: Testbed, emulated: Emulated, links: Cluster, seconds: float, beside: Plan | None = None
+) -> Measured:
+    """DistributedDataParallel on all devices; what is predicted of it counts its buckets.
+
+    `beside`: a plan whose minibatches it trains, divided as there; undivided ones of one microbatch without it. With
+    fewer microbatches than devices it has one on each, and seconds are for as many samples as a minibatch of the plan.
+    """
+    microbatches = 1 if beside is None else beside.microbatches
+    # Any schedule that divides minibatches is the same on one stage.
+    schedule: ScheduleName = "1f1b" if microbatches == 1 else "1f1b-flush"
+    together = max(microbatches, links.gpus)  # between two updates
+    everything, counted = [len(emulated.profile.layers)], 1 if microbatches == 1 else together
+    priced = given_plan(emulated.profile, links, everything, (links.gpus,), schedule, counted)
+    plan = priced.model_copy(update={"microbatches": microbatches})
+    predicted_s = priced.predicted.seconds_per_minibatch * microbatches / counted
+    rounds = max(ROUNDS, math.ceil(seconds * microbatches / (predicted_s * together)))
+    steps = math.ceil(rounds * together / microbatches)
     job = Job(model=str(emulated.path), plan=plan, steps=steps, baseline="data-parallel")
     bucket_bytes = DDP_BUCKET_BYTES * emulated.scale.byte_factor
-    bucketed_s = data_parallel_s(emulated.profile, links, bucket_bytes) / links.gpus
+    round_s = data_parallel_s(emulated.profile, links, bucket_bytes, math.ceil(together / links.gpus))
     return Measured(
         model=plan.model,
         cluster=described(links),
         config=plan.config,
-        schedule="DistributedDataParallel",
-        predicted_s=bucketed_s,
+        schedule="DistributedDataParallel" + (f" x{microbatches}" if microbatches > 1 else ""),
+        predicted_s=round_s * microbatches / together,
         cost_model_s=predicted_s,
         measured_s=_measured_s(bed, emulated, job, predicted_s),
     )
@@ -99,7 +112,8 @@ def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) 
     timeout_s = 120 + 4 * job.steps * predicted_s
     result = bed.train(job, job.plan.cluster, emulated.scale.byte_factor, timeout_s)
     if job.baseline is not None:
-        return result.minibatch_size / result.samples_per_s
+        assert job.plan.microbatch_size is not None
+        return job.plan.microbatch_size * job.plan.microbatches / result.samples_per_s
     # Completions come in bursts, of which a window may have one more or less: of the mean over the stages less is seen.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:

@@ -59,17 +59,22 @@ def in_proportion(count: int, parts: Sequence[float]) -> list[int]:
     return [end - start for start, end in pairwise([0, *ends])]
 
 
-def data_parallel_s(profile: Profile, cluster: Cluster, bucket_bytes: float) -> float:
+def data_parallel_s(profile: Profile, cluster: Cluster, bucket_bytes: float, microbatches: int = 1) -> float:
     """Seconds per round of DistributedDataParallel: its buckets go off one after the other while the backward runs.
 
     Layers hand in their gradients from the last to the first, and a bucket is full when it has `bucket_bytes` (Li et
     al. 2020, section 3.2.3). The cost model takes equal parts instead, because it knows no layers.
+
+    `microbatches`: of a device; the gradients of all but the last are added up before that one's backward.
     """
     link = link_of(cluster)
-    clock_s = sum(layer.forward_s for layer in profile.layers)
+    computed_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    adding_s = sum(layer.accumulate_s for layer in profile.layers)
+    earlier_s = (microbatches - 1) * computed_s + max(0, microbatches - 2) * adding_s
+    clock_s = earlier_s + sum(layer.forward_s for layer in profile.layers)
     reduced_s, waiting_bytes = clock_s, 0
     for layer in reversed(profile.layers):
-        clock_s += layer.backward_s
+        clock_s += layer.backward_s + (layer.accumulate_s if microbatches > 1 else 0.0)
         waiting_bytes += layer.gradient_bytes
         if waiting_bytes >= bucket_bytes:
             reduced_s = max(clock_s, reduced_s) + float(ring_all_reduce_s(waiting_bytes, cluster.gpus, link))

@@ -75,7 +75,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--baseline",
         choices=["data-parallel"],
-        help="train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan",
+        help="train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan; "
+        "where it divides minibatches, workers share each, add up their microbatches' gradients and reduce them once",
     )
     _add_run_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

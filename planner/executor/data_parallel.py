@@ -1,9 +1,17 @@
-"""The baseline: plain DistributedDataParallel on the unsplit model, with the same data, seeds and measurements."""
+"""The baseline: plain DistributedDataParallel on the unsplit model, with the same data, seeds and measurements.
+
+Where the plan's schedule divides minibatches, so does the baseline: each worker adds up the gradients of its
+microbatches, and they are reduced once per minibatch, as one who trains large minibatches with
+DistributedDataParallel would do (Li et al. 2020, section 3.2.4), and as `plan solve` prices it.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
 from planner.executor.collect import encode_losses, gather_bytes, merge_losses
-from planner.executor.data import make_batches
+from planner.executor.data import RANDOM_BATCHES, BatchSource, make_batches
 from planner.executor.heartbeat import Heart
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
@@ -28,10 +36,77 @@ from planner.model.unsplit import unsplit_loss
 from planner.schedule.instructions import Unit
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one worker computes with one forward and backward."""
+
+    unit: Unit
+    share: float  # of the minibatch's loss
+    factor: float  # on the loss, so that the mean over the workers is the gradient to step with
+    last: bool  # of this worker before the update: its backward reduces the gradients
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Who computes what between two updates.
+
+    A minibatch that the plan divides is divided over the workers: worker k takes microbatches k, k + `world`, ... With
+    fewer of them than workers, minibatches are so much larger that everyone has one. What the plan does not divide
+    goes whole to one worker, and as many are averaged as there are workers.
+
+    Args:
+        planned: microbatches of the plan's minibatch.
+        world: workers.
+    """
+
+    planned: int
+    world: int
+
+    @property
+    def divided(self) -> bool:
+        """Whether workers share minibatches."""
+        return self.planned > 1
+
+    @property
+    def per_update(self) -> int:
+        """Microbatches between two updates, of all workers."""
+        return max(self.planned, self.world)
+
+    @property
+    def per_minibatch(self) -> int:
+        """Microbatches that a minibatch of the baseline has."""
+        return self.per_update if self.divided else 1
+
+    def count(self, data: BatchSource, steps: int | None, epochs: int | None) -> int:
+        """Updates of a run of `steps` minibatches of the plan, or of `epochs`; whole rounds only.
+
+        DistributedDataParallel hangs when a worker has a minibatch less.
+        """
+        own_steps = None if steps is None else -(-steps * self.planned // self.per_minibatch)
+        minibatches = data.minibatches(own_steps, epochs)
+        return minibatches if self.divided else -(-minibatches // self.world)
+
+    def planned_minibatches(self, round_: int) -> int:
+        """Of the plan's minibatches, those that are through with `round_` and not before it."""
+        return (round_ + 1) * self.per_update // self.planned - round_ * self.per_update // self.planned
+
+    def parts(self, data: BatchSource, round_: int, rank: int) -> Iterator[Part]:
+        """What worker `rank` computes in `round_`; at least one, since all have to take part in the all-reduce."""
+        if not self.divided:
+            yield Part(Unit(round_ * self.world + rank), share=1.0, factor=1.0, last=True)
+            return
+        units = [Unit(round_, number) for number in range(rank, self.per_update, self.world)]
+        sizes = {unit: data.size(unit) for unit in units if data.size(unit)}
+        # Where a last, smaller minibatch left nothing: what worker 0 computes, too, and counts for nothing here.
+        for number, (unit, size) in enumerate(sizes.items() or [(Unit(round_), 0)], start=1):
+            share = size / data.minibatch_size(round_)
+            yield Part(unit, share, share * self.world, last=number >= len(sizes))
+
+
 def train_data_parallel(
     job: Job, on_progress: ProgressCallback | None = None, heart: Heart | None = None
 ) -> TrainResult | None:
-    """Train the plan's model with DistributedDataParallel: worker k takes every minibatch k modulo the workers.
+    """Train the plan's model with DistributedDataParallel, with the plan's minibatches: see `Rounds`.
 
     Returns:
         The result on rank 0, None elsewhere.
@@ -65,9 +140,9 @@ def _train(
     model = model_file.build_model().train().to(device)
     if options.channels_last:
         lay_out(model)
-    data = make_batches(model_file, batch_size, 1, job.seed, drop_last=job.options.drop_last)
-    # Whole rounds only: DistributedDataParallel hangs when a worker has a minibatch less.
-    rounds = -(-data.minibatches(job.steps, job.epochs) // world)
+    work = Rounds(job.plan.microbatches, world)
+    data = make_batches(model_file, batch_size, work.per_minibatch, job.seed, drop_last=job.options.drop_last)
+    rounds = work.count(data, job.steps, job.epochs)
     weights_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     peak = PeakMemory(device, already_bytes=weights_bytes)
     # Blocks may leave out weights by the values they see; of other models a step tells.
@@ -76,27 +151,36 @@ def _train(
     optimizer = make_optimizer(
         model_file,
         model,
-        learning_rate_factor=world if job.options.scale_lr else 1,
+        learning_rate_factor=work.per_update / work.planned if job.options.scale_lr else 1,
         clip_grad_norm=job.options.clip_grad_norm,
         scale_loss=job.plan.autocast == "float16",
     )
     forward = compiled(ddp) if options.compiled else ddp
     log = WorkerLog()
-    report = progress_reporter(on_progress, rounds * world, world, batch_size) if on_progress and rank == 0 else None
+    per_round, minibatch_size = (1 if work.divided else world), batch_size * work.per_minibatch
+    report = None
+    if on_progress and rank == 0:
+        report = progress_reporter(on_progress, rounds * per_round, per_round, minibatch_size)
+    if data.random:
+        for round_ in range(min(rounds, RANDOM_BATCHES)):  # made later, they would slow down what is measured
+            for part in work.parts(data, round_, rank):
+                data.batch(part.unit)
     dist.barrier()
     start = time.perf_counter()
     for round_ in range(rounds):
-        minibatch = round_ * world + rank
-        heart.enter(f"training minibatch {minibatch}")
         began = time.perf_counter()
-        torch.manual_seed(job.seed * 1_000_003 + minibatch)
-        batch = data.batch(Unit(minibatch)).to(device)
-        loss = unsplit_loss(forward, model_file, batch, options)
-        torch.autograd.backward(loss if optimizer.scaler is None else loss * optimizer.scaler.scale)
+        for part in work.parts(data, round_, rank):
+            heart.enter(f"training minibatch {part.unit.minibatch}")
+            torch.manual_seed(job.seed * 1_000_003 + part.unit.minibatch * work.per_minibatch + part.unit.microbatch)
+            batch = data.batch(part.unit).to(device)
+            with nullcontext() if part.last else ddp.no_sync():
+                loss = unsplit_loss(forward, model_file, batch, options)
+                scale = 1.0 if optimizer.scaler is None else optimizer.scaler.scale
+                torch.autograd.backward(loss * (part.factor * scale))
+            log.losses.append((part.unit.minibatch, float(loss.detach()) * part.share))
         optimizer.step(None)
-        optimizer.advance(world)
+        optimizer.advance(work.planned_minibatches(round_))
         model.zero_grad(set_to_none=True)
-        log.losses.append((minibatch, float(loss.detach())))
         log.busy_s += time.perf_counter() - began
         log.completions.append(Completion(time.perf_counter(), log.busy_s))
         if report is not None:
@@ -109,12 +193,12 @@ def _train(
         rank=rank,
         stage=0,
         busy_share=steady.busy_share,
-        samples_per_s=steady.units_per_s * batch_size,
+        samples_per_s=steady.units_per_s * per_round * minibatch_size / world,
         peak_memory_bytes=peak.bytes(),
         predicted_memory_bytes=0,
         weight_versions=1,
     )
-    return _result(job, mine, log, seconds, rounds * world, batch_size, data.random, place.wire)
+    return _result(mine, log, seconds, rounds * per_round, minibatch_size, data, place.wire)
 
 
 def _leaves_out_weights(
@@ -134,13 +218,12 @@ def _leaves_out_weights(
 
 
 def _result(
-    job: Job,
     mine: WorkerReport,
     log: WorkerLog,
     seconds: float,
     minibatches: int,
-    batch_size: int,
-    random: bool,
+    minibatch_size: int,
+    data: BatchSource,
     wire: torch.device,
 ) -> TrainResult | None:
     reports = gather_bytes(mine.model_dump_json().encode(), wire)
@@ -153,12 +236,12 @@ def _result(
         schedule="data-parallel",
         workers=len(workers),
         minibatches=minibatches,
-        minibatch_size=batch_size,
-        samples=minibatches * batch_size,
+        minibatch_size=minibatch_size,
+        samples=sum(map(data.minibatch_size, range(minibatches))),
         seconds=seconds,
         samples_per_s=sum(worker.samples_per_s for worker in workers),
         predicted_samples_per_s=None,
-        random_data=random,
+        random_data=data.random,
         losses=merge_losses(losses),
         reports=workers,
     )

@@ -50,7 +50,8 @@ class Job(Record):
     """One training run; every worker gets the same.
 
     Exactly one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison:
-    "data-parallel" with DistributedDataParallel on as many workers as the plan has.
+    "data-parallel" with DistributedDataParallel on as many workers as the plan has, reducing gradients once per
+    minibatch where the plan divides these.
     """
 
     model: str  # "model.py" or "model.py:builder"
