@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class Placement:
     replicas: Sequence[int]
     exchanges: Exchanges
 
-    @property
+    @cached_property
     def ranks(self) -> list[range]:
         """Consecutive, in the order of the stages."""
         return rank_ranges(self.replicas)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +18,8 @@ from numpy.typing import ArrayLike
 from planner.cluster import Cluster
 from planner.cost import Link
 from planner.work import Floats, Integers
+
+MOST_REMEMBERED = 256  # GPUs of a cluster, whose shares are kept
 
 
 def rank_ranges(replicas: Sequence[int]) -> list[range]:
@@ -39,6 +42,7 @@ class Topology:
         levels = cluster.joined
         self.gpus, self._overlap = cluster.gpus, cluster.overlap
         self.groups = np.cumprod([level.size for level in levels])
+        self._groups = tuple(self.groups.tolist())
         self.path_bytes_per_s = np.minimum.accumulate([level.bandwidth_bytes_per_s for level in levels])
         reduces = [level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s for level in levels]
         self.ring_bytes_per_s = np.minimum.accumulate(reduces)
@@ -83,21 +87,30 @@ class Topology:
         Minibatch b runs on replica b mod r of both stages, so that replica i meets replica j where i = j modulo the
         greatest common divisor of the two counts, each equally often.
         """
-        common = math.gcd(len(ranks), len(others))
-        own = np.arange(ranks.start, ranks.stop)
-        residue = (own - ranks.start + others.start) % common
-        met = np.empty((len(self), len(ranks)))
-        for number, size in enumerate(self.groups):
-            low = np.maximum(own // size * size, others.start)
-            high = np.minimum((own // size + 1) * size, others.stop)
-            first = low + (residue - low) % common
-            met[number] = np.maximum(-(-(high - first) // common), 0)
-        return np.diff(met, axis=0, prepend=0.0) / (len(others) // common)
+        compute = _shares if self.gpus <= MOST_REMEMBERED else _shares.__wrapped__
+        return compute(self._groups, ranks, others)
 
     def message_s(self, source: range, target: range, size_bytes: float) -> float:
         """Seconds of one message from stage to stage, on average over the pairs of ranks that exchange it."""
         seconds = size_bytes / self.path_bytes_per_s + self.latency_s
         return float(seconds @ self.shares(source, target).mean(axis=1))
+
+
+@lru_cache(maxsize=4096)
+def _shares(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
+    """`Topology.shares`, which searches ask for the same stages again and again."""
+    common = math.gcd(len(ranks), len(others))
+    own = np.arange(ranks.start, ranks.stop)
+    residue = (own - ranks.start + others.start) % common
+    met = np.empty((len(groups), len(ranks)))
+    for number, size in enumerate(groups):
+        low = np.maximum(own // size * size, others.start)
+        high = np.minimum((own // size + 1) * size, others.stop)
+        first = low + (residue - low) % common
+        met[number] = np.maximum(-(-(high - first) // common), 0)
+    shares = np.diff(met, axis=0, prepend=0.0) / (len(others) // common)
+    shares.setflags(write=False)
+    return shares
 
 
 class Loads:

@@ -11,10 +11,12 @@ from planner.errors import InfeasibleError
 from planner.ledger import Candidate, Ledger
 from planner.plan_file import ScheduleName
 from planner.price import Price, versions_of
-from planner.profile_file import Layer
+from planner.profile_file import Layer, Profile
 from planner.schedule.shared import lag
 from planner.sharing import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.units import format_bytes
+
+_OF_A_WEIGHT = ("update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def shared_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[SharedWeight]:
@@ -25,6 +27,23 @@ def shared_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[SharedWeight]
 def copied_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[Layer]]:
     """For each stage, the layers of earlier stages whose trained weights it holds again."""
     return copied_layers(ledger.profile, _names(ledger, stages))
+
+
+def counted_with_copies(profile: Profile) -> Profile | None:
+    """The profile in which every layer that has a weight of an earlier one counts it, too; None where none has.
+
+    Exact for plans whose stages share their weights as far as the model allows it, and too much for others.
+    """
+    copied = copied_layers(profile, [[layer.name] for layer in profile.layers])
+    if not any(copied):
+        return None
+    layers = [
+        layer.model_copy(
+            update={name: getattr(layer, name) + sum(getattr(other, name) for other in again) for name in _OF_A_WEIGHT}
+        )
+        for layer, again in zip(profile.layers, copied, strict=True)
+    ]
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:

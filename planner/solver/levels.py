@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from planner.solver.branches import MOST_DOWNSETS, Beyond, search_beyond
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.hierarchy import HierarchySearch
 from planner.solver.nearest import NearestModel
+from planner.solver.neighbours import Descents
 from planner.solver.placements import Question
 from planner.solver.relaxed import Seconds
 from planner.solver.search import RESOLUTION, Path, Search
@@ -23,6 +24,7 @@ from planner.work import Integers
 
 MOST_PLACED = 256  # GPUs for which every place is tried
 MOST_BOUNDED = 64  # GPUs for which all cuts of a branching model are looked at
+MOST_PRICED, DESCENDED = 3_000, 16  # plans to price in local search, for so many GPUs; for more, fewer
 MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
 PRECISION = 4e-3  # of the bound for clusters of several levels over more than that
 ROUNDS = 3
@@ -30,27 +32,48 @@ ROUNDS = 3
 PriceOn = Callable[[StateSpace], Seconds]
 
 
-def search_levels(question: Question, price: Seconds, nearest: Path) -> Found:
+def search_levels(question: Question, price: Seconds, nearest: Path, strain: Seconds | None = None) -> Found:
     """The fastest plan by its true price, and what no plan over the space can beat.
 
-    Where the cuts and the places are few, the search over both is exact. With more cuts, it is asked about cuts spread
-    over the model and those around the best plan so far; with more GPUs, the plans for clusters whose links are all
-    alike are priced.
+    Where the cuts and the places are few, the search over both is exact as far as the work allowed for it goes. With
+    more cuts, it is asked about cuts spread over the model and those around the best plan so far; with more GPUs, the
+    plans for clusters whose links are all alike are priced. What is not proven then is improved by local search.
 
     Args:
         question: what is sought.
         price: of a path; infinite when it does not fit the memory.
         nearest: the best path on a flat cluster that is never worse (`nearest_search`), whose time is the bound.
+        strain: what local search lowers; the price if None.
     """
-    best = better(None, nearest, price)
-    for path in _alike(question):
+    starts = [nearest, *_alike(question)]
+    best = None
+    for path in starts:
         best = better(best, path, price)
     few = question.gpus <= MOST_PLACED and not question.deadline.passed
     if few and len(question.space) <= HierarchySearch.states_that_fit(question):
-        return HierarchySearch(question).best(price, best)
-    if few:
-        best = _refined(question, price, best)
-    return Found(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds))
+        found = HierarchySearch(question).best(price, best)
+    else:
+        best = _refined(question, price, best) if few else best
+        found = Found(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds))
+    if few and (found.path is None or found.bound_s < found.path.seconds * (1 - RESOLUTION)):
+        found = _descended(question, price, strain or price, found, starts)
+    return found
+
+
+def _descended(question: Question, price: Seconds, strain: Seconds, found: Found, starts: Sequence[Path]) -> Found:
+    """What local search makes of the best path, which is not proven to be optimal, and of others."""
+    descents = descents_for(question, strain)
+    best = found.path
+    for start in starts if best is None else [best, *starts]:
+        path = descents.from_(start)
+        best = best if path is None else better(best, path, price)
+    return found if best is None else Found(best, min(found.bound_s, best.seconds))
+
+
+def descents_for(question: Question, strain: Seconds) -> Descents:
+    """Local search for this question; the more GPUs, the longer a price takes, and the fewer plans are priced."""
+    most = MOST_PRICED * DESCENDED // max(DESCENDED, question.gpus)
+    return Descents(question.space, question.gpus, strain, question.deadline, most)
 
 
 def search_all_cuts(question: Question, price_on: PriceOn, along: Path, nearest: Path) -> tuple[StateSpace, Found]:

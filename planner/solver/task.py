@@ -10,23 +10,32 @@ from planner.cluster import Cluster, flat_cluster
 from planner.cost import ASYNCHRONOUS, Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.cost_drained import SynchronousModel
-from planner.ledger import Candidate
+from planner.ledger import Candidate, Ledger
 from planner.placement import places_matter
 from planner.plan_file import CostModelName, ScheduleName
 from planner.price import Price
-from planner.pricing import price
+from planner.pricing import busy_resources, price
 from planner.solver.branches import MOST_STATES, search_beyond
+from planner.solver.copies import counted_with_copies
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits
-from planner.solver.levels import beyond_the_order, nearest_path, nearest_search, search_all_cuts, search_levels
+from planner.solver.levels import (
+    MOST_PLACED,
+    beyond_the_order,
+    descents_for,
+    nearest_path,
+    nearest_search,
+    search_all_cuts,
+    search_levels,
+)
 from planner.solver.pipelines import MOST_WORKERS
 from planner.solver.placements import Question
 from planner.solver.search import Path, Search, stages_along
-from planner.solver.states import StateSpace
+from planner.solver.states import Chain, StateSpace
 from planner.solver.synchronous import SynchronousSearch
 from planner.solver.trials import SETTLED, Priced, Trials
-from planner.solver.waits import SLOWED, BestOn, DataParallelSearch, fastest, questions, slowed
+from planner.solver.waits import PROPOSED, SLOWED, BestOn, DataParallelSearch, fastest, questions, slowed
 from planner.topology import Topology
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
@@ -109,7 +118,7 @@ class Task:
         if self.interrupted:
             return self, path, self.relaxed_s()
         question = self._question(self.cluster.gpus, self.cluster.memory_bytes)
-        along = search_levels(question, self.seconds, path)
+        along = search_levels(question, self.seconds, path, self.strain)
         assert along.path is not None
         if self.space.complete:
             return self, along.path, along.bound_s
@@ -127,6 +136,18 @@ class Task:
         limit = self.cluster.memory_bytes
         fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
         return cost.seconds_per_minibatch if fits else np.inf
+
+    def strain(self, path: Path) -> float:
+        """The price, and a thousandth for how uneven the stages are: so that local search leaves plans where several
+        resources are as busy, and no single step helps."""
+        if self.schedule != "1f1b" or (self.cluster.memory_bytes is not None and not np.isfinite(self.seconds(path))):
+            return self.seconds(path)
+        stages = stages_along(self.space, path)
+        resources = busy_resources(self.space.ledger, stages, self.cluster, model=self.model)
+        busy_s = [max(map(float, each.values())) for each in resources]
+        seconds = max(busy_s)
+        uneven = sum(r * each**2 for r, each in zip(path.replicas, busy_s, strict=True)) / self.cluster.gpus
+        return seconds + 1e-3 * uneven / seconds if seconds > 0 else seconds
 
     @property
     def keeps_order(self) -> bool:
@@ -223,8 +244,12 @@ class Task:
         cluster, layers = self.cluster, self.space.ledger.profile.layers
         memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in layers) or 1
         link_unit = memory_unit / float(self.space.compute_s[-1])
+        counting = self._counting_copies()
+        near = None
+        if self.placed and cluster.gpus <= MOST_PLACED:
+            near = descents_for(self._question(cluster.gpus, cluster.memory_bytes), (counting or self).strain)
 
-        def best_of(kind: type[Search], link: Link, memory: int | None) -> BestOn:
+        def best_of(space: StateSpace, kind: type[Search], link: Link, memory: int | None) -> BestOn:
             model = asynchronous_model(self.model, self.schedule, self.microbatches, link)
 
             def best_on(gpus: int, below_s: float) -> Priced | None:
@@ -232,8 +257,15 @@ class Task:
                     return None
                 slower = link.bandwidth_bytes_per_s < self._link.bandwidth_bytes_per_s
                 limit_s = below_s * (SLOWED if slower else 1)
-                path = kind(self.space, model, gpus, memory, self.recompute, self.deadline).best(limit_s)
-                return None if path is None else self.priced(path)
+                path = kind(space, model, gpus, memory, self.recompute, self.deadline).best(limit_s)
+                if path is None:
+                    return None
+                proposal = self.priced(path)
+                if near is None or proposal[1].seconds_per_minibatch < below_s:
+                    return proposal
+                # It was found for links that are all alike, and these are not.
+                path = near.from_(path)
+                return proposal if path is None else self.priced(path)
 
             return best_on
 
@@ -241,10 +273,38 @@ class Task:
         if self.placed:  # where some transfers cross faster links than the slowest
             most = min(cluster.gpus, MOST_WORKERS)
             asked += [(Search, most, slowed(self._link, 1 / faster), cluster.memory_bytes) for faster in FASTER]
-        kinds = ((best_of(kind, link, memory), most) for kind, most, link, memory in asked)
+        proposed = [(self.space, *question) for question in asked]
+        if counting is not None:
+            proposed = [(counting.space, *question) for question in asked[: len(PROPOSED)]] + proposed
+        kinds = [(best_of(space, kind, link, memory), most) for space, kind, most, link, memory in proposed]
+        if counting is not None and self.placed and cluster.gpus <= MOST_WORKERS:
+            kinds = [(self._over_levels_by(counting), cluster.gpus), *kinds]
         few = min(cluster.gpus, MOST_WORKERS)
-        alone = best_of(DataParallelSearch, self._link, cluster.memory_bytes)(few, np.inf)
+        alone = best_of(self.space, DataParallelSearch, self._link, cluster.memory_bytes)(few, np.inf)
         return fastest(self.space.ledger, first, alone, kinds, trials)
+
+    def _counting_copies(self) -> Task | None:
+        """The same task where copies of weights that stages share always cost what they do; None without such weights.
+
+        The searches over the profile itself do not know what copies cost a stage. The simulation does.
+        """
+        if not isinstance(self.space, Chain):
+            return None
+        counted = counted_with_copies(self.space.ledger.profile)
+        return None if counted is None else self._over(Chain(Ledger(counted)))
+
+    def _over_levels_by(self, other: Task) -> BestOn:
+        """The best plan of another task for all GPUs of a cluster of several levels, at this one's price."""
+
+        def best_on(gpus: int, below_s: float) -> Priced | None:
+            path = None if gpus < other.cluster.gpus else other.best()
+            if path is None or other.interrupted:
+                return None
+            question = other._question(gpus, other.cluster.memory_bytes)
+            found = search_levels(question, other.seconds, path, other.strain).path
+            return None if found is None else self.priced(found)
+
+        return best_on
 
     def _rivals(self, slower: float) -> list[Priced]:
         """Plans for a schedule that drains, found on the way to the best one for links that many times slower."""

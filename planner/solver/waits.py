@@ -56,6 +56,18 @@ class FrontSearch(Search):
         return None
 
 
+class EndsSearch(FrontSearch):
+    """Plans in which only the first stage and the last, with the scores of a large vocabulary, have replicas."""
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        total, replicas, again = Search.suffixes(self, state, others, target_s, after)
+        if state == 0:
+            return total, replicas, again
+        return np.where((replicas > 1) & (others < len(self.space) - 1), IMPOSSIBLE, total), replicas, again
+
+
 class StraightSearch(FrontSearch):
     """Plans without replicas."""
 
@@ -79,7 +91,7 @@ class DataParallelSearch(Search):
         return path if path is not None and (below_s is None or path.seconds < below_s) else None
 
 
-PROPOSED: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSearch, Search)
+PROPOSED: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSearch, EndsSearch, Search)
 
 
 def questions(

@@ -10,7 +10,7 @@ from planner.ledger import Ledger, candidates
 from planner.profile_file import Profile
 from planner.simulator.plan import simulate
 from planner.solver import solve
-from planner.solver.copies import exchanged_bytes
+from planner.solver.copies import counted_with_copies, exchanged_bytes
 from planner.summary import summarize
 from tests.samples import layer, profile
 
@@ -55,6 +55,15 @@ def test_messages_with_the_gradients_of_copies_are_in_the_memory() -> None:
     assert communication == [2 * 10**6 + messages, 2 * messages, 2 * messages, 2 * 10**6 + messages]
     held = simulate(plan).memory[0].held_bytes
     assert min(held) >= 2 * 10**6 + plan.stages[0].memory.weights_bytes
+
+
+def test_a_profile_that_counts_every_copy() -> None:
+    counted = counted_with_copies(tied())
+    assert counted is not None
+    assert [layer.gradient_bytes for layer in counted.layers] == [10**6] * 4
+    assert [layer.optimizer_bytes for layer in counted.layers] == [2 * 10**6] * 4
+    assert counted.layers[:3] == tied().layers[:3]
+    assert counted_with_copies(profile(layer("a", output_bytes=8), layer("b"))) is None
 
 
 def test_a_copy_that_does_not_fit_is_no_plan() -> None:
