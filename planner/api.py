@@ -224,6 +224,8 @@ def make_job(
         check_tensorboard()
     if options.evaluate_every is not None and baseline is not None:
         raise InputError(f"--evaluate-every is for plans, not for {baseline}", hint="leave out one of the two")
+    if save_weights is not None and baseline is not None:
+        raise InputError(f"--save-weights is for plans, not for {baseline}", hint="leave out one of the two")
     if defer_weights and baseline is not None:
         raise InputError(
             f"--defer-weights cannot train {baseline}, which needs the whole model on every worker",

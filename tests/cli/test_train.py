@@ -100,6 +100,11 @@ def test_the_data_parallel_baseline_takes_a_loss_that_the_model_makes_itself(fol
     assert len(json.loads(process.stdout)["losses"]) == 8
 
 
+def test_the_data_parallel_baseline_saves_no_weights(folder: Path) -> None:
+    arguments = ("--steps", "8", "--baseline", "data-parallel", "--save-weights", "weights.pt")
+    assert_one_sentence(plan_train(folder, "model.py", *arguments), 2, "--save-weights")
+
+
 def test_missing_files(folder: Path) -> None:
     assert_one_sentence(plan_train(folder, "model.py", "--plan", "none.json"), 2, "none.json")
     assert_one_sentence(plan_train(folder, "none.py"), 2, "none.py")
