@@ -1,13 +1,14 @@
-"""What knowing a cluster's levels brings, on the published profiles and on long chains; see README.md."""
+"""What knowing a cluster's levels brings, on published profiles, long chains and models here; see README.md."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
@@ -16,12 +17,15 @@ from benchmarks.kept import printed
 from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.pipedream import read_profile
 from planner.plan_file import Plan
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
-from planner.solver import solve
+from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value, load_profile
+from planner.solver import levels, solve
 from planner.units import format_seconds
 
 ANCHORS = Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream"
 INNER, OUTER = 16e9, 1.25e9
+PROFILES = Path(__file__).parents[2] / "profiles"
+TABLES = ("published", "chains", "local")
+SEARCHED, SERVERS, BETWEEN_MBPS = ("resnet50", "vgg16", "gnmt8", "bert"), ((4, 2), (4, 4)), (100, 200, 500)
 CHAINS = (
     (100, (4, 4)),
     (300, (8, 8)),
@@ -34,21 +38,24 @@ CHAINS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hierarchy", description=__doc__)
-    parser.add_argument("--only", choices=["published", "chains"], help="one of the tables")
+    parser.add_argument("--only", choices=TABLES, help="one of the tables")
     parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
     parser.add_argument("--chains", type=int, default=len(CHAINS), help="the first so many of them (default: all)")
     args = parser.parse_args(argv)
     with printed(Path(__file__).parent, save=args.save):
-        if args.only != "chains":
+        if args.only in (None, "published"):
             if ANCHORS.is_dir():
                 print(published_table())
             else:
                 print(f"the published profiles are not beside the project ({ANCHORS.name})", file=sys.stderr)
-        if args.only != "published":
+        if args.only in (None, "chains"):
             print()
             print(chains_table(args.chains))
+        if args.only in (None, "local"):
+            print()
+            print(local_table())
     return 0
 
 
@@ -103,6 +110,34 @@ def chains_table(first: int) -> str:
         gap = "optimal" if plan.solver.status == "optimal" else f"gap {plan.solver.gap:.1%}"
         rows.append([layers, "x".join(map(str, sizes)), plan.cluster.gpus, format_seconds(seconds), gap])
     return tabulate(rows, headers=["layers", "levels", "GPUs", "solved in", ""], tablefmt="github")
+
+
+def local_table() -> str:
+    """Models of this project on servers that share slow links, with local search and without."""
+    rows = []
+    for name in SEARCHED:
+        profile = load_profile(PROFILES / name / "cpu.json")
+        for sizes in SERVERS:
+            for between in BETWEEN_MBPS:
+                cluster = hierarchical_cluster(sizes, (10e9 / 8, between * 1e6 / 8))
+                with without_local_search():
+                    before, before_s = timed(profile, cluster, published=False)
+                after, after_s = timed(profile, cluster, published=False)
+                one, other = (plan.predicted.seconds_per_minibatch for plan in (before, after))
+                times = [format_seconds(each) for each in (one, before_s, other, after_s)]
+                rows.append([name, f"{sizes[0]}x{sizes[1]}", between, *times, f"{one / other:.2f}", after.config])
+    headers = ["profile", "servers", "between, Mbps", "without", "in", "with", "in", "faster", "plan"]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+@contextlib.contextmanager
+def without_local_search() -> Iterator[None]:
+    """Not a single plan may be priced in it meanwhile."""
+    usual, levels.MOST_PRICED = levels.MOST_PRICED, 0
+    try:
+        yield
+    finally:
+        levels.MOST_PRICED = usual
 
 
 def timed(profile: Profile, cluster: Cluster, *, published: bool) -> tuple[Plan, float]:

@@ -22,6 +22,7 @@ from planner.solver.infeasible import explain
 from planner.solver.interleaved_plan import solve_interleaved
 from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.request import Request
+from planner.solver.rivals import fastest_simulated
 from planner.solver.states import Chain
 from planner.solver.tally import Tally
 from planner.solver.task import Task
@@ -173,5 +174,5 @@ def _searched(request: Request, trials: Trials) -> tuple[Sequence[Candidate], Pr
     stages, cost = task.priced(path)
     bound_s = min(bound_s, cost.seconds_per_minibatch)
     if request.simulated:
-        stages, cost = along.fastest_simulated((stages, cost), trials)
+        stages, cost = fastest_simulated(along, (stages, cost), trials)
     return stages, cost, bound_s

@@ -10,37 +10,29 @@ from planner.cluster import Cluster, flat_cluster
 from planner.cost import ASYNCHRONOUS, Link, RecomputeRule, link_of
 from planner.cost_2bw import asynchronous_model
 from planner.cost_drained import SynchronousModel
-from planner.ledger import Candidate, Ledger
+from planner.ledger import Candidate
 from planner.placement import places_matter
 from planner.plan_file import CostModelName, ScheduleName
 from planner.price import Price
 from planner.pricing import busy_resources, price
 from planner.solver.branches import MOST_STATES, search_beyond
-from planner.solver.copies import counted_with_copies
 from planner.solver.deadline import NO_HURRY, Deadline
 from planner.solver.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits
 from planner.solver.levels import (
-    MOST_PLACED,
     beyond_the_order,
-    descents_for,
     nearest_path,
     nearest_search,
     search_all_cuts,
     search_levels,
 )
-from planner.solver.pipelines import MOST_WORKERS
 from planner.solver.placements import Question
 from planner.solver.search import Path, Search, stages_along
-from planner.solver.states import Chain, StateSpace
+from planner.solver.states import StateSpace
 from planner.solver.synchronous import SynchronousSearch
-from planner.solver.trials import SETTLED, Priced, Trials
-from planner.solver.waits import PROPOSED, SLOWED, BestOn, DataParallelSearch, fastest, questions, slowed
 from planner.topology import Topology
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
-SLOWER_DRAINED = (1.0, 2.0)  # links for which rivals of schedules that drain are made
-FASTER = (2.0, 4.0)  # links for which plans for clusters of several levels are proposed, too
 MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit
 LEANER_SCHEDULES: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush")  # that hold fewer weights, or also drain for it
 _ROUNDING = 1e-9  # the search and the price add the same numbers in different order
@@ -62,20 +54,20 @@ class Task:
         self.space, self.cluster, self.recompute, self.deadline = space, cluster, recompute, deadline
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
         self.model, self.schedule, self.microbatches = model, schedule, microbatches
-        self._link = link_of(cluster)
-        self._met: list[Path] = []  # on the way to the best, of schedules that drain
+        self.link = link_of(cluster)
+        self.met: list[Path] = []  # on the way to the best, of schedules that drain
 
     def best(self) -> Path | None:
         """The best path on the cluster."""
         if self.placed:
-            question = self._question(self.cluster.gpus, self.cluster.memory_bytes)
+            question = self.question()
             path, self.interrupted = nearest_path(question)
             return path
         search = self._search(self.cluster.gpus, self.cluster.memory_bytes)
         path = search.best()
         self.interrupted = search.interrupted
         if isinstance(search, SynchronousSearch):
-            self._met = search.found
+            self.met = search.found
         return path
 
     def beyond_the_order(self, path: Path) -> tuple[Task, Path, float]:
@@ -89,7 +81,7 @@ class Task:
             return self, path, path.seconds
         if self.schedule not in ASYNCHRONOUS:
             return self._beyond_drained(path)
-        model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+        model = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
         ledger, cluster = self.space.ledger, self.cluster
         memory = cluster.memory_bytes
         beyond = search_beyond(
@@ -106,7 +98,7 @@ class Task:
         bound_s = beyond.bound_s
         if beyond.path is None or beyond.space is None or self.keeps_order:
             return self, path, bound_s
-        return self._over(beyond.space), beyond.path, bound_s
+        return self.over(beyond.space), beyond.path, bound_s
 
     @property
     def placed(self) -> bool:
@@ -117,7 +109,7 @@ class Task:
         """`beyond_the_order` for a cluster of several levels, from the best path on the nearest flat one."""
         if self.interrupted:
             return self, path, self.relaxed_s()
-        question = self._question(self.cluster.gpus, self.cluster.memory_bytes)
+        question = self.question()
         along = search_levels(question, self.seconds, path, self.strain)
         assert along.path is not None
         if self.space.complete:
@@ -126,9 +118,9 @@ class Task:
             return self, along.path, self.relaxed_s()
         if self.keeps_order:
             return self, along.path, min(along.path.seconds, beyond_the_order(question, path).bound_s)
-        wider, found = search_all_cuts(question, lambda over: self._over(over).seconds, along.path, path)
+        wider, found = search_all_cuts(question, lambda over: self.over(over).seconds, along.path, path)
         assert found.path is not None
-        return self._over(wider), found.path, found.bound_s
+        return self.over(wider), found.path, found.bound_s
 
     def seconds(self, path: Path) -> float:
         """The price of a path; infinite when it does not fit the memory."""
@@ -158,7 +150,7 @@ class Task:
         """The same task over every cut of the graph, or None where those are too many."""
         most = MOST_STATES if self.schedule in ASYNCHRONOUS else MOST_DRAINED_STATES
         words = enumerate_downsets(self.space.ledger, most)
-        return None if words is None else self._over(Downsets(self.space.ledger, words, complete=True))
+        return None if words is None else self.over(Downsets(self.space.ledger, words, complete=True))
 
     def leaner(self) -> dict[str, Fits]:
         """Ways to need less memory, by the arguments that ask for them."""
@@ -175,7 +167,8 @@ class Task:
                 found[f"--schedule {schedule} --microbatches {microbatches}"] = leaner.fits
         return found
 
-    def _over(self, space: StateSpace) -> Task:
+    def over(self, space: StateSpace) -> Task:
+        """The same task over other cuts."""
         return Task(space, self.cluster, self.model, self.schedule, self.microbatches, self.recompute, self.deadline)
 
     def _beyond_drained(self, path: Path) -> tuple[Task, Path, float]:
@@ -202,7 +195,7 @@ class Task:
         """The path's stages and their price."""
         stages = stages_along(self.space, path)
         # Memory was the search's business; the number of GPUs may be a supposed one.
-        cluster = self.cluster if path.gpus <= self.cluster.gpus else _flat_cluster(self._link, path.gpus, None)
+        cluster = self.cluster if path.gpus <= self.cluster.gpus else _flat_cluster(self.link, path.gpus, None)
         return stages, price(
             self.space.ledger,
             stages,
@@ -212,8 +205,11 @@ class Task:
             microbatches=self.microbatches,
         )
 
-    def _question(self, gpus: int, memory_bytes: int | None) -> Question:
+    def question(self) -> Question:
         """This task for the searches that know levels."""
+        return self._question(self.cluster.gpus, self.cluster.memory_bytes)
+
+    def _question(self, gpus: int, memory_bytes: int | None) -> Question:
         objective = self.model if self.schedule == "1f1b" else self._drained
         return Question(
             self.space, Topology(self.cluster), objective, gpus, memory_bytes, self.recompute, self.deadline
@@ -221,101 +217,7 @@ class Task:
 
     @property
     def _drained(self) -> SynchronousModel:
-        return SynchronousModel(self._link, self.schedule, self.microbatches)
-
-    def fastest_simulated(self, first: Priced, trials: Trials) -> Priced:
-        """The fastest plan when it is simulated: `first`, or another that its waits let pass."""
-        if self.schedule in ASYNCHRONOUS:
-            return self._fastest_asynchronous(first, trials)
-        ledger = self.space.ledger
-        best = trials.fastest(ledger, [first])
-        if best[1].cost_model_s is None or len(self.space) > MOST_DRAINED_STATES:
-            return best
-        for slower in SLOWER_DRAINED:
-            if best[1].seconds_per_minibatch <= first[1].seconds_per_minibatch * (1 + SETTLED):
-                break
-            if trials.tally.over:
-                trials.tally.exhausted = False
-                break
-            best = trials.fastest(ledger, [first, *self._rivals(slower)], best)
-        return best
-
-    def _fastest_asynchronous(self, first: Priced, trials: Trials) -> Priced:
-        cluster, layers = self.cluster, self.space.ledger.profile.layers
-        memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in layers) or 1
-        link_unit = memory_unit / float(self.space.compute_s[-1])
-        counting = self._counting_copies()
-        near = None
-        if self.placed and cluster.gpus <= MOST_PLACED:
-            near = descents_for(self._question(cluster.gpus, cluster.memory_bytes), (counting or self).strain)
-
-        def best_of(space: StateSpace, kind: type[Search], link: Link, memory: int | None) -> BestOn:
-            model = asynchronous_model(self.model, self.schedule, self.microbatches, link)
-
-            def best_on(gpus: int, below_s: float) -> Priced | None:
-                if self.deadline.passed:
-                    return None
-                slower = link.bandwidth_bytes_per_s < self._link.bandwidth_bytes_per_s
-                limit_s = below_s * (SLOWED if slower else 1)
-                path = kind(space, model, gpus, memory, self.recompute, self.deadline).best(limit_s)
-                if path is None:
-                    return None
-                proposal = self.priced(path)
-                if near is None or proposal[1].seconds_per_minibatch < below_s:
-                    return proposal
-                # It was found for links that are all alike, and these are not.
-                path = near.from_(path)
-                return proposal if path is None else self.priced(path)
-
-            return best_on
-
-        asked = [*questions(cluster.gpus, self._link, cluster.memory_bytes, link_unit, memory_unit)]
-        if self.placed:  # where some transfers cross faster links than the slowest
-            most = min(cluster.gpus, MOST_WORKERS)
-            asked += [(Search, most, slowed(self._link, 1 / faster), cluster.memory_bytes) for faster in FASTER]
-        proposed = [(self.space, *question) for question in asked]
-        if counting is not None:
-            proposed = [(counting.space, *question) for question in asked[: len(PROPOSED)]] + proposed
-        kinds = [(best_of(space, kind, link, memory), most) for space, kind, most, link, memory in proposed]
-        if counting is not None and self.placed and cluster.gpus <= MOST_WORKERS:
-            kinds = [(self._over_levels_by(counting), cluster.gpus), *kinds]
-        few = min(cluster.gpus, MOST_WORKERS)
-        alone = best_of(self.space, DataParallelSearch, self._link, cluster.memory_bytes)(few, np.inf)
-        return fastest(self.space.ledger, first, alone, kinds, trials)
-
-    def _counting_copies(self) -> Task | None:
-        """The same task where copies of weights that stages share always cost what they do; None without such weights.
-
-        The searches over the profile itself do not know what copies cost a stage. The simulation does.
-        """
-        if not isinstance(self.space, Chain):
-            return None
-        counted = counted_with_copies(self.space.ledger.profile)
-        return None if counted is None else self._over(Chain(Ledger(counted)))
-
-    def _over_levels_by(self, other: Task) -> BestOn:
-        """The best plan of another task for all GPUs of a cluster of several levels, at this one's price."""
-
-        def best_on(gpus: int, below_s: float) -> Priced | None:
-            path = None if gpus < other.cluster.gpus else other.best()
-            if path is None or other.interrupted:
-                return None
-            question = other._question(gpus, other.cluster.memory_bytes)
-            found = search_levels(question, other.seconds, path, other.strain).path
-            return None if found is None else self.priced(found)
-
-        return best_on
-
-    def _rivals(self, slower: float) -> list[Priced]:
-        """Plans for a schedule that drains, found on the way to the best one for links that many times slower."""
-        if slower == 1 and self._met:
-            return [self.priced(path) for path in self._met]
-        model = SynchronousModel(slowed(self._link, slower), self.schedule, self.microbatches)
-        search = SynchronousSearch(
-            self.space, model, self.cluster.gpus, self.cluster.memory_bytes, self.recompute, self.deadline
-        )
-        search.best()
-        return [self.priced(path) for path in search.found]
+        return SynchronousModel(self.link, self.schedule, self.microbatches)
 
     def relaxed_s(self) -> float:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
@@ -324,7 +226,7 @@ class Task:
         # All microbatches of a minibatch add up their gradients but the first of every GPU.
         adding_s = float(work.accumulate_s[0]) * max(0.0, self.microbatches / self.cluster.gpus - 1)
         if self.schedule in ASYNCHRONOUS:
-            model = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+            model = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
             return float(model.least_s(work)[0]) / self.cluster.gpus + adding_s
         once_s = float(work.forward_s[0] + work.backward_s[0])
         if self.schedule == "naive":
@@ -335,7 +237,7 @@ class Task:
         if self.placed:
             return nearest_search(self._question(gpus, memory_bytes))
         if self.schedule in ASYNCHRONOUS:
-            asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self._link)
+            asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
             return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute, self.deadline)
         return SynchronousSearch(self.space, self._drained, gpus, memory_bytes, self.recompute, self.deadline)
 
