@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 
 _MULTS_PER_S = 2e12
 _MINIBATCH = 32

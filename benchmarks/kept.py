@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planner.files import write_text
+from planner.formats.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = ROOT / "docs" / "papers.md"

@@ -13,10 +13,10 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, Emulated, emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan, train_s
 from benchmarks.testbed.predict import given_plan
-from planner.cluster import Cluster
-from planner.ledger import Ledger
-from planner.plan_file import Plan
-from planner.profile_file import Profile
+from planner.cost.layer_costs import Ledger
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 from planner.solver import solve
 
 

@@ -2,9 +2,9 @@
 
 In a page, a line of its own
 
-    <!-- fields: planner.profile_file.Profile -->   becomes tables of the fields of that record and of those inside it,
-    <!-- help: plan solve -->                       becomes what `plan solve --help` prints,
-    <!-- devices: all -->                           becomes the table of devices that estimates know.
+    <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and those inside it,
+    <!-- help: plan solve -->                          becomes what `plan solve --help` prints,
+    <!-- devices: all -->                              becomes the table of devices that estimates know.
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def device_table() -> str:
     """Peaks of every device of the table."""
-    from planner.profiler.devices import DEVICES, DTYPES
+    from planner.profiler.estimated.devices import DEVICES, DTYPES
 
     lines = [
         "| name | device | " + " | ".join(f"{dtype}, TFLOP/s" for dtype in DTYPES) + " | GB/s | memory |",

@@ -15,61 +15,61 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from planner.answers.compare import compare
-    from planner.answers.explain import explain
-    from planner.answers.sweep import sweep
+    from planner.analysis.compare import compare
+    from planner.analysis.explain import explain
+    from planner.analysis.sweep import sweep
     from planner.api import estimate, profile, train
-    from planner.cluster import Cluster, flat_cluster
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
+    from planner.executor.checkpoint.trained_weights import export_weights, load_weights
+    from planner.executor.custom_loop import in_memory, pipeline
     from planner.executor.job import CheckpointOptions, TrainingOptions
-    from planner.executor.own_loop import in_memory, pipeline
-    from planner.executor.trained_weights import export_weights, load_weights
     from planner.exports import export
+    from planner.formats.cluster import Cluster, flat_cluster
+    from planner.formats.pipedream import read_profile as load_profile
+    from planner.formats.plan import Plan, load_plan, save_plan
+    from planner.formats.profile import Profile, save_profile
+    from planner.formats.timeline import Timeline, load_timeline, save_timeline
     from planner.model.file import load_model_file
-    from planner.pipedream import read_profile as load_profile
-    from planner.plan_file import Plan, load_plan, save_plan
-    from planner.profile_file import Profile, save_profile
     from planner.simulator.plan import simulate
+    from planner.simulator.summary import Summary, summarize
     from planner.solver import solve
-    from planner.summary import Summary, summarize
-    from planner.timeline import Timeline, load_timeline, save_timeline
 
 _HOMES = {
     "CheckpointOptions": ("planner.executor.job", "CheckpointOptions"),
-    "Cluster": ("planner.cluster", "Cluster"),
+    "Cluster": ("planner.formats.cluster", "Cluster"),
     "InfeasibleError": ("planner.errors", "InfeasibleError"),
     "InputError": ("planner.errors", "InputError"),
-    "Plan": ("planner.plan_file", "Plan"),
+    "Plan": ("planner.formats.plan", "Plan"),
     "PlannerError": ("planner.errors", "PlannerError"),
-    "Profile": ("planner.profile_file", "Profile"),
+    "Profile": ("planner.formats.profile", "Profile"),
     "TrainingOptions": ("planner.executor.job", "TrainingOptions"),
-    "Summary": ("planner.summary", "Summary"),
-    "Timeline": ("planner.timeline", "Timeline"),
+    "Summary": ("planner.simulator.summary", "Summary"),
+    "Timeline": ("planner.formats.timeline", "Timeline"),
     "WorkerError": ("planner.errors", "WorkerError"),
-    "compare": ("planner.answers.compare", "compare"),
+    "compare": ("planner.analysis.compare", "compare"),
     "estimate": ("planner.api", "estimate"),
     "export": ("planner.exports", "export"),
-    "explain": ("planner.answers.explain", "explain"),
-    "export_weights": ("planner.executor.trained_weights", "export_weights"),
-    "flat_cluster": ("planner.cluster", "flat_cluster"),
-    "in_memory": ("planner.executor.own_loop", "in_memory"),
+    "explain": ("planner.analysis.explain", "explain"),
+    "export_weights": ("planner.executor.checkpoint.trained_weights", "export_weights"),
+    "flat_cluster": ("planner.formats.cluster", "flat_cluster"),
+    "in_memory": ("planner.executor.custom_loop", "in_memory"),
     "load_model_file": ("planner.model.file", "load_model_file"),
-    "load_plan": ("planner.plan_file", "load_plan"),
-    "load_timeline": ("planner.timeline", "load_timeline"),
-    "load_profile": ("planner.pipedream", "read_profile"),
-    "load_weights": ("planner.executor.trained_weights", "load_weights"),
-    "pipeline": ("planner.executor.own_loop", "pipeline"),
+    "load_plan": ("planner.formats.plan", "load_plan"),
+    "load_timeline": ("planner.formats.timeline", "load_timeline"),
+    "load_profile": ("planner.formats.pipedream", "read_profile"),
+    "load_weights": ("planner.executor.checkpoint.trained_weights", "load_weights"),
+    "pipeline": ("planner.executor.custom_loop", "pipeline"),
     "profile": ("planner.api", "profile"),
-    "save_plan": ("planner.plan_file", "save_plan"),
-    "save_profile": ("planner.profile_file", "save_profile"),
-    "save_timeline": ("planner.timeline", "save_timeline"),
+    "save_plan": ("planner.formats.plan", "save_plan"),
+    "save_profile": ("planner.formats.profile", "save_profile"),
+    "save_timeline": ("planner.formats.timeline", "save_timeline"),
     "simulate": ("planner.simulator.plan", "simulate"),
     "solve": ("planner.solver", "solve"),
-    "summarize": ("planner.summary", "summarize"),
-    "sweep": ("planner.answers.sweep", "sweep"),
+    "summarize": ("planner.simulator.summary", "summarize"),
+    "sweep": ("planner.analysis.sweep", "sweep"),
     "train": ("planner.api", "train"),
 }
 

@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner.errors import InputError, PlanError
+from planner.executor.checkpoint.resume import seed_of_run
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
-from planner.executor.resume import seed_of_run
-from planner.executor.watchers import check_tensorboard
+from planner.executor.observe.watchers import check_tensorboard
+from planner.formats.plan import Plan
+from planner.formats.profile import MemoryFormat, Profile
 from planner.model.file import ModelFile, load_model_file
-from planner.plan_file import Plan
-from planner.profile_file import MemoryFormat, Profile
-from planner.profiler import profile_model
-from planner.profiler.calibrate import load_calibration
-from planner.profiler.devices import parse_dtype
-from planner.profiler.estimate import estimate_profile
-from planner.profiler.profile import DEFAULT_REPEATS, DEFAULT_SECONDS
-from planner.profiler.steps import Progress
+from planner.profiler.estimated.calibrate import load_calibration
+from planner.profiler.estimated.devices import parse_dtype
+from planner.profiler.estimated.estimate import estimate_profile
+from planner.profiler.measured.profile import DEFAULT_REPEATS, DEFAULT_SECONDS, profile_model
+from planner.profiler.measured.steps import Progress
 from planner.schedule.shape import check_accumulate
 from planner.simulator.plan import simulated_s
 
@@ -86,7 +85,7 @@ def estimate(
 
     Args:
         model: "model.py", or "model.py:builder" for another function than build_model.
-        device: name in the table of `planner.profiler.devices`: "v100", "h100", "cpu" and others.
+        device: name in the table of `planner.profiler.estimated.devices`: "v100", "h100", "cpu" and others.
         batch_size: samples of the (micro)batch.
         dtype: "float32", "tf32", or "bfloat16" or "float16" for autocast, which `train` then uses.
         memory_format: "channels-last" where `train` is to lay out weights and images so; the times are the same.

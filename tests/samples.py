@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 
 
 def layer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.timeline import Event, Events, LinkUse, MemoryCurve, Timeline
+from planner.formats.timeline import Event, Events, LinkUse, MemoryCurve, Timeline
 
 # F0 1 s, A0 0.5 s, F0 1 s, B0 2 s, G0 0.25 s, B0 2 s, updates of 0.125 s.
 EVENTS = (

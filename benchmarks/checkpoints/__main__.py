@@ -21,8 +21,8 @@ from tabulate import tabulate
 
 import planner
 from benchmarks.two_cores.straight import straight_plan
-from planner.executor.checkpoint_write import Restorable, write_part
-from planner.plan_file import Plan
+from planner.executor.checkpoint.write import Restorable, write_part
+from planner.formats.plan import Plan
 
 README = Path(__file__).with_name("README.md")
 MARKER = "<!-- result -->"

@@ -19,11 +19,11 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.models.measure import cut_by_time
-from planner.heap import keep_freed_pages
+from planner.formats.profile import Profile
 from planner.model.file import load_model_file
-from planner.profile_file import Profile
-from planner.profiler import profile_model
-from planner.profiler.verify import verify
+from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.verify import verify
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 README, RESULTS = (Path(__file__).with_name(name) for name in ("README.md", "results.json"))

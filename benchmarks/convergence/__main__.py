@@ -17,18 +17,18 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.convergence import characters, digits
 from benchmarks.convergence.picture import curves_svg
 from planner.api import estimate, train
-from planner.cluster import flat_cluster
-from planner.executor.data import make_batches
+from planner.cost.layer_costs import Ledger
+from planner.cost.pricing import price
 from planner.executor.job import TrainingOptions
-from planner.ledger import Ledger
+from planner.executor.run.data import make_batches
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.profile import Profile
 from planner.model.file import load_model_file
-from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import price
-from planner.profile_file import Profile
 from planner.schedule.instructions import Unit
 from planner.solver.assemble import assemble
-from planner.solver.baselines import equal_layers
-from planner.solver.vertical_sync import synced_price
+from planner.solver.chain.vertical_sync import synced_price
+from planner.solver.reference.baselines import equal_layers
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

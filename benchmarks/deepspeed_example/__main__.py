@@ -17,12 +17,12 @@ from torch import Tensor
 from benchmarks.kept import ROOT, Results
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.api import estimate, train
-from planner.cluster import flat_cluster
-from planner.executor.data import make_batches
-from planner.files import write_text
+from planner.executor.run.data import make_batches
+from planner.formats.cluster import flat_cluster
+from planner.formats.files import write_text
+from planner.formats.plan import Plan
 from planner.model.file import load_model_file
-from planner.plan_file import Plan
-from planner.report.timeline_svg import timeline_svg
+from planner.report.svg.timeline import timeline_svg
 from planner.schedule.instructions import Unit
 from planner.simulator.plan import simulate
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from planner.cluster import Cluster, Kind, Level
 from planner.errors import PlannerError
-from planner.pipedream import read_profile
-from planner.plan_file import Plan
+from planner.formats.cluster import Cluster, Kind, Level
+from planner.formats.pipedream import read_profile
+from planner.formats.plan import Plan
+from planner.formats.workload import BYTES_PER_S
 from planner.solver import solve
 from planner.solver.methods import SolverName
-from planner.workload import BYTES_PER_S
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "dnn-partitioning"
 DEVICES = 6

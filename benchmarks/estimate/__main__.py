@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from tabulate import tabulate
 
+from planner.formats.profile import Profile, load_profile
 from planner.model.file import load_model_file
-from planner.profile_file import Profile, load_profile
-from planner.profiler.calibrate import fit
-from planner.profiler.devices import DEVICES, DeviceSpec, DType
-from planner.profiler.trace import StepTrace, trace_step
+from planner.profiler.estimated.calibrate import fit
+from planner.profiler.estimated.devices import DEVICES, DeviceSpec, DType
+from planner.profiler.estimated.trace import StepTrace, trace_step
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPEDREAM = ROOT.parent / "shared" / "anchors" / "pipedream"

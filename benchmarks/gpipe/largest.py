@@ -10,12 +10,12 @@ import numpy as np
 from tabulate import tabulate
 
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
-from planner.ledger import Candidate, Ledger
-from planner.plan_file import StageMemory
-from planner.price import stage_memory
-from planner.profile_file import Profile
-from planner.solver.states import Chain
-from planner.work import Integers
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import stage_memory
+from planner.cost.work import Integers
+from planner.formats.plan import StageMemory
+from planner.formats.profile import Profile
+from planner.solver.chain.states import Chain
 
 MICROBATCHES = 32
 IMAGES, SENTENCES = 128, 32  # per minibatch

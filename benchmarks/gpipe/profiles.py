@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpipe.models import amoebanet, transformer
-from planner.executor.own_loop import in_memory
-from planner.profile_file import Profile
-from planner.profiler.devices import device_spec
-from planner.profiler.estimate import profile_of_trace
-from planner.profiler.trace import trace_step
+from planner.executor.custom_loop import in_memory
+from planner.formats.profile import Profile
+from planner.profiler.estimated.devices import device_spec
+from planner.profiler.estimated.estimate import profile_of_trace
+from planner.profiler.estimated.trace import trace_step
 
 DEVICE = "p100"  # GPipe's GPUs; its TPUs are not in the table of devices
 

@@ -14,9 +14,9 @@ from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, Scale, emulate
 from benchmarks.testbed.measure import recomputing, train_s
 from benchmarks.testbed.predict import balanced_stages, given_plan, simulated_s
-from planner.cluster import Cluster, flat_cluster
-from planner.plan_file import Plan
-from planner.profile_file import Profile
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 
 PARTITIONS, MICROBATCHES = (2, 4, 8), (1, 4, 32)
 RUN = (2, 4)  # partitions that are run

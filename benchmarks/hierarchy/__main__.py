@@ -14,11 +14,12 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.kept import printed
-from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.pipedream import read_profile
-from planner.plan_file import Plan
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value, load_profile
-from planner.solver import levels, solve
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.pipedream import read_profile
+from planner.formats.plan import Plan
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
+from planner.solver import solve
+from planner.solver.levels import levels
 from planner.units import format_seconds
 
 ANCHORS = Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import cast
 
 import planner
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger, candidates
-from planner.plan_file import ScheduleName, SolverReport, save_plan
-from planner.pricing import price
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import ScheduleName, SolverReport, save_plan
 from planner.solver.assemble import assemble
 
 MODEL = Path(__file__).parent / "model.py"

@@ -23,7 +23,7 @@ from benchmarks.heap import pages_returned
 from benchmarks.memory.plans import Shape, shaped_plan
 from planner.executor.job import Job
 from planner.executor.launch import launch
-from planner.profile_file import Profile, load_profile
+from planner.formats.profile import Profile, load_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 README, RESULTS = (Path(__file__).with_name(name) for name in ("README.md", "results.json"))

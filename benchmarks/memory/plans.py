@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger, candidates
-from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import price
-from planner.profile_file import Profile
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.cost.weight_copies import price_with_copies
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.profile import Profile
 from planner.solver.assemble import assemble
-from planner.solver.copies import price_with_copies
-from planner.solver.states import uncut_groups
+from planner.solver.chain.states import uncut_groups
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from planner.errors import CaptureError
-from planner.heap import keep_freed_pages
+from planner.formats.profile import Profile, save_profile
 from planner.model.batch import Batch
-from planner.model.capture import Loss
-from planner.model.evaluation import matching_cut
+from planner.model.capture.capture import Loss
+from planner.model.capture.evaluation import matching_cut
+from planner.model.capture.graph import LayerGraph
+from planner.model.capture.load import capture_file
 from planner.model.file import ModelFile, load_model_file
-from planner.model.graph import LayerGraph
-from planner.model.load import capture_file
-from planner.profile_file import Profile, save_profile
-from planner.profiler import profile_model
-from planner.profiler.verify import verify
+from planner.profiler.measured.malloc import keep_freed_pages
+from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.verify import verify
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"

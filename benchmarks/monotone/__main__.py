@@ -14,9 +14,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.kept import printed
-from planner.cluster import flat_cluster
 from planner.errors import InfeasibleError
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.cluster import flat_cluster
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver import solve
 
 FACTORS = (1.0, 1.05, 1.3, 2.0)

@@ -15,14 +15,14 @@ from tabulate import tabulate
 
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.emulate import Scale, emulate
-from planner.cluster import Cluster, flat_cluster
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
 from planner.executor.job import Job
-from planner.ledger import Ledger, candidates
-from planner.plan_file import Plan, SolverReport
-from planner.pricing import price
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import Plan, SolverReport
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 from planner.solver.assemble import assemble
-from planner.solver.depth import price_with_depths
+from planner.solver.candidates.depth import price_with_depths
 
 COMPUTE_S = 0.12  # of one stage for one minibatch: a late sleep is little beside it
 NOMINAL_BYTES_PER_S = 12.5e6

@@ -19,7 +19,7 @@ from benchmarks.published_rows import emulated_row, published_plan, run_row
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.measure import recomputing, train_s
 from benchmarks.testbed.predict import given_plan, simulated_s
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
 
 HERE = Path(__file__).parent
 

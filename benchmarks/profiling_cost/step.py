@@ -6,9 +6,9 @@ import sys
 
 import torch
 
-from planner.heap import keep_freed_pages
-from planner.model.capture import loss_of
+from planner.model.capture.capture import loss_of
 from planner.model.file import load_model_file
+from planner.profiler.measured.malloc import keep_freed_pages
 
 STEPS = 4
 

@@ -19,16 +19,16 @@ from tabulate import tabulate
 
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS, Row
-from planner.cluster import Cluster
-from planner.cost import cost_model, link_of
+from planner.cost.asynchronous import cost_model, link_of
+from planner.cost.layer_costs import Candidate, Ledger
 from planner.errors import InfeasibleError
-from planner.ledger import Candidate, Ledger
+from planner.formats.cluster import Cluster
+from planner.formats.plan import CostModelName, Plan
+from planner.formats.profile import Profile
 from planner.model.file import load_model_file
-from planner.plan_file import CostModelName, Plan
-from planner.profile_file import Profile
-from planner.profiler.devices import device_spec
-from planner.profiler.estimate import profile_of_trace
-from planner.profiler.trace import StepTrace, trace_step
+from planner.profiler.estimated.devices import device_spec
+from planner.profiler.estimated.estimate import profile_of_trace
+from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.solver import solve
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.cluster import Cluster
-from planner.cost import cost_model, link_of
-from planner.ledger import Candidate, Ledger
-from planner.plan_file import CostModelName
-from planner.price import Price
-from planner.pricing import price
-from planner.solver.depth import price_with_depths
-from planner.solver.states import Chain
+from planner.cost.asynchronous import cost_model, link_of
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
+from planner.cost.pricing import price
+from planner.formats.cluster import Cluster
+from planner.formats.plan import CostModelName
+from planner.solver.candidates.depth import price_with_depths
+from planner.solver.chain.states import Chain
 
 
 @dataclass(frozen=True)

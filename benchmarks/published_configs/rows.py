@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.units import parse_bandwidth
 
 TITAN_X = "titan-x"  # 12 GB; the papers do not say which of the two Titan X: taken for Maxwell's

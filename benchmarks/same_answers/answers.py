@@ -170,5 +170,3 @@ def differences(expected: object, found: object, place: str = "") -> Iterator[st
             yield from differences(one, other, f"{place}[{number}]")
     elif expected != found:
         yield f"{place} was {expected}, is {found}"
-
-

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.graphs import chain
-from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.ledger import Ledger, candidates
-from planner.plan_file import Plan, ScheduleName, SolverReport, save_plan
-from planner.pricing import price
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport, save_plan
 from planner.solver.assemble import assemble
 
 README = Path(__file__).with_name("README.md")

@@ -66,7 +66,7 @@ def _table(layers_of: Sequence[int], gpus_of: Sequence[int], cost_model: str) ->
 
 def _measure(layers: int, gpus: int, cost_model: str) -> dict[str, float | str]:
     from benchmarks.graphs import chain
-    from planner.cluster import flat_cluster
+    from planner.formats.cluster import flat_cluster
     from planner.solver import solve
 
     profile = chain(layers)

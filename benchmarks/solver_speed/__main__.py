@@ -18,10 +18,10 @@ from pathlib import Path
 from benchmarks.graphs import chain
 from benchmarks.kept import printed
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
-from planner.cluster import flat_cluster
-from planner.pipedream import load_graph_txt
-from planner.plan_file import Plan
-from planner.profile_file import Profile
+from planner.formats.cluster import flat_cluster
+from planner.formats.pipedream import load_graph_txt
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 from planner.solver import solve
 
 ANCHORS = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "pipedream"

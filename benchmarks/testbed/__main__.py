@@ -19,11 +19,11 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
-from planner.cluster import Cluster, hierarchical_cluster
 from planner.errors import InputError, PlannerError
-from planner.pipedream import read_profile
-from planner.plan_file import Plan, ScheduleName
-from planner.profile_file import Profile
+from planner.formats.cluster import Cluster, hierarchical_cluster
+from planner.formats.pipedream import read_profile
+from planner.formats.plan import Plan, ScheduleName
+from planner.formats.profile import Profile
 from planner.solver import solve
 from planner.units import parse_bandwidth
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.netns import Network, shaped_network
-from planner.cluster import Cluster
 from planner.errors import PlannerError
 from planner.executor.job import Job, TrainResult
+from planner.formats.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.testbed.layers import Block, write_model
-from planner.cluster import Cluster
+from planner.formats.cluster import Cluster
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.model.capture.load import capture_file
 from planner.model.file import load_model_file
-from planner.model.load import capture_file
-from planner.profile_file import Device, Edge, Layer, Profile, Provenance, Value
 
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can carry
 LEAST_WHOLE_S = 1.0  # a minibatch of the whole model

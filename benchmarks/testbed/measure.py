@@ -10,9 +10,9 @@ from statistics import mean
 from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.emulate import Emulated
 from benchmarks.testbed.predict import data_parallel_s, given_plan
-from planner.cluster import Cluster
 from planner.executor.job import Job
-from planner.plan_file import Plan, ScheduleName
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan, ScheduleName
 
 DDP_BUCKET_BYTES = 25 * 2**20
 ROUNDS = 6  # of runs that drain: the first is left out

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from planner.cluster import Cluster
-from planner.cost import link_of, ring_all_reduce_s
-from planner.ledger import Ledger, candidates
-from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import price
-from planner.profile_file import Profile
+from planner.cost.asynchronous import link_of, ring_all_reduce_s
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.profile import Profile
 from planner.simulator.plan import simulated_s
 from planner.solver.assemble import assemble
-from planner.solver.baselines import equal_time
-from planner.solver.depth import DepthRule
-from planner.solver.trials import simulated_price
+from planner.solver.candidates.depth import DepthRule
+from planner.solver.candidates.trials import simulated_price
+from planner.solver.reference.baselines import equal_time
 
 __all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]
 

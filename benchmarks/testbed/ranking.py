@@ -19,10 +19,10 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
-from planner.cluster import Cluster, flat_cluster
-from planner.pipedream import read_profile
-from planner.plan_file import Plan
-from planner.profile_file import Profile
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.pipedream import read_profile
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 from planner.solver import solve
 from planner.units import parse_bandwidth
 

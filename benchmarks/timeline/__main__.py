@@ -19,12 +19,12 @@ from benchmarks.testbed.bed import testbed
 from benchmarks.timeline import emulated, real
 from benchmarks.timeline.emulated import DEVICES, EmulatedCase
 from benchmarks.timeline.real import RealCase
-from planner.answers.against import Against, lay_over
-from planner.plan_file import Plan
-from planner.report.against import against_report
-from planner.report.timeline_svg import timeline_svg
+from planner.analysis.compare_runs import Against, lay_over
+from planner.formats.plan import Plan
+from planner.formats.timeline import Timeline
+from planner.report.svg.timeline import timeline_svg
+from planner.report.tables.compare_runs import against_report
 from planner.simulator.beside import cut, simulate_beside
-from planner.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, RESULTS = (Path(__file__).with_name(name) for name in ("results.md", "results.json"))

@@ -10,12 +10,12 @@ from benchmarks.testbed.bed import ROOT, Testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.predict import balanced_stages, given_plan
-from planner.cluster import flat_cluster
 from planner.executor.job import Job, RunOptions
-from planner.pipedream import read_profile
-from planner.plan_file import Plan, ScheduleName
+from planner.formats.cluster import flat_cluster
+from planner.formats.pipedream import read_profile
+from planner.formats.plan import Plan, ScheduleName
+from planner.formats.timeline import Timeline
 from planner.report.trace import load_run
-from planner.timeline import Timeline
 from planner.units import parse_bandwidth
 
 DEVICES = 4

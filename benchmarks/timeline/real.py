@@ -11,11 +11,11 @@ from pathlib import Path
 
 from benchmarks.two_cores.launch import CORES, ROOT, Loopback, RunError, run_workers
 from benchmarks.two_cores.straight import straight_plan
-from planner.cluster import Cluster, load_cluster
-from planner.plan_file import Plan, ScheduleName, save_plan
-from planner.profile_file import Profile, load_profile
+from planner.formats.cluster import Cluster, load_cluster
+from planner.formats.plan import Plan, ScheduleName, save_plan
+from planner.formats.profile import Profile, load_profile
+from planner.formats.timeline import Timeline
 from planner.report.trace import load_run
-from planner.timeline import Timeline
 
 TIMEOUT_S = 110.0
 PROFILE_SECONDS = 5.0

@@ -24,7 +24,7 @@ from benchmarks.two_cores.launch import Place, places, run_workers
 from benchmarks.two_cores.ours import UNSTASHED, Ours
 from benchmarks.two_cores.stashing import StashMemory, stash_memory
 from benchmarks.two_cores.table import Sample, markdown
-from planner.plan_file import ScheduleName, load_plan
+from planner.formats.plan import ScheduleName, load_plan
 
 BATCH_SIZES = {"transformer": 16, "vgg_like": 32}
 SYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b-flush", "zb-h1")

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.two_cores.launch import CORES, ROOT, Place, RunError, last_object, run_workers
 from benchmarks.two_cores.straight import straight_plan
-from planner.cluster import flat_cluster
-from planner.plan_file import Plan, ScheduleName, load_plan, save_plan
-from planner.profile_file import Profile, load_profile
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan, ScheduleName, load_plan, save_plan
+from planner.formats.profile import Profile, load_profile
 from planner.units import parse_bandwidth
 
 LOOPBACK = "10Gbps"  # what a plan for the loopback assumes; neither model is near it

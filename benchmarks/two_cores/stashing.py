@@ -9,13 +9,13 @@ from typing import Any
 from benchmarks.heap import pages_returned
 from benchmarks.two_cores.launch import places, run_workers
 from benchmarks.two_cores.ours import STASHED, UNSTASHED, Ours
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger, candidates
-from planner.plan_file import Plan, SolverReport, load_plan, save_plan
-from planner.pricing import price
-from planner.profile_file import Profile, load_profile
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan, SolverReport, load_plan, save_plan
+from planner.formats.profile import Profile, load_profile
 from planner.solver.assemble import assemble
-from planner.solver.states import uncut_groups
+from planner.solver.chain.states import uncut_groups
 
 IN_FLIGHT = 8
 STEPS = 3 * IN_FLIGHT

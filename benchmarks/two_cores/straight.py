@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import time
 
-from planner.cluster import Cluster
-from planner.ledger import Candidate, Ledger, candidates
-from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.price import Price
-from planner.pricing import price
-from planner.profile_file import Profile
+from planner.cost.layer_costs import Candidate, Ledger, candidates
+from planner.cost.plan_price import Price
+from planner.cost.pricing import price
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.profile import Profile
 from planner.solver.assemble import assemble
-from planner.solver.states import uncut_groups
-from planner.solver.trials import simulated_price
+from planner.solver.candidates.trials import simulated_price
+from planner.solver.chain.states import uncut_groups
 
 
 def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, microbatches: int) -> Plan:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from planner.cli.main import main
-from planner.executor import replica
-from planner.executor.versions import WeightVersions
+from planner.executor.run import replica
+from planner.executor.run.versions import WeightVersions
 
 
 class OneVersion(WeightVersions):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.heap import keep_freed_pages
+from planner.profiler.measured.malloc import keep_freed_pages
 
 WARM_UP_STEPS = 5
 BATCHES = 8  # random minibatches, used in turn, as `plan train` does: making a new one each time would be timed too

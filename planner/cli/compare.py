@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from planner.cli.question import add_question_arguments, plan_of
+from planner.cli.arguments.question import add_question_arguments, plan_of
 
 DESCRIPTION = """\
 Show the fastest plan, or --plan, beside data parallelism, the best pipeline without replicas, stages of equal layers,
@@ -30,9 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print."""
-    from planner.answers.compare import compare
-    from planner.pipedream import read_profile
-    from planner.report.compare import comparison_report
+    from planner.analysis.compare import compare
+    from planner.formats.pipedream import read_profile
+    from planner.report.tables.compare import comparison_report
 
     profile = read_profile(args.profile)
     comparison = compare(profile, plan=plan_of(args, profile))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from planner.cli.question import add_question_arguments, plan_of
+from planner.cli.arguments.question import add_question_arguments, plan_of
 
 DESCRIPTION = """\
 Say what limits the fastest plan, or --plan: the busiest resource and the slack of all others, what moving each boundary
@@ -30,9 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Explain and print."""
-    from planner.answers.explain import explain
-    from planner.pipedream import read_profile
-    from planner.report.explain import explanation_report
+    from planner.analysis.explain import explain
+    from planner.formats.pipedream import read_profile
+    from planner.report.tables.explain import explanation_report
 
     profile = read_profile(args.profile)
     explanation = explain(profile, plan_of(args, profile))

@@ -45,8 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Write or print."""
     from planner.exports import export
-    from planner.files import write_text
-    from planner.plan_file import load_plan
+    from planner.formats.files import write_text
+    from planner.formats.plan import load_plan
 
     text = export(load_plan(args.plan), args.to, model=args.model)
     output = args.output if args.output is not None else Path(NAMES.get(args.to, "-"))

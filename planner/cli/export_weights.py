@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Write the file, and say what is in it."""
-    from planner.executor.trained_weights import export_weights
+    from planner.executor.checkpoint.trained_weights import export_weights
     from planner.units import format_bytes
 
     done = export_weights(args.checkpoint, args.output)

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from planner import __version__
 from planner.cli import (
     compare,
     explain,
@@ -31,6 +30,7 @@ from planner.cli import (
     train,
 )
 from planner.errors import InputError, PlannerError
+from planner.version import __version__
 
 VERBS = (
     profile,

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from planner.cli.batch_sizes import parse_sizes, profile_path
+from planner.cli.arguments.batch_sizes import parse_sizes, profile_path
 from planner.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.profile_file import MemoryFormat, Profile
+    from planner.formats.profile import MemoryFormat, Profile
 
 DESCRIPTION = """\
 Measure what each layer of the model costs in training on this device: forward, backward and update time, bytes of
@@ -125,8 +125,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, save, and print the profile."""
-    from planner.profile_file import save_profile
-    from planner.report.profile import profile_report
+    from planner.formats.profile import save_profile
+    from planner.report.tables.profile import profile_report
 
     if args.links:
         _run_links(args)
@@ -150,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_links(args: argparse.Namespace) -> NoReturn:
     from planner.cli.worker import end_process
-    from planner.cluster import save_cluster
-    from planner.profiler.links import measure_cluster
-    from planner.report.cluster import cluster_report
+    from planner.formats.cluster import save_cluster
+    from planner.profiler.links.levels import measure_cluster
+    from planner.report.tables.cluster import cluster_report
 
     if args.model is not None:
         raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave one of the two out")
@@ -167,7 +167,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
 
 def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
-    from planner.heap import keep_freed_pages
+    from planner.profiler.measured.malloc import keep_freed_pages
 
     if args.calibrate is not None:
         raise InputError("--calibrate is for estimates", hint="add --estimate, or leave it out")

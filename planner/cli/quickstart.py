@@ -33,10 +33,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the tour and print the comparison."""
+    from planner.demo.quickstart import default_workers, quickstart
     from planner.errors import InputError
-    from planner.heap import keep_freed_pages
-    from planner.quickstart import default_workers, quickstart
-    from planner.report.training import quickstart_report
+    from planner.profiler.measured.malloc import keep_freed_pages
+    from planner.report.tables.training import quickstart_report
 
     for option, value in (("--gpus", args.gpus), ("--steps", args.steps)):
         if value is not None and value < 1:

@@ -11,9 +11,9 @@ from planner.cli.simulate import add_accumulate_argument, add_plan_argument
 from planner.errors import InputError, PlannerError
 
 if TYPE_CHECKING:
-    from planner.answers.compare import Comparison
-    from planner.answers.sweep import Sweep
-    from planner.plan_file import Plan
+    from planner.analysis.compare import Comparison
+    from planner.analysis.sweep import Sweep
+    from planner.formats.plan import Plan
 
 DEFAULT_PROFILE = Path("profile.json")
 FORMATS = ("html", "svg", "png")
@@ -78,12 +78,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Gather, and write the file."""
-    from planner.answers.sweep import MOST_POINTS
-    from planner.files import write_bytes, write_text
-    from planner.plan_file import load_plan
-    from planner.report.page import Content, report_page
-    from planner.report.png import png
-    from planner.report.timeline_svg import timeline_svg
+    from planner.analysis.sweep import MOST_POINTS
+    from planner.formats.files import write_bytes, write_text
+    from planner.formats.plan import load_plan
+    from planner.report.page.page import Content, report_page
+    from planner.report.svg.png import png
+    from planner.report.svg.timeline import timeline_svg
     from planner.report.trace import load_run
     from planner.simulator.beside import simulate_beside
     from planner.simulator.plan import simulate
@@ -139,9 +139,9 @@ def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | No
     Raises:
         PlannerError: where a profile was named, and is not the plan's.
     """
-    from planner.answers.bandwidths import bandwidth_sweep
-    from planner.answers.compare import compare
-    from planner.pipedream import read_profile
+    from planner.analysis.bandwidths import bandwidth_sweep
+    from planner.analysis.compare import compare
+    from planner.formats.pipedream import read_profile
 
     path = args.profile or DEFAULT_PROFILE
     if args.profile is None and not path.exists():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from planner.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.profile_file import Profile
+    from planner.formats.profile import Profile
 
 DESCRIPTION = """\
 Show what is in a plan, or in a profile: the files that the other verbs write, or a graph.txt that PipeDream published.
@@ -51,9 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the file's content."""
-    from planner.pipedream import is_profile, read_profile
-    from planner.plan_file import load_plan
-    from planner.report.plan import plan_report
+    from planner.formats.pipedream import is_profile, read_profile
+    from planner.formats.plan import load_plan
+    from planner.report.tables.plan import plan_report
 
     if is_profile(args.file):
         print(_profile(read_profile(args.file), args))
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(profile: Profile, args: argparse.Namespace) -> str:
-    from planner.pipedream import graph_txt
-    from planner.report.profile import profile_report
-    from planner.report.profile_svg import profile_svg
+    from planner.formats.pipedream import graph_txt
+    from planner.report.svg.profile import profile_svg
+    from planner.report.tables.profile import profile_report
 
     match args.format:
         case "json":

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from planner.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.plan_file import Plan
-    from planner.timeline import Timeline
+    from planner.formats.plan import Plan
+    from planner.formats.timeline import Timeline
 
 DESCRIPTION = """\
 Simulate a plan: the instructions of every worker at the plan's times, on the links of its cluster. Prints the samples
@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
     """Simulate, write the trace and print."""
     import sys
 
-    from planner.plan_file import load_plan
-    from planner.report.run import run_report
+    from planner.formats.plan import load_plan
+    from planner.report.tables.run import run_report
     from planner.report.trace import save_trace
     from planner.simulator.plan import simulate
-    from planner.summary import summarize
+    from planner.simulator.summary import summarize
 
     plan = load_plan(args.plan)
     if args.against is not None:
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _against(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, str]:
     """The simulation of the run's minibatches, and what to print."""
-    from planner.answers.against import lay_over
-    from planner.report.against import against_report
+    from planner.analysis.compare_runs import lay_over
+    from planner.report.tables.compare_runs import against_report
     from planner.report.trace import load_run
     from planner.simulator.beside import simulate_beside
 

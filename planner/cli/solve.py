@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.batch_sizes import parse_sizes, profile_path
-from planner.cli.cluster import add_cluster_arguments, cluster_of
-from planner.cli.constraints import add_constraint_arguments, constraints_of
+from planner.cli.arguments.batch_sizes import parse_sizes, profile_path
+from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
+from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
 from planner.errors import InputError
 from planner.units import parse_seconds
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster
-    from planner.plan_file import Plan
-    from planner.profile_file import Profile
+    from planner.formats.cluster import Cluster
+    from planner.formats.plan import Plan
+    from planner.formats.profile import Profile
 
 DESCRIPTION = """\
 Find the fastest plan: which layers form which stage, and how many GPUs run each. An exact search by the cost model
@@ -128,10 +128,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
-    from planner.pipedream import read_profile
-    from planner.plan_file import save_plan
-    from planner.report.plan import plan_report
-    from planner.sharing import obstacle, shared_weights, trained_parameters
+    from planner.cost.shared_weights import obstacle, shared_weights, trained_parameters
+    from planner.formats.pipedream import read_profile
+    from planner.formats.plan import save_plan
+    from planner.report.tables.plan import plan_report
     from planner.units import format_bytes
 
     profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
@@ -162,10 +162,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verified(model: str, profile: Profile, plan: Plan) -> str:
-    from planner.heap import keep_freed_pages
     from planner.model.file import load_model_file
-    from planner.profiler.verify import verify
-    from planner.report.verify import verify_report
+    from planner.profiler.measured.malloc import keep_freed_pages
+    from planner.profiler.measured.verify import verify
+    from planner.report.tables.verify import verify_report
 
     keep_freed_pages()  # as the workers do
     return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
@@ -191,7 +191,7 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Pla
 
 
 def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster) -> Plan:
-    from planner.report.choice import choice_report
+    from planner.report.tables.choice import choice_report
     from planner.solver.choose import COMPARED, choose
 
     if args.solver != "auto" or args.time_limit is not None or args.vertical_sync or not constraints_of(args).empty:
@@ -219,7 +219,7 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
 
 
 def _microbatches(given: int | None, schedule: str, gpus: int) -> int:
-    from planner.cost import DIVIDED
+    from planner.cost.asynchronous import DIVIDED
 
     if given is not None:
         return given

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.cluster import cluster_of
-from planner.cli.question import add_question_arguments, question_of
+from planner.cli.arguments.cluster import cluster_of
+from planner.cli.arguments.question import add_question_arguments, question_of
 from planner.errors import ClusterError, InputError
 from planner.units import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
-    from planner.answers.sweep import Quantity
-    from planner.cluster import Cluster
-    from planner.profile_file import Profile
+    from planner.analysis.sweep import Quantity
+    from planner.formats.cluster import Cluster
+    from planner.formats.profile import Profile
 
 DESCRIPTION = """\
 Solve for a range of clusters and show how the plan changes, and where. One of --bandwidth, --gpus and --memory is a
@@ -58,11 +58,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Sweep, print, and write the picture."""
-    from planner.answers.sweep import spread, sweep
-    from planner.files import write_text
-    from planner.pipedream import read_profile
-    from planner.report.sweep import sweep_report
-    from planner.report.sweep_svg import sweep_svg
+    from planner.analysis.sweep import spread, sweep
+    from planner.formats.files import write_text
+    from planner.formats.pipedream import read_profile
+    from planner.report.svg.sweep import sweep_svg
+    from planner.report.tables.sweep import sweep_report
 
     if args.plot is not None and args.plot.suffix != ".svg":
         raise InputError(f"--plot {args.plot} is not an SVG file", hint="name it FILE.svg")

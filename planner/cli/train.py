@@ -231,9 +231,9 @@ def _window(text: str) -> int | tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     """Train, then print predicted against measured."""
     from planner.api import make_job, run_job
+    from planner.executor.checkpoint.resume import after_torchruns_restart
     from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions
-    from planner.executor.resume import after_torchruns_restart
-    from planner.plan_file import load_plan
+    from planner.formats.plan import load_plan
 
     checkpoints = CheckpointOptions(
         every=args.checkpoint_every, folder=args.checkpoint_folder, keep=args.keep, resume=args.resume
@@ -267,8 +267,8 @@ def _tell_restart(text: str) -> None:
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.cli.worker import die_with_parent, end_process, run_worker
-    from planner.executor.resume import torchruns_run
-    from planner.heap import keep_freed_pages
+    from planner.executor.checkpoint.resume import torchruns_run
+    from planner.profiler.measured.malloc import keep_freed_pages
 
     die_with_parent()
     keep_freed_pages()
@@ -281,6 +281,6 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
 
 def print_result(result: TrainResult, as_json: bool) -> None:
     """The final table on stdout."""
-    from planner.report.training import training_report
+    from planner.report.tables.training import training_report
 
     print(result.model_dump_json(indent=1) if as_json else training_report(result))

@@ -17,9 +17,9 @@ from planner.executor.job import LAUNCHER_VARIABLE, Evaluation, Job, TrainResult
 
 if TYPE_CHECKING:
     from planner.errors import PlannerError
-    from planner.executor.heartbeat import Heart
-    from planner.executor.measure import Progress
-    from planner.timeline import Timeline
+    from planner.executor.health.heartbeat import Heart
+    from planner.executor.observe.measure import Progress
+    from planner.formats.timeline import Timeline
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,13 +29,13 @@ def main() -> int:
     die_with_parent()
     # Ctrl-C is for the launcher to tell of; a worker just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from planner.heap import keep_freed_pages
+    from planner.profiler.measured.malloc import keep_freed_pages
 
     keep_freed_pages()
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     code, result = run_worker(job)
     if result is not None and job.result_path is not None:
-        from planner.files import save_record
+        from planner.formats.files import save_record
 
         save_record(result, Path(job.result_path))
     return code
@@ -43,7 +43,7 @@ def main() -> int:
 
 def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     """Train; a failure is left for the launcher, or told here when torchrun itself launched this process."""
-    from planner.executor.failures import error_of, failure_of, leave_failure
+    from planner.executor.health.failures import error_of, failure_of, leave_failure
 
     _use_interface(job)
     _show_warnings(job)
@@ -52,14 +52,14 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     watch = None
     try:
         if job.failure_folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
-            from planner.executor.remote_watch import RemoteWatch
+            from planner.executor.health.remote_watch import RemoteWatch
 
             watch = RemoteWatch(job, heart, _tell_and_end)
         if job.baseline == "data-parallel":
             from planner.executor.data_parallel import train_data_parallel
 
             return 0, train_data_parallel(job, on_progress, heart)
-        from planner.executor.train import train_worker
+        from planner.executor.run.train import train_worker
 
         return 0, train_worker(job, on_progress, heart, _timeline_writer(job))
     except Exception as error:
@@ -90,7 +90,7 @@ def _use_interface(job: Job) -> None:
     """Where torchrun itself started this process; our launcher has set the environment."""
     interface = job.run_options.interface
     if interface is not None:
-        from planner.executor.rendezvous import VARIABLES, address_of
+        from planner.executor.communication.rendezvous import VARIABLES, address_of
 
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
@@ -108,9 +108,9 @@ def _timeline_writer(job: Job) -> Callable[[Timeline], None]:
 
 def _start_heart(job: Job) -> Heart:
     """Where this process tells what it does; its launcher may also ask it by a signal for the place in its code."""
-    from planner.executor.failures import beat_path
-    from planner.executor.heartbeat import Heart
-    from planner.executor.local_watch import DUMP_SIGNAL, dump_path
+    from planner.executor.health.failures import beat_path
+    from planner.executor.health.heartbeat import Heart
+    from planner.executor.health.local_watch import DUMP_SIGNAL, dump_path
 
     rank = int(os.environ["RANK"])
     stages = tuple(index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks)
@@ -169,7 +169,7 @@ class _ProgressLine:
 
 def evaluation_line(evaluation: Evaluation) -> str:
     """What an evaluation gave, in a line."""
-    from planner.report.training import evaluation_numbers
+    from planner.report.tables.training import evaluation_numbers
 
     return f"evaluation after minibatch {evaluation.minibatch}: {evaluation_numbers(evaluation)}"
 

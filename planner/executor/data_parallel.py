@@ -19,20 +19,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
-from planner.executor.collect import encode_losses, gather_bytes, merge_losses
-from planner.executor.data import RANDOM_BATCHES, BatchSource, make_batches
-from planner.executor.heartbeat import Heart
+from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
+from planner.executor.health.heartbeat import Heart
 from planner.executor.job import Job, TrainResult, WorkerReport
-from planner.executor.measure import ProgressCallback, progress_reporter, steady_state
-from planner.executor.memory import PeakMemory
-from planner.executor.optimizer import make_optimizer
-from planner.executor.setup import Place, check_world, join_group, local_place, message_timeout
-from planner.executor.worker import Completion, WorkerLog
-from planner.model.compiling import compiled
+from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
+from planner.executor.observe.memory import PeakMemory
+from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
+from planner.executor.run.optimizer import make_optimizer
+from planner.executor.run.setup import Place, check_world, join_group, local_place, message_timeout
+from planner.executor.run.worker import Completion, WorkerLog
 from planner.model.file import ModelFile, load_model_file
-from planner.model.memory_format import lay_out
-from planner.model.options import StageOptions, options_of
-from planner.model.unsplit import unsplit_loss
+from planner.model.stage.compiling import compiled
+from planner.model.stage.memory_format import lay_out
+from planner.model.stage.options import StageOptions, options_of
+from planner.model.stage.unsplit import unsplit_loss
 from planner.schedule.instructions import Unit
 
 

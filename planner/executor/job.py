@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.files import Record
-from planner.plan_file import Plan
+from planner.formats.files import Record
+from planner.formats.plan import Plan
 
 LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment: tells workers whose children they are
 BaselineName = Literal["data-parallel"]

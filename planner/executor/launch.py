@@ -17,12 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import WorkerError
-from planner.executor import rendezvous
-from planner.executor.failures import WorkersFailedError, explain
+from planner.executor.checkpoint.resume import after_failure
+from planner.executor.communication import rendezvous
+from planner.executor.health.failures import WorkersFailedError, explain
+from planner.executor.health.local_watch import LocalWatch
 from planner.executor.job import LAUNCHER_VARIABLE, Job, TrainResult
-from planner.executor.local_watch import LocalWatch
-from planner.executor.resume import after_failure
-from planner.files import save_record
+from planner.formats.files import save_record
 
 SHUTDOWN_S = "10"  # seconds, from SIGTERM to SIGKILL for the workers left when one has failed
 

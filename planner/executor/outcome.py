@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from planner.executor.checkpoint import Checkpointer
-from planner.executor.collect import encode_losses, gather_bytes, merge_losses
-from planner.executor.data import BatchSource
+from planner.executor.checkpoint.checkpoint import Checkpointer
+from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
 from planner.executor.job import Evaluation, Job, Loss, TrainResult, WorkerReport
-from planner.executor.measure import steady_state
-from planner.executor.replica import StageReplica
-from planner.executor.run_log import Past
-from planner.executor.worker import Worker, WorkerLog
-from planner.plan_file import Plan
+from planner.executor.observe.measure import steady_state
+from planner.executor.observe.run_log import Past
+from planner.executor.run.data import BatchSource
+from planner.executor.run.replica import StageReplica
+from planner.executor.run.worker import Worker, WorkerLog
+from planner.formats.plan import Plan
 from planner.schedule.instructions import Unit
 from planner.schedule.streams import PipelineShape
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from planner.exports.deepspeed import deepspeed_file
 from planner.exports.megatron import megatron_arguments
 from planner.exports.torch_pipelining import torch_pipelining_file
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
 
 System = Literal["torch-pipelining", "deepspeed", "megatron"]
 SYSTEMS: tuple[System, ...] = get_args(System)

@@ -7,7 +7,7 @@ from string import Template
 
 from planner.errors import PlanError
 from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
 
 SYSTEM = "DeepSpeed"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import PlanError
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
 
 LEAST_PER_STAGE = 4  # microbatches per stage where the plan has one: the bubble is then a fifth
 

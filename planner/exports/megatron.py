@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
 
 SYSTEM = "Megatron"
 _BLOCK = re.compile(r"(?:(?P<stem>.+?)\.)?(?P<number>\d+)\.")

@@ -7,7 +7,7 @@ from string import Template
 
 from planner.errors import InputError, PlanError
 from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks, shared_weights
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
 
 SYSTEM = "torch.distributed.pipelining"
 
@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import $schedule
 
-from planner.executor.data import make_batches
-from planner.executor.shared import separate_copies
-from planner.model.autocast import autocast_dtype
+from planner.executor.run.data import make_batches
+from planner.executor.communication.shared import separate_copies
+from planner.model.stage.autocast import autocast_dtype
 from planner.model.file import load_model_file
-from planner.model.load import capture_file
-from planner.model.neighbours import NeighbourStage
-from planner.model.options import StageOptions
+from planner.model.capture.load import capture_file
+from planner.model.capture.batch_neighbours import NeighbourStage
+from planner.model.stage.options import StageOptions
 from planner.schedule.instructions import Unit
 
 MODEL = $model_path

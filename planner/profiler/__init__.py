@@ -1,5 +1,1 @@
-"""LayerGraph on a device -> Profile, and the speed of the link between two processes."""
-
-from planner.profiler.profile import profile_model
-
-__all__ = ["profile_model"]
+"""LayerGraph on a device -> Profile, and the speed of the links between workers."""

@@ -1,1 +1,1 @@
-"""Plans and profiles as tables."""
+"""Plans, profiles and runs for people: terminal tables, an HTML page, SVG charts."""

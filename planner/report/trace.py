@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from planner.errors import InputError
-from planner.files import first_problem, write_text
-from planner.report.lanes import LANE_ORDER, side_by_side
-from planner.timeline import Event, Events, Kind, Lane, Timeline, load_timeline
+from planner.formats.files import first_problem, write_text
+from planner.formats.timeline import Event, Events, Kind, Lane, Timeline, load_timeline
+from planner.report.svg.lanes import LANE_ORDER, side_by_side
 
 MICROSECONDS = 1e6
 _ROWS = 1000  # threads per lane, at most

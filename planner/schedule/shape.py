@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from planner.errors import InputError, PlanError
-from planner.plan_file import Plan, Shared
+from planner.formats.plan import Plan, Shared
 from planner.schedule.streams import Channel, PipelineShape
 
 

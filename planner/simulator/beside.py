@@ -6,9 +6,9 @@ import math
 from bisect import bisect_right
 
 from planner.errors import InputError
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
+from planner.formats.timeline import LANES, Event, Events, LinkUse, MemoryCurve, Timeline
 from planner.simulator.plan import default_minibatches, simulate
-from planner.timeline import LANES, Event, Events, LinkUse, MemoryCurve, Timeline
 
 ROUNDS = ("update", "all_reduce")  # events of rounds, not of minibatches
 

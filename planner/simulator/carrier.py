@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.cost import BUCKETS
+from planner.cost.asynchronous import BUCKETS
+from planner.cost.work import POSTED
 from planner.schedule.instructions import Receive, ReceiveShared, Send, SendActivation, SendShared
 from planner.simulator.links import ClusterLinks
 from planner.simulator.network import FairNetwork, Path
 from planner.simulator.times import Pipeline
-from planner.work import POSTED
 
 Arrived = Callable[[int, Send, float, float], None]  # sender's rank, message, when it left and when it is there
 Reduced = Callable[[int, int, float, float], None]  # stage, round, when a part began and when it is summed

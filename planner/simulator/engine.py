@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import assert_never
 
+from planner.formats.timeline import Event, Kind
 from planner.schedule.instructions import (
     AddShared,
     AllReduce,
@@ -39,7 +40,6 @@ from planner.schedule.instructions import (
 from planner.schedule.streams import stream
 from planner.simulator.carrier import Carrier
 from planner.simulator.times import Pipeline
-from planner.timeline import Event, Kind
 
 # A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
 _Message = tuple[int, int, int, int, int, int, int]

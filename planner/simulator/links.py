@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.cluster import Cluster
+from planner.cost.topology import Topology
+from planner.formats.cluster import Cluster
+from planner.formats.timeline import LinkUse
 from planner.simulator.network import Direction, Path
-from planner.timeline import LinkUse
-from planner.topology import Topology
 
 
 class ClusterLinks:

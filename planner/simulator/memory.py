@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
-from planner.plan_file import Plan, ScheduleName, Stage
-from planner.price import versions_of
-from planner.timeline import Event, MemoryCurve
+from planner.cost.plan_price import versions_of
+from planner.formats.plan import Plan, ScheduleName, Stage
+from planner.formats.timeline import Event, MemoryCurve
 
 STASHING: tuple[ScheduleName, ...] = ("1f1b",)  # a version of the weights per unit in flight, at most
 Change = tuple[float, int]  # seconds, bytes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from planner.schedule.streams import PipelineShape
 from planner.simulator.engine import Engine
+from planner.simulator.steady import Steady, repeating_s, steady_state
 from planner.simulator.times import Pipeline, StageTimes
-from planner.steady import Steady, repeating_s, steady_state
 
 __all__ = ["Outcome", "Pipeline", "StageTimes", "Stop", "simulate", "steady_minibatches", "steady_s"]
 

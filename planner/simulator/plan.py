@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from planner.cost import ASYNCHRONOUS
+from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.errors import InputError, PlanError
-from planner.plan_file import Plan
+from planner.formats.plan import Plan
+from planner.formats.timeline import Event, Events, Timeline
 from planner.schedule.shape import check_accumulate, deadlock, shape_of
 from planner.simulator.engine import Engine
 from planner.simulator.memory import memory_curves
 from planner.simulator.pipeline import steady_minibatches, steady_s
 from planner.simulator.times import Pipeline, StageTimes, pipeline_with
-from planner.timeline import Event, Events, Timeline
 
 FEWEST = 16  # minibatches of schedules that drain that are simulated where nobody says how many
 

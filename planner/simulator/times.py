@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cluster import Cluster
-from planner.cost import WEIGHT_SHARE, Link
-from planner.plan_file import Shared, Transfer
+from planner.cost.asynchronous import WEIGHT_SHARE, Link
+from planner.cost.topology import Topology
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Shared, Transfer
 from planner.schedule.streams import PipelineShape
-from planner.topology import Topology
 
 Ends = tuple[int, int]  # stages
 
@@ -20,8 +20,8 @@ class StageTimes:
 
     `recompute_s` comes before each backward: the forward once more. `accumulate_s` is what a backward takes longer
     that finds gradients to add its own to; where it is in two parts, with the part for the weights. `ready_s` are from
-    the start of a backward that finds none until each part of the gradients can be all-reduced, as `planner.buckets`
-    has them; empty for equal parts of it.
+    the start of a backward that finds none until each part of the gradients can be all-reduced, as
+    `planner.cost.buckets` has them; empty for equal parts of it.
     """
 
     forward_s: float

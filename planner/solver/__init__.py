@@ -6,29 +6,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cluster import Cluster
-from planner.constraints import Constraints
-from planner.cost import RecomputeRule, check_combination
+from planner.cost.asynchronous import RecomputeRule, check_combination
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
+from planner.cost.weight_copies import price_with_copies
 from planner.errors import InputError, ProfileError
-from planner.ledger import Candidate, Ledger
-from planner.plan_file import CostModelName, Plan, ScheduleName, SolverReport
-from planner.price import Price
-from planner.profile_file import REMEDY, Profile
+from planner.formats.cluster import Cluster
+from planner.formats.constraints import Constraints
+from planner.formats.plan import CostModelName, Plan, ScheduleName, SolverReport
+from planner.formats.profile import REMEDY, Profile
 from planner.solver.assemble import assemble, simulated_plan
-from planner.solver.copies import price_with_copies
-from planner.solver.deadline import Deadline
-from planner.solver.depth import TOLERANCE, DepthRule
+from planner.solver.candidates.alternatives import fastest_simulated
+from planner.solver.candidates.budget import Tally
+from planner.solver.candidates.deadline import Deadline
+from planner.solver.candidates.depth import TOLERANCE, DepthRule
+from planner.solver.candidates.trials import Trials
+from planner.solver.chain.interleaved_plan import solve_interleaved
+from planner.solver.chain.states import Chain
+from planner.solver.chain.vertical_sync import solve_synced
+from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.infeasible import explain
-from planner.solver.interleaved_plan import solve_interleaved
+from planner.solver.integer.request import Request
 from planner.solver.methods import Found, SolverName, answer, method_for
-from planner.solver.request import Request
-from planner.solver.rivals import fastest_simulated
-from planner.solver.states import Chain
-from planner.solver.tally import Tally
 from planner.solver.task import Task
-from planner.solver.trials import Trials
-from planner.solver.vertical_sync import solve_synced
-from planner.solver.zero_bubble import solve_zero_bubble
 
 __all__ = ["solve"]
 

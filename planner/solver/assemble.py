@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cluster import Cluster
-from planner.ledger import Candidate, Ledger
-from planner.plan_file import Plan, ScheduleName, SolverReport, Stage, config_of
-from planner.price import Price
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
+from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport, Stage, config_of
 from planner.simulator.plan import simulated_s
-from planner.solver.copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
-from planner.solver.exchanged import shared_between, transfers
+from planner.solver.candidates.exchanged import shared_between, transfers
 from planner.solver.predict import predict
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cluster import Cluster
-from planner.cost import DIVIDED, RecomputeRule
+from planner.cost.asynchronous import DIVIDED, RecomputeRule
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.plan_file import Plan, ScheduleName
-from planner.profile_file import Profile
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan, ScheduleName
+from planner.formats.profile import Profile
 from planner.solver import solve
-from planner.solver.depth import DepthRule
+from planner.solver.candidates.depth import DepthRule
 
 COMPARED: tuple[ScheduleName, ...] = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 MICROBATCHES_PER_GPU = 4  # from which on GPipe calls its bubble negligible

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.cluster import Cluster
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError
-from planner.ledger import Candidate, Ledger
-from planner.plan_file import config_of
-from planner.price import Price
+from planner.formats.cluster import Cluster
+from planner.formats.plan import config_of
 from planner.units import format_bytes
 
 # A plan that fits this many GPUs of this much memory, with its price, or None.

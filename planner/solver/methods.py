@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.cluster import Kind
+from planner.cost.layer_costs import Candidate
+from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.ledger import Candidate
-from planner.price import Price
-from planner.solver.brute import brute_force
-from planner.solver.deadline import NO_HURRY, Deadline
+from planner.formats.cluster import Kind
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.infeasible import explain
-from planner.solver.max_load import solve_loads
-from planner.solver.request import Request, ranked
+from planner.solver.integer.max_load import solve_loads
+from planner.solver.integer.request import Request, ranked
+from planner.solver.reference.brute import brute_force
 from planner.units import format_bytes
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
@@ -112,8 +112,8 @@ def answer(request: Request, method: MethodName, deadline: Deadline) -> Found:
 
 def _by_ilp(request: Request, deadline: Deadline) -> Found | None:
     # Imported here: PuLP takes its time, and most requests need none of it.
-    from planner.solver.ilp import solve_ilp
-    from planner.solver.milp import installed
+    from planner.solver.integer.ilp import solve_ilp
+    from planner.solver.integer.milp import installed
 
     solver = installed()[0]
     best = solve_ilp(request, deadline, solver)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.buckets import ready_s, reduced_s
-from planner.cluster import Cluster, Kind
-from planner.cost import DIVIDED, backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
-from planner.ledger import Candidate, Ledger
-from planner.plan_file import Prediction, ScheduleName, SolverReport
-from planner.price import Price
-from planner.pricing import price as price_of
-from planner.profile_file import Profile
-from planner.solver.trials import simulated_price
+from planner.cost.asynchronous import DIVIDED, backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
+from planner.cost.buckets import ready_s, reduced_s
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
+from planner.cost.pricing import price as price_of
+from planner.formats.cluster import Cluster, Kind
+from planner.formats.plan import Prediction, ScheduleName, SolverReport
+from planner.formats.profile import Profile
+from planner.solver.candidates.trials import simulated_price
 
 
 def predict(

@@ -6,31 +6,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cluster import Cluster, flat_cluster
-from planner.cost import ASYNCHRONOUS, Link, RecomputeRule, link_of
-from planner.cost_2bw import asynchronous_model
-from planner.cost_drained import SynchronousModel
-from planner.ledger import Candidate
-from planner.placement import places_matter
-from planner.plan_file import CostModelName, ScheduleName
-from planner.price import Price
-from planner.pricing import busy_resources, price
-from planner.solver.branches import MOST_STATES, search_beyond
-from planner.solver.deadline import NO_HURRY, Deadline
-from planner.solver.downsets import Downsets, enumerate_downsets
+from planner.cost.asynchronous import ASYNCHRONOUS, Link, RecomputeRule, link_of
+from planner.cost.double_buffered import asynchronous_model
+from planner.cost.layer_costs import Candidate
+from planner.cost.placement import places_matter
+from planner.cost.plan_price import Price
+from planner.cost.pricing import busy_resources, price
+from planner.cost.synchronous import SynchronousModel
+from planner.cost.topology import Topology
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import CostModelName, ScheduleName
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.chain.search import Path, Search, stages_along
+from planner.solver.chain.states import StateSpace
+from planner.solver.chain.synchronous import SynchronousSearch
+from planner.solver.graph.branches import MOST_STATES, search_beyond
+from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits
-from planner.solver.levels import (
+from planner.solver.levels.levels import (
     beyond_the_order,
     nearest_path,
     nearest_search,
     search_all_cuts,
     search_levels,
 )
-from planner.solver.placements import Question
-from planner.solver.search import Path, Search, stages_along
-from planner.solver.states import StateSpace
-from planner.solver.synchronous import SynchronousSearch
-from planner.topology import Topology
+from planner.solver.levels.stage_bounds import Question
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
 MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit

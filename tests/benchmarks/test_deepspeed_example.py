@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.deepspeed_example.__main__ import compare, example_plan
-from planner.plan_file import Plan
-from planner.report.timeline_svg import timeline_svg
+from planner.formats.plan import Plan
+from planner.report.svg.timeline import timeline_svg
 from planner.simulator.plan import simulate
 
 

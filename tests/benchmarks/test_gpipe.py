@@ -15,8 +15,8 @@ from benchmarks.gpipe.profiles import parameters_of, transformer_profile
 from benchmarks.gpipe.throughput import Throughput, by_formula, key, run_setting, setting
 from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.predict import simulated_s
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger
+from planner.cost.layer_costs import Ledger
+from planner.formats.cluster import flat_cluster
 from tests.samples import layer, profile
 
 EQUAL = profile(*(layer(f"l{k}", 0.01, 0.02, 400, 800) for k in range(7)), layer("end", 0.01, 0.02))

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.models.__main__ import BATCH_SIZES, COLUMNS
 from benchmarks.models.measure import PROFILES, cut_by_time, measure_model
-from planner.profile_file import load_profile
+from planner.formats.profile import load_profile
 
 
 def test_a_small_model() -> None:

@@ -12,7 +12,7 @@ from benchmarks.pipedream_sosp19.records import PARTS, Scheduled, Solved, rows_o
 from benchmarks.published_rows import Ran, published_plan
 from benchmarks.testbed.measure import recomputing
 from benchmarks.testbed.predict import given_plan, simulated_s
-from planner.cluster import flat_cluster
+from planner.formats.cluster import flat_cluster
 from tests.samples import layer, profile
 
 CHAIN = profile(*(layer(f"l{k}", 0.01, 0.02, 4_000, 8_000) for k in range(4)), layer("end", 0.01, 0.02))

@@ -11,9 +11,9 @@ from benchmarks.estimate.__main__ import rank_correlation
 from benchmarks.published_configs.__main__ import answer, tables
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger
-from planner.profile_file import load_profile
+from planner.cost.layer_costs import Ledger
+from planner.formats.cluster import flat_cluster
+from planner.formats.profile import load_profile
 from planner.solver import solve
 
 ROOT = Path(__file__).parents[2]

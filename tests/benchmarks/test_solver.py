@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger
+from planner.cost.layer_costs import Ledger
+from planner.formats.cluster import flat_cluster
 from planner.solver import solve
 from tests.samples import layer, profile
 

@@ -21,8 +21,8 @@ from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan, simulated_s
 from benchmarks.testbed.predictions import MARKS, PAGE, report
 from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
-from planner.cluster import flat_cluster, hierarchical_cluster
-from planner.profile_file import Profile
+from planner.formats.cluster import flat_cluster, hierarchical_cluster
+from planner.formats.profile import Profile
 from tests.benchmarks.test_netns import NAMESPACES, transfer_s
 from tests.samples import layer, profile
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from benchmarks.compiled.__main__ import report as compiled_report
 from benchmarks.timeline.__main__ import DRAWN, EMULATED, REAL, picture, report, row
-from planner.answers.against import lay_over
+from planner.analysis.compare_runs import lay_over
 from planner.simulator.beside import simulate_beside
 from planner.simulator.plan import simulate
 from tests.simulator.plans import equal_layers, plan_of

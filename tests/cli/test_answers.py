@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.profile_file import save_profile
+from planner.formats.profile import save_profile
 from tests.samples import layer, profile
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,10 +18,10 @@ import torch
 
 import planner
 from planner.cli.main import main
-from planner.executor.checkpoint_index import complete, load_index
+from planner.executor.checkpoint.index import complete, load_index
+from planner.formats.plan import save_plan
+from planner.formats.profile import save_profile
 from planner.model.file import load_model_file
-from planner.plan_file import save_plan
-from planner.profile_file import save_profile
 from tests.cli.test_train import assert_one_sentence, is_alive
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

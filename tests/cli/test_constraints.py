@@ -9,10 +9,10 @@ import pytest
 
 from planner.api import check_trainable
 from planner.cli.main import main
-from planner.cluster import Cluster, Kind, Level, save_cluster
 from planner.errors import PlanError
-from planner.plan_file import load_plan
-from planner.profile_file import save_profile
+from planner.formats.cluster import Cluster, Kind, Level, save_cluster
+from planner.formats.plan import load_plan
+from planner.formats.profile import save_profile
 from tests.samples import layer, profile
 
 MODEL = profile(*(layer(name, output_bytes=10, weight_bytes=100) for name in "abcd"))

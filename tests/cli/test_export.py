@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli.main import main
-from planner.plan_file import save_plan
+from planner.formats.plan import save_plan
 from tests.exports.plans import plan_of
 
 

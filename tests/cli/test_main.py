@@ -12,7 +12,7 @@ import pytest
 
 from planner import __version__
 from planner.cli import main as cli
-from planner.profile_file import save_profile
+from planner.formats.profile import save_profile
 from tests.samples import layer, profile
 
 MODEL = profile(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan_file import load_plan
-from planner.profile_file import load_profile
+from planner.formats.plan import load_plan
+from planner.formats.profile import load_profile
 
 
 def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.cli.main import main
-from planner.cluster import flat_cluster
-from planner.plan_file import load_plan, save_plan
-from planner.profile_file import save_profile
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import load_plan, save_plan
+from planner.formats.profile import save_profile
 from planner.report.trace import save_trace
 from planner.simulator.plan import simulate
 from planner.solver import solve
 from tests.cli.test_main import MODEL, plan
-from tests.report.test_page import Elements, slower
+from tests.report.page.test_page import Elements, slower
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.answers.against import Against
+from planner.analysis.compare_runs import Against
 from planner.cli.main import main
-from planner.plan_file import load_plan, save_plan
-from planner.report.run import run_report
+from planner.formats.plan import load_plan, save_plan
+from planner.report.tables.run import run_report
 from planner.report.trace import load_run, save_trace
 from planner.simulator.plan import simulate
-from planner.summary import Summary, summarize
+from planner.simulator.summary import Summary, summarize
 from tests.cli.test_main import plan
 from tests.report.test_trace import check_trace
 from tests.simulator.plans import equal_layers, plan_of

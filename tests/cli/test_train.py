@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.executor.failures import read_beat
+from planner.executor.health.failures import read_beat
+from planner.formats.plan import load_plan, save_plan
 from planner.model.file import load_model_file
-from planner.plan_file import load_plan, save_plan
 from planner.report.trace import load_run
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

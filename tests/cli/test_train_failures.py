@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan_file import save_plan
+from planner.formats.plan import save_plan
 from tests.executor.plans import make_plan, structural_profile
 
 TIMEOUT_S = 240

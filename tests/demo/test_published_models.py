@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.model.capture import capture
+from planner.model.capture.capture import capture
 from planner.model.file import load_model_file
 from tests.model.splitting import assert_same, cut_evenly, run_split
 

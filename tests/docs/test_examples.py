@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from planner.model.capture import capture
+from planner.model.capture.capture import capture
 from planner.model.file import load_model_file
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

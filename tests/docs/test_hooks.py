@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from planner.files import Record
-from planner.plan_file import Plan
-from planner.profile_file import Profile
-from planner.timeline import Timeline
+from planner.formats.files import Record
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.formats.timeline import Timeline
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 VERBS = ("profile", "solve", "show", "simulate", "report", "train", "export", "quickstart")
@@ -35,7 +35,7 @@ def test_every_field_has_a_row(hooks: ModuleType, record: type[Record]) -> None:
 
 
 def test_a_row_shows_bounds_default_and_the_comment_behind_the_field(hooks: ModuleType) -> None:
-    text = hooks.field_tables("planner.profile_file.Profile")
+    text = hooks.field_tables("planner.formats.profile.Profile")
     assert "| `microbatch_size` | integer ≥ 1 or null | `null` | samples; null where the source does not say |" in text
     assert "| `layers` | list of [Layer](#layer), at least 1 |  |  |" in text
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.executor.job import Job, TrainingOptions, TrainResult
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 from planner.model.batch import Batch, collate
 from planner.model.file import ModelFile
-from planner.plan_file import Plan
-from planner.profile_file import Profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger, candidates
-from planner.model.autocast import autocast_name
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
+from planner.model.capture.graph import ValueSpec
+from planner.model.capture.load import capture_file
 from planner.model.file import load_model_file
-from planner.model.graph import ValueSpec
-from planner.model.load import capture_file
-from planner.model.options import PLAIN, StageOptions
-from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import price
-from planner.profile_file import Compiled, Device, Edge, Layer, Profile, Provenance, Value
+from planner.model.stage.autocast import autocast_name
+from planner.model.stage.options import PLAIN, StageOptions
 from planner.solver.assemble import assemble
-from planner.solver.vertical_sync import synced_price
+from planner.solver.chain.vertical_sync import synced_price
 
 _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from planner.executor.job import Job, TrainResult
-from planner.executor.setup import CPU, join_group
-from planner.executor.train import TrainingRun
+from planner.executor.run.setup import CPU, join_group
+from planner.executor.run.train import TrainingRun
 from planner.model.file import load_model_file
 
 TIMEOUT_S = 240

@@ -10,16 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.api import train
 from planner.executor import data_parallel
-from planner.executor.data import BatchSource, DatasetBatches
 from planner.executor.data_parallel import Rounds, train_data_parallel
 from planner.executor.job import Job
+from planner.executor.run.data import BatchSource, DatasetBatches
+from planner.formats.plan import ScheduleName
 from planner.model.file import load_model_file
-from planner.plan_file import ScheduleName
 from planner.schedule.instructions import Unit
 from tests.executor import eager
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
-from tests.executor.test_data import Numbers
+from tests.executor.run.test_data import Numbers
 
 
 def _parts(work: Rounds, data: BatchSource, round_: int) -> list[list[tuple[Unit, Any, bool]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from planner.plan_file import Plan, ScheduleName
+from planner.formats.plan import Plan, ScheduleName
 from tests.executor.plans import make_plan
 from tests.samples import layer, profile
 

@@ -13,7 +13,7 @@ import pytest
 
 import planner
 from planner.errors import PlanError
-from planner.plan_file import Plan, Shared
+from planner.formats.plan import Plan, Shared
 from tests.exports.plans import plan_of
 
 TIMEOUT_S = 240

@@ -13,7 +13,7 @@ import pytest
 import planner
 from planner.errors import InputError, PlanError
 from planner.executor.job import Job
-from planner.plan_file import Plan, ScheduleName
+from planner.formats.plan import Plan, ScheduleName
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import TIMEOUT_S, run_jobs

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from planner.errors import InputError
+from planner.formats.timeline import Event, Events, Timeline, save_timeline
 from planner.report.trace import chrome_trace, load_run, save_trace
-from planner.timeline import Event, Events, Timeline, save_timeline
 from tests.timelines import EVENTS, by_hand
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from planner.cost_2bw import two_versions_suffice
+from planner.cost.double_buffered import two_versions_suffice
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.draw import draw_order
 from planner.schedule.instructions import (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import flat_cluster
 from planner.errors import InfeasibleError, InputError
+from planner.formats.cluster import flat_cluster
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import Forward, Update
 from planner.schedule.streams import PipelineShape, stream, warm_up_depth

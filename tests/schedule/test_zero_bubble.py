@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from planner.cluster import flat_cluster
+from planner.formats.cluster import flat_cluster
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.draw import draw_order
 from planner.schedule.instructions import BackwardWeight, Instruction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.cluster import flat_cluster
+from planner.formats.cluster import flat_cluster
 from planner.schedule.streams import PipelineShape
 from planner.simulator.pipeline import Outcome, Pipeline, simulate
 from planner.simulator.times import StageTimes

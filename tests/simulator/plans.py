@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cluster import Cluster, flat_cluster
-from planner.ledger import Ledger, candidates
-from planner.plan_file import Plan, ScheduleName, SolverReport
-from planner.pricing import price
-from planner.profile_file import Layer
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.profile import Layer
 from planner.solver.assemble import assemble
 from tests.samples import layer, profile
 

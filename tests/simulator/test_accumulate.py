@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cluster import flat_cluster
-from planner.deviation import deviation
+from planner.analysis.deviation import deviation
 from planner.errors import InputError
-from planner.plan_file import Plan, ScheduleName
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan, ScheduleName
 from planner.schedule.shape import check_accumulate
 from planner.simulator.beside import cut, simulate_beside
 from planner.simulator.plan import simulate, simulated_s
-from planner.summary import summarize
+from planner.simulator.summary import summarize
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from planner.deviation import deviation
+from planner.analysis.deviation import deviation
 from planner.errors import InputError
-from planner.plan_file import Plan, ScheduleName
+from planner.formats.plan import Plan, ScheduleName
+from planner.formats.timeline import Events, Timeline
 from planner.simulator.beside import cut, simulate_beside
 from planner.simulator.plan import default_minibatches, simulate
-from planner.summary import summarize
-from planner.timeline import Events, Timeline
+from planner.simulator.summary import summarize
 from tests.simulator.plans import equal_layers, plan_of
 
 

@@ -8,14 +8,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.cluster import flat_cluster
-from planner.ledger import Ledger, candidates
-from planner.plan_file import ScheduleName
-from planner.pricing import price
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import ScheduleName
+from planner.formats.timeline import Event
 from planner.schedule.streams import PipelineShape
 from planner.simulator.engine import Engine
 from planner.simulator.pipeline import StageTimes
-from planner.timeline import Event
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import FREE, TransferTimes, pipeline, run

@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 
 import planner
-from planner.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.errors import InputError, PlanError
-from planner.plan_file import Plan, ScheduleName
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.plan import Plan, ScheduleName
+from planner.formats.timeline import Event, Timeline
 from planner.simulator.pipeline import simulate as simulate_quickly
 from planner.simulator.plan import pipeline_of, simulate, simulated_s
-from planner.summary import ENDS, summarize
-from planner.timeline import Event, Timeline
+from planner.simulator.summary import ENDS, summarize
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
 

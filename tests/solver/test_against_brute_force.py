@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import flat_cluster
-from planner.cost import RecomputeRule, cost_model, link_of
-from planner.cost_2bw import DoubleBufferedModel
-from planner.cost_drained import SynchronousModel
-from planner.ledger import Ledger
-from planner.plan_file import CostModelName, ScheduleName
-from planner.profile_file import Profile
-from planner.solver.brute import brute_force, downsets
-from planner.solver.downsets import Downsets, enumerate_downsets
-from planner.solver.search import Search
-from planner.solver.states import Chain
-from planner.solver.synchronous import SynchronousSearch
+from planner.cost.asynchronous import RecomputeRule, cost_model, link_of
+from planner.cost.double_buffered import DoubleBufferedModel
+from planner.cost.layer_costs import Ledger
+from planner.cost.synchronous import SynchronousModel
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.profile import Profile
+from planner.solver.chain.search import Search
+from planner.solver.chain.states import Chain
+from planner.solver.chain.synchronous import SynchronousSearch
+from planner.solver.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.reference.brute import brute_force, downsets
 from tests.solver.strategies import profiles
 
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.cluster import Cluster, flat_cluster
-from planner.cost import RecomputeRule, link_of
-from planner.cost_2bw import asynchronous_model
-from planner.cost_drained import SynchronousModel
-from planner.ledger import Ledger
-from planner.plan_file import ScheduleName
-from planner.profile_file import Profile
-from planner.solver.brute import brute_force
-from planner.solver.interleaved import InterleavedSearch
-from planner.solver.search import Path, Search
-from planner.solver.states import Chain
-from planner.solver.synchronous import SynchronousSearch
+from planner.cost.asynchronous import RecomputeRule, link_of
+from planner.cost.double_buffered import asynchronous_model
+from planner.cost.layer_costs import Ledger
+from planner.cost.synchronous import SynchronousModel
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import ScheduleName
+from planner.formats.profile import Profile
+from planner.solver.chain.interleaved import InterleavedSearch
+from planner.solver.chain.search import Path, Search
+from planner.solver.chain.states import Chain
+from planner.solver.chain.synchronous import SynchronousSearch
+from planner.solver.reference.brute import brute_force
 from tests.samples import layer, profile
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "2bw", "gpipe", "1f1b-flush", "interleaved", "naive")

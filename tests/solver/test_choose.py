@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cluster import flat_cluster
 from planner.errors import InfeasibleError, InputError
-from planner.profile_file import Profile
-from planner.report.choice import choice_report
+from planner.formats.cluster import flat_cluster
+from planner.formats.profile import Profile
+from planner.report.tables.choice import choice_report
 from planner.solver import solve
 from planner.solver.choose import COMPARED, choose
 from tests.samples import layer, profile

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import flat_cluster
+from planner.cost.layer_costs import Ledger
 from planner.errors import InfeasibleError
-from planner.ledger import Ledger
-from planner.plan_file import ScheduleName
-from planner.profile_file import Profile
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import ScheduleName
+from planner.formats.profile import Profile
 from planner.solver import solve
-from planner.solver.brute import brute_force
+from planner.solver.reference.brute import brute_force
 from planner.units import parse_bytes
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles

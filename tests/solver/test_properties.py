@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import Cluster, flat_cluster
 from planner.errors import InfeasibleError
-from planner.plan_file import Plan
-from planner.profile_file import Layer, Profile
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import Layer, Profile
 from planner.solver import solve
 from tests.solver.strategies import profiles
 

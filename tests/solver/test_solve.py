@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cluster import flat_cluster
-from planner.cost import Link, ResourceModel
+from planner.cost.asynchronous import Link, ResourceModel
+from planner.cost.layer_costs import Candidate, Ledger
 from planner.errors import InfeasibleError, InputError, ProfileError
-from planner.ledger import Candidate, Ledger
-from planner.pipedream import load_graph_txt
-from planner.plan_file import ScheduleName
-from planner.profile_file import Profile
+from planner.formats.cluster import flat_cluster
+from planner.formats.pipedream import load_graph_txt
+from planner.formats.plan import ScheduleName
+from planner.formats.profile import Profile
 from planner.solver import solve
-from planner.solver.brute import brute_force
-from planner.solver.exchanged import transfers
+from planner.solver.candidates.exchanged import transfers
+from planner.solver.chain.search import Search
+from planner.solver.chain.states import Chain
 from planner.solver.infeasible import round_up
-from planner.solver.search import Search
-from planner.solver.states import Chain
+from planner.solver.reference.brute import brute_force
 from planner.units import parse_bytes
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
@@ -240,7 +240,7 @@ def test_a_rough_start_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatc
     for memory in (None, 900):
         answers = []
         for rough in (5, 300):
-            monkeypatch.setattr("planner.solver.search._ROUGH_STATES", rough)
+            monkeypatch.setattr("planner.solver.chain.search._ROUGH_STATES", rough)
             answers.append(Search(Chain(ledger), ResourceModel(Link(20.0, 0.1)), 40, memory).best())
         assert answers[0] is not None
         assert answers[0] == answers[1]

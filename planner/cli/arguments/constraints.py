@@ -1,0 +1,77 @@
+"""The arguments that say what a plan must respect."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.formats.constraints import Constraints
+
+
+def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the group "constraints"; `constraints_of` reads it."""
+    group = parser.add_argument_group(
+        "constraints", "layers by their names in the profile; each option may be repeated"
+    )
+    group.add_argument(
+        "--pin", action="append", default=[], metavar="LAYER=STAGE", help="the layer is in that stage; the first is 0"
+    )
+    group.add_argument(
+        "--pin-gpu",
+        action="append",
+        default=[],
+        metavar="LAYER=RANK",
+        help="the GPU of that rank runs the layer, in a cluster whose GPUs differ or with --not-contiguous",
+    )
+    group.add_argument(
+        "--colocate", action="append", default=[], metavar="LAYER,LAYER", help="these layers share a stage"
+    )
+    group.add_argument(
+        "--forbid-cut-after",
+        action="append",
+        default=[],
+        metavar="LAYER",
+        help="the layer shares a stage with the next one in the profile",
+    )
+    group.add_argument(
+        "--not-contiguous",
+        action="store_true",
+        help="a stage may be any set of layers, with values going back and forth; for --cost-model max-load, and not "
+        "to be trained",
+    )
+    group.add_argument(
+        "--constraints", type=Path, metavar="FILE", help="a constraints.json, instead of the arguments above"
+    )
+
+
+def constraints_of(args: argparse.Namespace) -> Constraints:
+    """The constraints that the arguments describe.
+
+    Raises:
+        InputError: when they do not describe any.
+    """
+    from planner.formats.constraints import Constraints, load_constraints
+
+    given = Constraints(
+        stage_of=dict(_pair(text, "--pin", "STAGE") for text in args.pin),
+        gpu_of=dict(_pair(text, "--pin-gpu", "RANK") for text in args.pin_gpu),
+        together=tuple(tuple(text.split(",")) for text in args.colocate),
+        no_cut_after=tuple(args.forbid_cut_after),
+        contiguous=not args.not_contiguous,
+    )
+    if args.constraints is None:
+        return given
+    if not given.empty:
+        raise InputError("--constraints stands beside other constraints", hint="write all of them into the file")
+    return load_constraints(args.constraints)
+
+
+def _pair(text: str, option: str, what: str) -> tuple[str, int]:
+    layer, separator, number = text.rpartition("=")
+    if not separator or not number.isdigit():
+        raise InputError(f"{option} '{text}' is not LAYER={what}", hint=f"for example: {option} classifier.6=1")
+    return layer, int(number)

@@ -1,0 +1,75 @@
+"""The arguments of the verbs that ask about plans: which profile, which plan, and how to solve."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of, given, refuse
+
+if TYPE_CHECKING:
+    from planner.analysis.question import Question
+    from planner.formats.plan import Plan
+    from planner.formats.profile import Profile
+
+DEFAULT_PLAN = Path("plan.json")
+_CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
+_SOLVING = ("schedule", "microbatches", "cost_model")
+
+
+def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
+    """Declare the cluster's arguments, and how to solve; `plan`: or a plan that has both."""
+    add_cluster_arguments(parser)
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="profile.json of `plan profile`, or a graph.txt that PipeDream published (default: %(default)s)",
+    )
+    if plan:
+        parser.add_argument(
+            "--plan",
+            type=Path,
+            metavar="FILE",
+            help="a plan made from that profile, which has its own cluster and schedule (default: the fastest for the "
+            f"cluster of the arguments; {DEFAULT_PLAN} where they say none)",
+        )
+    parser.add_argument(
+        "--schedule",
+        choices=["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "naive"],
+        help="as for `plan solve` (default: 1f1b)",
+    )
+    parser.add_argument("--microbatches", type=int, metavar="M", help="as for `plan solve` (default: 4 per GPU)")
+    parser.add_argument(
+        "--cost-model",
+        choices=["resource", "pipedream", "paper"],
+        help="as for `plan solve` (default: resource)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """How the arguments say to solve."""
+    from planner.analysis.question import Question
+
+    asked = {name: getattr(args, name) for name in _SOLVING}
+    return Question(**{name: value for name, value in asked.items() if value is not None})
+
+
+def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
+    """The plan of --plan, or the one for the cluster of the arguments, or plan.json where neither is given.
+
+    Raises:
+        ClusterError: for a plan and a cluster at once.
+    """
+    from planner.formats.plan import load_plan
+
+    path = args.plan
+    if path is None and DEFAULT_PLAN.exists() and not any(given(args, name) for name in _CLUSTER):
+        path = DEFAULT_PLAN
+    if path is None:
+        return question_of(args).solve(profile, cluster_of(args, profile))
+    refuse(args, "--plan", *_CLUSTER, *_SOLVING, why=", which says so itself")
+    return load_plan(path)

@@ -1,0 +1,79 @@
+"""How the gradients of a replicated stage are put into buckets, and when in the backward these can be all-reduced.
+
+One rule for the executor, which fills buckets, and for the simulation, which only knows layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.cost.asynchronous import BUCKETS
+from planner.formats.profile import Layer
+
+# A bucket no smaller than hides latency, and no larger than DistributedDataParallel's.
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
+
+
+def bucket_bytes(total_bytes: int) -> int:
+    """At so many bytes a bucket is full; gradients are never divided, so it may have more."""
+    return min(max(total_bytes // BUCKETS, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
+
+
+def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[float, ...]:
+    """Seconds from the start of a backward until each of `BUCKETS` equal parts of its gradients can be reduced.
+
+    That is when the bucket is full that holds the last byte of the part. The last part does not come before the
+    backward's end, which is what the cost model takes: its time stays one that no simulation is below.
+
+    Args:
+        layers: of the stage, in their order.
+        copied: layers of other stages, whose weights some of these layers use, too.
+
+    A profile knows the gradients of a layer only together. Where there are many parameters, they are taken to come in
+    pairs, a weight with its bias, of equal sizes and at equal distances over the layer's backward.
+    """
+    backward_s = sum(layer.backward_s for layer in layers)
+    pieces = _pieces(layers, copied)
+    total_bytes = sum(size for size, _ in pieces)
+    if total_bytes <= 0:
+        return tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS))
+    full_bytes, buckets = bucket_bytes(round(total_bytes)), list[tuple[float, float]]()  # bytes so far, time
+    size_bytes, done_bytes = 0.0, 0.0
+    for size, at_s in pieces:
+        if not buckets or size_bytes >= full_bytes:
+            buckets.append((0.0, 0.0))
+            size_bytes = 0.0
+        size_bytes, done_bytes = size_bytes + size, done_bytes + size
+        buckets[-1] = done_bytes, at_s
+    times, bucket = [], 0
+    for part in range(BUCKETS - 1):
+        while bucket < len(buckets) - 1 and buckets[bucket][0] < total_bytes * (part + 1) / BUCKETS:
+            bucket += 1
+        times.append(buckets[bucket][1])
+    return (*times, backward_s)
+
+
+def reduced_s(parts_s: Sequence[float], reduce_s: float) -> float:
+    """Seconds from the start of a backward to the end of its all-reduce, whose parts are ready at these times."""
+    clock_s = 0.0
+    for at_s in parts_s:
+        clock_s = max(clock_s, at_s) + reduce_s / len(parts_s)
+    return clock_s
+
+
+def _pieces(layers: Sequence[Layer], copied: Sequence[Layer]) -> list[tuple[float, float]]:
+    """Bytes of gradients, and the time in the backward at which they are there, from the last layer to the first."""
+    # A copied weight has all of its gradient when the first layer is through that uses it.
+    extra_bytes = [0] * len(layers)
+    for other in copied:
+        names = set(other.parameters)
+        users = [number for number, layer in enumerate(layers) if names.intersection(layer.parameters)]
+        extra_bytes[users[0] if users else 0] += other.gradient_bytes
+    pieces, clock_s = [], 0.0
+    for layer, extra in zip(reversed(layers), reversed(extra_bytes), strict=True):
+        count = max(1, len(layer.parameters) // 2)
+        size = (layer.gradient_bytes + extra) / count
+        if size > 0:
+            pieces += [(size, clock_s + layer.backward_s * (n + 1) / count) for n in range(count)]
+        clock_s += layer.backward_s
+    return pieces

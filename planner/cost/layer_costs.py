@@ -1,0 +1,200 @@
+"""The layers of a profile as numbers: what any stage of them works and holds, and what it exchanges with others.
+
+Written from the definitions, stage by stage, with sets: slow, plain, and the reference that the search is held to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from planner.cost.work import Floats, Footprint, Work, working_bytes
+from planner.formats.cluster import Kind
+from planner.formats.profile import Profile
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A value, the layer that makes it and the layers that use it, by position."""
+
+    name: str
+    producer: int
+    users: tuple[int, ...]  # ascending
+    output_bytes: int
+    gradient_bytes: int
+
+    @property
+    def amounts(self) -> Floats:
+        """What it adds to a cut that it crosses: bytes of activations and of gradients, and how many of each."""
+        return np.array([self.output_bytes, self.gradient_bytes, 1, self.gradient_bytes > 0], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A stage to be priced: positions of its layers, and of all layers in the stages before it.
+
+    `recompute`: it keeps only its input for the backward, and runs its forward again for the rest.
+    `kind`: of its devices, where the cluster has several. `ranks`: of its devices; consecutive ones when empty.
+    """
+
+    before: frozenset[int]
+    layers: frozenset[int]
+    replicas: int
+    recompute: bool = False
+    kind: Kind | None = None
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def speed(self) -> float:
+        """Of its devices, as a multiple of the profiled one's."""
+        return 1.0 if self.kind is None else self.kind.speed
+
+
+class Ledger:
+    """A profile's layers as numbers, and the work and footprint of any set of layers."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
+        self._works: dict[tuple[frozenset[int], frozenset[int]], Work] = {}
+        self._footprints: dict[tuple[frozenset[int], frozenset[int]], Footprint] = {}
+
+    @cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Every value that some layer uses."""
+        users: dict[tuple[str, str], set[int]] = {}
+        for edge in self.profile.edges:
+            users.setdefault((edge.source, edge.value), set()).add(self.position[edge.target])
+        return tuple(
+            Traffic(value.name, index, tuple(sorted(used)), value.output_bytes, value.gradient_bytes)
+            for index, layer in enumerate(self.profile.layers)
+            for value in layer.outputs
+            if (used := users.get((layer.name, value.name)))
+        )
+
+    def work(self, stage: Candidate) -> Work:
+        """The stage's work for one microbatch."""
+        key = stage.before, stage.layers
+        if key not in self._works:
+            self._works[key] = self._work(stage)
+        work = self._works[key] if stage.kind is None else self._works[key].at_speed(stage.kind.speed)
+        return work.recomputed() if stage.recompute else work
+
+    def _work(self, stage: Candidate) -> Work:
+        layers = [self.profile.layers[index] for index in sorted(stage.layers)]
+        done = stage.before | stage.layers
+        arriving = [t for t in self.traffic if t.producer in stage.before and stage.layers.intersection(t.users)]
+        leaving = [t for t in self.traffic if stage.layers.intersection((t.producer, *t.users)) and set(t.users) - done]
+        return Work(
+            forward_s=np.float64(sum(layer.forward_s for layer in layers)),
+            backward_s=np.float64(sum(layer.backward_s for layer in layers)),
+            update_s=np.float64(sum(layer.update_s for layer in layers)),
+            accumulate_s=np.float64(sum(layer.accumulate_s for layer in layers)),
+            trainable_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
+            received_bytes=np.float64(_outputs(arriving) + _gradients(leaving)),
+            sent_bytes=np.float64(_outputs(leaving) + _gradients(arriving)),
+            received_messages=np.float64(len(arriving) + _with_gradient(leaving)),
+            sent_messages=np.float64(len(leaving) + _with_gradient(arriving)),
+            cut_before_bytes=np.float64(_outputs(self.crossing(stage.before))),
+            cut_after_bytes=np.float64(_outputs(self.crossing(done))),
+            is_first=np.asarray(not stage.before),
+            input_bytes=np.float64(_outputs(arriving)),
+        )
+
+    @cached_property
+    def at_work(self) -> Floats | None:
+        """Each layer's saved bytes, gradients, workspace and that of its update; None where these are not known.
+
+        Stages of a model that was captured have their layers in the profile's order, of others in any.
+        """
+        layers = self.profile.layers
+        if self.profile.graph_hash is None or not any(layer.workspace_bytes for layer in layers):
+            return None
+        names = ("saved_bytes", "gradient_bytes", "workspace_bytes", "update_workspace_bytes")
+        return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)
+
+    def crossing(self, done: frozenset[int]) -> list[Traffic]:
+        """Values made by the layers `done` and used by others."""
+        return [t for t in self.traffic if t.producer in done and set(t.users) - done]
+
+    def moved(self, layers: frozenset[int]) -> list[Traffic]:
+        """Values that enter or leave these layers, whichever layers they are; each once."""
+        leaving = [t for t in self.traffic if t.producer in layers and set(t.users) - layers]
+        return leaving + [t for t in self.traffic if t.producer not in layers and layers.intersection(t.users)]
+
+    def footprint(self, stage: Candidate) -> Footprint:
+        """The stage's bytes."""
+        key = stage.before, stage.layers
+        if key not in self._footprints:
+            self._footprints[key] = self._footprint(stage)
+        return self._footprints[key].recomputed() if stage.recompute else self._footprints[key]
+
+    def _footprint(self, stage: Candidate) -> Footprint:
+        layers = [self.profile.layers[index] for index in stage.layers]
+        work = self.work(stage)
+        working = accumulating = np.asarray(0.0)
+        if (known := self.at_work) is not None:
+            working, accumulating = (each[-1] for each in working_bytes(*known[:, sorted(stage.layers)]))
+        return Footprint(
+            weight_bytes=np.float64(sum(layer.weight_bytes for layer in layers)),
+            gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
+            optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
+            buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)),
+            saved_bytes=np.float64(sum(layer.saved_bytes for layer in layers)),
+            message_bytes=work.received_bytes + work.sent_bytes,
+            input_bytes=work.input_bytes,
+            working_bytes=working,
+            accumulating_bytes=accumulating,
+        )
+
+
+def exchanges(ledger: Ledger, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:
+    """What pairs of stages exchange: bytes of activations and of gradients, and how many of each."""
+    return {
+        ends: np.sum([value.amounts for value in values], axis=0) for ends, values in messages(ledger, stages).items()
+    }
+
+
+def messages(
+    ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True
+) -> dict[tuple[int, int], list[Traffic]]:
+    """The values that each pair of stages exchanges: each goes from its producer to its first user, and on to the next.
+
+    Where stages are not contiguous, it goes from its producer to each.
+    """
+    stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
+    found: dict[tuple[int, int], list[Traffic]] = {}
+    for value in ledger.traffic:
+        producer, users = stage_of[value.producer], {stage_of[user] for user in value.users}
+        route = (
+            pairwise(sorted({producer, *users})) if contiguous else ((producer, user) for user in users - {producer})
+        )
+        for ends in route:
+            found.setdefault(ends, []).append(value)
+    return found
+
+
+def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
+    """Stages from the positions of their layers."""
+    before: frozenset[int] = frozenset()
+    stages = []
+    for layers, r in zip(groups, replicas, strict=True):
+        stages.append(Candidate(before, frozenset(layers), r))
+        before |= frozenset(layers)
+    return stages
+
+
+def _outputs(values: Sequence[Traffic]) -> int:
+    return sum(value.output_bytes for value in values)
+
+
+def _gradients(values: Sequence[Traffic]) -> int:
+    return sum(value.gradient_bytes for value in values)
+
+
+def _with_gradient(values: Sequence[Traffic]) -> int:
+    return sum(value.gradient_bytes > 0 for value in values)

@@ -1,0 +1,191 @@
+"""The price of a plan: seconds per minibatch, bottleneck, memory and bytes sent, from the formulas of `cost`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+
+from planner.cost.asynchronous import ASYNCHRONOUS, DIVIDED, Resource, check_combination, link_of
+from planner.cost.double_buffered import asynchronous_model
+from planner.cost.interleaved import InterleavedModel, StageSeconds
+from planner.cost.layer_costs import Candidate, Ledger, exchanges
+from planner.cost.max_load import price_loads
+from planner.cost.placement import Placement, places_matter
+from planner.cost.plan_price import Price, stage_memory, versions_of
+from planner.cost.synchronous import SynchronousModel
+from planner.cost.topology import Topology
+from planner.cost.work import Floats, Work, in_flight_1f1b
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Bottleneck, CostModelName, ScheduleName
+
+
+def price(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    *,
+    model: CostModelName = "resource",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    chunks: int = 1,
+) -> Price:
+    """Price a whole plan. A minibatch is `microbatches` microbatches of the profile's size.
+
+    Under `interleaved` each worker has `chunks` of the stages, which must be a multiple and all have as many replicas.
+
+    Raises:
+        InputError: for a cost model and schedule that do not go together.
+    """
+    check_combination(model, schedule, microbatches, chunks)
+    if model == "max-load":
+        return price_loads(ledger, stages, link_of(cluster))
+    works = [ledger.work(stage) for stage in stages]
+    replicas = [stage.replicas for stage in stages]
+    sums, busy = _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)
+    bottleneck = _busiest(busy)
+    seconds = bottleneck.busy_s
+    in_flight: list[int]
+    if schedule in ASYNCHRONOUS:
+        in_flight = [int(in_flight_1f1b(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
+    elif schedule == "interleaved":
+        in_flight = list(_interleaved_model(stages, cluster, microbatches, chunks).in_flight())
+    else:
+        synchronous = SynchronousModel(link_of(cluster), schedule, microbatches)
+        seconds += sum(sums)
+        slowest = max(range(len(sums)), key=sums.__getitem__)
+        if bottleneck.busy_s <= 0:
+            bottleneck = Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
+        in_flight = [int(synchronous.in_flight(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
+    saved = in_flight
+    if schedule == "zb-h1":
+        waiting = _waiting(ledger, stages, cluster, in_flight, microbatches)
+        saved = [flying + 2 * more for flying, more in zip(in_flight, waiting, strict=True)]
+        in_flight = [flying + more for flying, more in zip(in_flight, waiting, strict=True)]
+    memory = tuple(
+        stage_memory(ledger.footprint(stage).divided(microbatches), units, versions_of(schedule, units))
+        for stage, units in zip(stages, saved, strict=True)
+    )
+    sent_bytes = _sent_bytes(works, replicas, schedule, microbatches)
+    return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, chunks)
+
+
+def _waiting(
+    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, in_flight: Sequence[int], microbatches: int
+) -> list[int]:
+    """Under zb-h1, of how many microbatches a stage does the weights' part of the backward later.
+
+    As many as bring it to what the first stage has in flight, if memory allows it: each keeps its saved activations and
+    the gradients that have come for the weights, which are about as large.
+    """
+    waiting = []
+    for stage, flying in zip(stages, in_flight, strict=True):
+        users = (t for t in ledger.traffic if t.producer in stage.before and stage.layers.intersection(t.users))
+        more = 0
+        if any(value.gradient_bytes for value in users):
+            more = max(0, min(in_flight[0], -(-microbatches // stage.replicas)) - flying)
+            if (limit := cluster.memory_of(stage.kind)) is not None:
+                fit = ledger.footprint(stage).divided(microbatches).most_in_flight(limit, stashing=False)
+                more = max(0, min(more, (int(fit) - flying) // 2))
+        waiting.append(more)
+    return waiting
+
+
+def _interleaved_model(
+    stages: Sequence[Candidate], cluster: Cluster, microbatches: int, chunks: int
+) -> InterleavedModel:
+    replicas = {stage.replicas for stage in stages}
+    assert len(replicas) == 1
+    assert len(stages) % chunks == 0
+    return InterleavedModel(link_of(cluster), len(stages) // chunks, chunks, replicas.pop(), microbatches)
+
+
+def _interleaved(works: Sequence[Work], model: InterleavedModel) -> list[dict[Resource, Floats]]:
+    """Busy seconds of each worker's resources; workers go by the numbers of their first stages."""
+    each = [StageSeconds.of(work, model.replicas, model.link) for work in works]
+    columns = {name: np.array([getattr(stage, name) for stage in each]) for name in vars(each[0])}
+    by_resource = model.worker_s(StageSeconds(**columns))
+    return [{name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)]
+
+
+def busy_resources(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    *,
+    model: CostModelName = "resource",
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    chunks: int = 1,
+) -> list[dict[Resource, Floats]]:
+    """Busy seconds per minibatch of every resource of every stage; of schedules that drain, their part of the maximum.
+
+    Under `interleaved` of every worker, by the number of its first stage.
+
+    Raises:
+        InputError: for a cost model and schedule that do not go together.
+    """
+    check_combination(model, schedule, microbatches, chunks)
+    return _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)[1]
+
+
+def _resources(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    model: CostModelName,
+    schedule: ScheduleName,
+    microbatches: int,
+    chunks: int,
+) -> tuple[list[float], list[dict[Resource, Floats]]]:
+    """Per stage: its part of the sum of a schedule that drains, and the busy seconds of its resources."""
+    works = [ledger.work(stage) for stage in stages]
+    replicas = [stage.replicas for stage in stages]
+    if schedule == "interleaved":
+        return [], _interleaved(works, _interleaved_model(stages, cluster, microbatches, chunks))
+    link = link_of(cluster)
+    placement = None
+    if places_matter(cluster, schedule):
+        placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
+    if schedule in ASYNCHRONOUS:
+        if placement is not None:
+            return [], placement.asynchronous(model)
+        asynchronous = asynchronous_model(model, schedule, microbatches, link)
+        return [], [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+    synchronous = SynchronousModel(link, schedule, microbatches)
+    if placement is not None:
+        return placement.synchronous(synchronous)
+    sums = [float(synchronous.sum_s(work, r)) for work, r in zip(works, replicas, strict=True)]
+    return sums, [synchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
+
+
+def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:
+    """The first of the busiest resources; ties go to compute, which stands first in every model."""
+    rank = {name: -index for index, name in enumerate(get_args(Resource))}
+    stage, resource, busy_s = max(
+        ((index, name, float(busy)) for index, stage in enumerate(stages) for name, busy in stage.items()),
+        key=lambda item: (item[2], rank[item[1]], -item[0]),
+    )
+    match resource:
+        case "compute":
+            return Bottleneck(stage=stage, resource="compute", busy_s=busy_s)
+        case "shared_link":
+            return Bottleneck(stage=stage, resource="shared_link", busy_s=busy_s)
+        case "receive" | "send":
+            return Bottleneck(stage=stage, resource="link", busy_s=busy_s)
+        case _:
+            return Bottleneck(stage=stage - (resource == "cut_before"), resource="boundary", busy_s=busy_s)
+
+
+def _sent_bytes(works: Sequence[Work], replicas: Sequence[int], schedule: ScheduleName, microbatches: int) -> float:
+    """Bytes all workers send for one minibatch: transfers both ways, and the stages' all-reduces.
+
+    A ring of r workers moves 2(r-1)·W in all, once per round of r minibatches under 1f1b and naive, once per minibatch
+    where that is divided.
+    """
+    transfers = sum(float(work.sent_bytes) for work in works) * microbatches
+    rings = [2 * (r - 1) * float(work.trainable_bytes) for work, r in zip(works, replicas, strict=True)]
+    if schedule in DIVIDED:
+        return transfers + sum(rings)
+    return transfers + sum(ring / r for ring, r in zip(rings, replicas, strict=True))

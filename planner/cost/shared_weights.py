@@ -1,0 +1,88 @@
+"""Weights that several stages of a plan share: which, and what stands in the way of training them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from planner.formats.plan import Plan
+from planner.formats.profile import Layer, Profile
+
+
+@dataclass(frozen=True)
+class SharedWeight:
+    """A parameter that layers of two stages use."""
+
+    name: str
+    layers: tuple[str, str]
+    stages: tuple[int, int]
+
+    def sentence(self, why: str) -> str:
+        """That it is shared, and what follows."""
+        return (
+            f"stages {self.stages[0]} and {self.stages[1]} share the weight '{self.name}' of the layers "
+            f"'{self.layers[0]}' and '{self.layers[1]}'{why}"
+        )
+
+    @property
+    def together(self) -> str:
+        """How to keep it in one stage."""
+        return f"plan solve --colocate {self.layers[0]},{self.layers[1]}"
+
+
+def shared_weights(
+    stages: Sequence[Sequence[str]], parameters: Mapping[str, Collection[str]]
+) -> Iterator[SharedWeight]:
+    """Every weight that two stages use, for each two of them.
+
+    Args:
+        stages: the names of each one's layers.
+        parameters: of each layer, the first name standing for all of a tied one.
+    """
+    users: dict[str, dict[int, str]] = {}  # by weight, the stages that use it and the first layer of each that does
+    for number, layers in enumerate(stages):
+        for layer in layers:
+            for name in sorted(parameters.get(layer, ())):
+                users.setdefault(name, {}).setdefault(number, layer)
+    for name, layer_of in users.items():
+        for one, other in combinations(layer_of, 2):
+            yield SharedWeight(name, (layer_of[one], layer_of[other]), (one, other))
+
+
+def trained_parameters(profile: Profile) -> dict[str, set[str]]:
+    """Each layer's parameters that are trained; the bytes of a tied one count in the first layer that has it."""
+    trained = {name for layer in profile.layers if layer.gradient_bytes for name in layer.parameters}
+    return {layer.name: trained.intersection(layer.parameters) for layer in profile.layers}
+
+
+def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
+    """For each stage, the layers of earlier stages whose trained weights it holds again.
+
+    Profiles know the cost of layers, not of weights: a copy counts as all of the first layer that has the weight.
+
+    Args:
+        profile: of the model.
+        stages: the names of each one's layers.
+    """
+    layer_of = {layer.name: layer for layer in profile.layers}
+    copied: list[set[str]] = [set() for _ in stages]
+    for weight in shared_weights(stages, trained_parameters(profile)):
+        if layer_of[weight.layers[0]].gradient_bytes:
+            copied[weight.stages[1]].add(weight.layers[0])
+    return [[layer_of[name] for name in sorted(names)] for names in copied]
+
+
+def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | None:
+    """Why `plan train` cannot keep the copies of shared weights equal, and a hint; None where it can."""
+    for weight in shared:
+        counts = [plan.stages[stage].replicas for stage in weight.stages]
+        if plan.schedule == "1f1b" and counts[0] != counts[1]:
+            why = (
+                f", but under 1f1b update it after {counts[0]} and {counts[1]} minibatches, so that copies would differ"
+            )
+            return weight.sentence(why), f"{weight.together}; or take a schedule that drains, such as 1f1b-flush"
+        if plan.vertical_sync:
+            why = ", whose gradients are applied later than those of other weights, against vertical sync"
+            return weight.sentence(why), f"{weight.together}; or leave --vertical-sync out"
+    return None

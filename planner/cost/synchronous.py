@@ -1,0 +1,84 @@
+"""The cost model of schedules that drain the pipeline."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from planner.cost.asynchronous import WEIGHT_SHARE, Link, Resource, backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.work import Floats, Integers, Work, in_flight_1f1b
+from planner.formats.plan import ScheduleName
+
+
+class SynchronousModel:
+    """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush, zb-h1), or after each (naive).
+
+        gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
+        naive   Σ_s (latency_s + U_s + AR_s)
+
+    latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of one microbatch.
+    busy_s: the busiest of a replica's processor and of its link each way, for one microbatch, whose gradients the
+    processor adds to those there are (A): for the first of a minibatch, which latency_s is of, there are none. With one
+    replica each this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce
+    that the last backward does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than
+    1f1b has in flight. Under zb-h1 the weights' part W of the backward fills the bubble, but for one stage's at the
+    end: 2W less in every latency, once more in the end, for the published bubble (K-1)·(F + Bw - 2W) (Qi et al. 2024,
+    section 2).
+    """
+
+    def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
+        assert schedule in ("gpipe", "1f1b-flush", "zb-h1", "naive")
+        self.link, self.schedule, self.microbatches = link, schedule, microbatches
+
+    def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
+        """The stage's part of the sum; independent of the replicas for gpipe."""
+        # A transfer counts half at each of its ends, once in the sum over the stages.
+        moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
+        transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
+        latency_s = work.forward_s + work.recompute_s + (work.backward_s - self._filling_s(work)) + transfer_s
+        if self.schedule == "naive":
+            return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
+        return latency_s
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        """The stage's part of the maximum, by the resource that may be its busiest; zero for naive."""
+        r = np.asarray(replicas, dtype=np.float64)
+        if self.schedule == "naive":
+            return {"compute": 0.0 * r * work.forward_s}
+        more = np.ceil(self.microbatches / r) - 1
+        end_s = self.end_s(work, r)
+        handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
+        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        once_s = work.forward_s + work.recompute_s + work.backward_s
+        return {
+            "compute": more * (once_s + work.accumulate_s + handling_s) + end_s,
+            "receive": more * (work.received_bytes / bandwidth + work.received_messages * latency) + end_s,
+            "send": more * (work.sent_bytes / bandwidth + work.sent_messages * latency) + end_s,
+        }
+
+    def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """What the last backward leaves of the all-reduce, and the update."""
+        reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
+        last_s = work.last_backward_s(np.ceil(self.microbatches / np.asarray(replicas)))
+        exposed_s = backward_and_reduce_s(last_s, reduce_s, self.link) - last_s
+        return exposed_s + self._filling_s(work) + work.update_s
+
+    def _filling_s(self, work: Work) -> Floats:
+        """What the bubble is shorter by for each stage."""
+        share = 2 * WEIGHT_SHARE if self.schedule == "zb-h1" else 0.0
+        return np.asarray(share * work.backward_s)
+
+    def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """The stage's part of the maximum."""
+        return np.asarray(np.max(np.stack(np.broadcast_arrays(*self.resources_s(work, replicas).values())), axis=0))
+
+    def in_flight(self, replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
+        """Microbatches whose activations one replica holds at once."""
+        share = -(-self.microbatches // np.asarray(replicas, dtype=np.int64))
+        match self.schedule:
+            case "naive":
+                return np.ones_like(share)
+            case "1f1b-flush" | "zb-h1":  # which goes beyond where memory allows it
+                return np.minimum(share, in_flight_1f1b(replicas, gpus_after))
+            case _:
+                return share

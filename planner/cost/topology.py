@@ -1,0 +1,199 @@
+"""Where ranks sit in a cluster of several levels, and how busy a plan keeps the links between them.
+
+Ranks fill servers in order. A message between two ranks crosses the links of every level up to the lowest one whose
+group holds both: it is as slow as the slowest of them, keeps each end's own link busy for that long, and takes its
+bytes' time on the link of every group that it leaves or enters, which the devices of the group share. A ring
+all-reduce over consecutive ranks crosses the link of each group that it passes through once each way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from planner.cost.asynchronous import Link
+from planner.cost.work import Floats, Integers
+from planner.formats.cluster import Cluster
+
+MOST_REMEMBERED = 256  # GPUs of a cluster, whose shares are kept
+
+
+def rank_ranges(replicas: Sequence[int]) -> list[range]:
+    """The consecutive ranks of each stage."""
+    ends = np.cumsum(replicas)
+    return [range(int(end) - r, int(end)) for end, r in zip(ends, replicas, strict=True)]
+
+
+class Topology:
+    """The levels of a cluster that join anything, innermost first, numbered from 0.
+
+    Attributes:
+        groups: ranks in a group of each level.
+        path_bytes_per_s: of a message whose ends meet at each level.
+        ring_bytes_per_s: the same within an all-reduce.
+        latency_s: of a message whose ends meet at each level.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        levels = cluster.joined
+        self.gpus, self._overlap = cluster.gpus, cluster.overlap
+        self.groups = np.cumprod([level.size for level in levels])
+        self._groups = tuple(self.groups.tolist())
+        self.path_bytes_per_s = np.minimum.accumulate([level.bandwidth_bytes_per_s for level in levels])
+        reduces = [level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s for level in levels]
+        self.ring_bytes_per_s = np.minimum.accumulate(reduces)
+        self.latency_s = np.maximum.accumulate([level.latency_s for level in levels])
+        # The links that several devices share: (level, ranks in one of its members, its bandwidths).
+        self.shared = [
+            (number, int(self.groups[number - 1]), level.bandwidth_bytes_per_s, reduces[number])
+            for number, level in enumerate(levels)
+            if number > 0 and level.shared
+        ]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def level(self, one: ArrayLike, other: ArrayLike) -> Integers:
+        """The lowest level whose group holds both ranks."""
+        one, other = np.asarray(one)[..., None], np.asarray(other)[..., None]
+        return np.asarray(np.sum(one // self.groups[:-1] != other // self.groups[:-1], axis=-1), dtype=np.int64)
+
+    def link(self, level: int) -> Link:
+        """What a message or an all-reduce within a group of the level gets."""
+        return Link(
+            float(self.path_bytes_per_s[level]),
+            float(self.latency_s[level]),
+            float(self.ring_bytes_per_s[level]),
+            self._overlap,
+        )
+
+    def stage_link(self, ranks: range) -> Link:
+        """For a stage's computation: its all-reduce's link; messages that do not overlap count as the slowest."""
+        span = self.span(ranks)
+        slowest = float(self.path_bytes_per_s[-1])
+        return Link(slowest, float(self.latency_s[span]), float(self.ring_bytes_per_s[span]), self._overlap)
+
+    def span(self, ranks: range) -> int:
+        """The lowest level whose group holds all of consecutive ranks."""
+        return int(self.level(ranks[0], ranks[-1]))
+
+    def shares(self, ranks: range, others: range) -> Floats:
+        """How each rank's messages to or from another stage spread over the levels: (levels, ranks), columns sum to 1.
+
+        Minibatch b runs on replica b mod r of both stages, so that replica i meets replica j where i = j modulo the
+        greatest common divisor of the two counts, each equally often.
+        """
+        compute = _shares if self.gpus <= MOST_REMEMBERED else _shares.__wrapped__
+        return compute(self._groups, ranks, others)
+
+    def message_s(self, source: range, target: range, size_bytes: float) -> float:
+        """Seconds of one message from stage to stage, on average over the pairs of ranks that exchange it."""
+        seconds = size_bytes / self.path_bytes_per_s + self.latency_s
+        return float(seconds @ self.shares(source, target).mean(axis=1))
+
+
+@lru_cache(maxsize=4096)
+def _shares(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
+    """`Topology.shares`, which searches ask for the same stages again and again."""
+    common = math.gcd(len(ranks), len(others))
+    own = np.arange(ranks.start, ranks.stop)
+    residue = (own - ranks.start + others.start) % common
+    met = np.empty((len(groups), len(ranks)))
+    for number, size in enumerate(groups):
+        low = np.maximum(own // size * size, others.start)
+        high = np.minimum((own // size + 1) * size, others.stop)
+        first = low + (residue - low) % common
+        met[number] = np.maximum(-(-(high - first) // common), 0)
+    shares = np.diff(met, axis=0, prepend=0.0) / (len(others) // common)
+    shares.setflags(write=False)
+    return shares
+
+
+class Loads:
+    """Seconds per microbatch that transfers and all-reduces keep the links busy.
+
+    Attributes:
+        into: each rank's own link, arriving.
+        out: each rank's own link, leaving.
+        shared_into: for each shared level, the links of its members, arriving.
+        shared_out: the same, leaving.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.into, self.out = np.zeros((2, topology.gpus))
+        members = [topology.gpus // size for _, size, _, _ in topology.shared]
+        self.shared_into = [np.zeros(count) for count in members]
+        self.shared_out = [np.zeros(count) for count in members]
+
+    def copy(self) -> Loads:
+        """An independent copy."""
+        twin = Loads.__new__(Loads)
+        twin.topology = self.topology
+        twin.into, twin.out = self.into.copy(), self.out.copy()
+        twin.shared_into = [each.copy() for each in self.shared_into]
+        twin.shared_out = [each.copy() for each in self.shared_out]
+        return twin
+
+    def add_transfer(self, source: range, target: range, exchange: Floats) -> float:
+        """Messages between two stages for every microbatch.
+
+        Args:
+            source: ranks of the earlier stage.
+            target: ranks of the later stage.
+            exchange: bytes of activations and of gradients, and how many of each.
+
+        Returns:
+            Seconds that one microbatch's messages take, on average over the pairs of ranks, both ways.
+        """
+        output_bytes, gradient_bytes, outputs, gradients = (float(amount) for amount in exchange)
+        forward_s = self._path_s(output_bytes, outputs)
+        back_s = self._path_s(gradient_bytes, gradients)
+        from_source, at_target = self.topology.shares(source, target), self.topology.shares(target, source)
+        here, there = slice(source.start, source.stop), slice(target.start, target.stop)
+        self.out[here] += forward_s @ from_source / len(source)
+        self.into[here] += back_s @ from_source / len(source)
+        self.into[there] += forward_s @ at_target / len(target)
+        self.out[there] += back_s @ at_target / len(target)
+        for number, (level, size, bandwidth, _) in enumerate(self.topology.shared):
+            for ranks, shares, sent, received in (
+                (source, from_source, output_bytes, gradient_bytes),
+                (target, at_target, gradient_bytes, output_bytes),
+            ):
+                crossing = shares[level:].sum(axis=0) / len(ranks) / bandwidth
+                members = np.arange(ranks.start, ranks.stop) // size
+                self.shared_out[number] += np.bincount(members, crossing * sent, len(self.shared_out[number]))
+                self.shared_into[number] += np.bincount(members, crossing * received, len(self.shared_into[number]))
+        return float((forward_s + back_s) @ from_source.mean(axis=1))
+
+    def add_ring(self, ranks: range, trainable_bytes: float) -> None:
+        """The all-reduce of a stage once per round: 2(r-1)/r of the bytes each way, for r microbatches."""
+        r = len(ranks)
+        moved = 2 * (r - 1) / (r * r) * trainable_bytes
+        span = self.topology.span(ranks)
+        own_s = moved / self.topology.ring_bytes_per_s[span]
+        self.into[ranks.start : ranks.stop] += own_s
+        self.out[ranks.start : ranks.stop] += own_s
+        for number, (level, size, _, bandwidth) in enumerate(self.topology.shared):
+            if level <= span:
+                members = slice(ranks[0] // size, ranks[-1] // size + 1)
+                self.shared_into[number][members] += moved / bandwidth
+                self.shared_out[number][members] += moved / bandwidth
+
+    def busiest_shared(self) -> tuple[float, int, int]:
+        """The busiest shared link, either way: its seconds, the first rank on it, and the first after those."""
+        busiest = (0.0, 0, 0)
+        for (_, size, _, _), into, out in zip(self.topology.shared, self.shared_into, self.shared_out, strict=True):
+            both = np.maximum(into, out)
+            member = int(np.argmax(both))
+            if both[member] > busiest[0]:
+                busiest = (float(both[member]), member * size, (member + 1) * size)
+        return busiest
+
+    def _path_s(self, size_bytes: float, messages: float) -> Floats:
+        """Seconds of these bytes in this many messages, by the level at which their ends meet."""
+        return np.asarray(size_bytes / self.topology.path_bytes_per_s + messages * self.topology.latency_s)

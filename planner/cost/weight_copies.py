@@ -1,0 +1,128 @@
+"""What the copies take that stages hold of weights that an earlier stage has, too. Profiles count a weight once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.cost.buckets import ready_s
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price, versions_of
+from planner.cost.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
+from planner.errors import InfeasibleError
+from planner.formats.cluster import Cluster
+from planner.formats.plan import ScheduleName
+from planner.formats.profile import Layer, Profile
+from planner.schedule.shared import lag
+from planner.units import format_bytes
+
+_OF_A_WEIGHT = ("update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+def shared_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[SharedWeight]:
+    """The trained weights that two of the stages hold, for each two."""
+    return list(shared_weights(_names(ledger, stages), trained_parameters(ledger.profile)))
+
+
+def copied_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[Layer]]:
+    """For each stage, the layers of earlier stages whose trained weights it holds again."""
+    return copied_layers(ledger.profile, _names(ledger, stages))
+
+
+def counted_with_copies(profile: Profile) -> Profile | None:
+    """The profile in which every layer that has a weight of an earlier one counts it, too; None where none has.
+
+    Exact for plans whose stages share their weights as far as the model allows it, and too much for others.
+    """
+    copied = copied_layers(profile, [[layer.name] for layer in profile.layers])
+    if not any(copied):
+        return None
+    layers = [
+        layer.model_copy(
+            update={name: getattr(layer, name) + sum(getattr(other, name) for other in again) for name in _OF_A_WEIGHT}
+        )
+        for layer, again in zip(profile.layers, copied, strict=True)
+    ]
+    return profile.model_copy(update={"layers": tuple(layers)})
+
+
+def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
+    """What the optimizer takes for the weights that a stage holds again, those of the layers `copied`."""
+    return sum(layer.update_s for layer in copied) / stage.speed
+
+
+def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
+    """What adding the gradients of these weights to others takes."""
+    return sum(layer.accumulate_s for layer in copied) / stage.speed
+
+
+def ready_of_gradients_s(ledger: Ledger, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
+    """When in the backward the parts of a replicated stage's gradients can be all-reduced; empty without replicas."""
+    if stage.replicas == 1:
+        return ()
+    layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
+    return tuple(seconds / stage.speed for seconds in ready_s(layers, copied))
+
+
+def exchanged_bytes(ledger: Ledger, stages: Sequence[Candidate], depths: Sequence[int] | None = None) -> list[int]:
+    """For each stage, the gradients of shared weights that one replica holds for their exchange.
+
+    That is, for each stage that it shares with, what it has sent, which is a message for each of the other stage's
+    replicas that it serves, and one from there. The sum is made in the gradients themselves. A stage that is ahead of
+    others, with `depths` of 1f1b, holds what it sends and its own gradients for so many rounds more.
+    """
+    layers = {layer.name: layer for layer in ledger.profile.layers}
+    found: dict[tuple[int, int], set[str]] = {}
+    for weight in shared_in(ledger, stages):
+        # A weight is counted in the first layer that has it.
+        found.setdefault(weight.stages, set()).add(weight.layers[0])
+    held = [0] * len(stages)
+    for (one, other), names in found.items():
+        size = sum(layers[name].gradient_bytes for name in names)
+        for own, peer in ((one, other), (other, one)):
+            ahead = 0 if depths is None else lag(list(found), depths, 1, own)
+            served = -(-stages[peer].replicas // stages[own].replicas)
+            held[own] += size * (served * (ahead + 1) + ahead + 1)
+    return held
+
+
+def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:
+    layers = ledger.profile.layers
+    return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
+
+
+def price_with_copies(
+    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price, schedule: ScheduleName
+) -> Price:
+    """`price` with the memory of copies: the weight's versions, its gradient twice, the optimizer's state.
+
+    And with that of the gradients which all stages that share weights tell each other (see `exchanged_bytes`).
+
+    Raises:
+        InfeasibleError: when that does not fit.
+    """
+    exchanged = exchanged_bytes(ledger, stages, price.in_flight if schedule == "1f1b" else None)
+    memory = [
+        held.model_copy(update={"communication_bytes": held.communication_bytes + more})
+        for held, more in zip(price.memory, exchanged, strict=True)
+    ]
+    for number, copied in enumerate(copied_in(ledger, stages)):
+        for layer in copied:
+            held = memory[number]
+            versions = versions_of(schedule, price.in_flight[number])
+            memory[number] = held.model_copy(
+                update={
+                    "weights_bytes": held.weights_bytes + versions * layer.weight_bytes,
+                    "gradients_bytes": held.gradients_bytes + 2 * layer.gradient_bytes,
+                    "optimizer_bytes": held.optimizer_bytes + layer.optimizer_bytes,
+                }
+            )
+        limit = cluster.memory_of(stages[number].kind)
+        if limit is not None and memory[number] != price.memory[number] and memory[number].total_bytes > limit:
+            shared = next(weight for weight in shared_in(ledger, stages) if number in weight.stages)
+            over = format_bytes(memory[number].total_bytes - limit)
+            raise InfeasibleError(
+                shared.sentence(f", and what stage {number} holds for that does not fit the memory by {over}"),
+                hint=f"keep them in one stage: {shared.together}",
+            )
+    return replace(price, memory=tuple(memory))

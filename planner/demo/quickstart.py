@@ -1,0 +1,97 @@
+"""The whole product on one machine with embedded defaults: profile, solve, train, and train with data parallelism."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+from planner.executor.job import Job, TrainResult
+from planner.formats.cluster import flat_cluster
+from planner.formats.files import Record, write_text
+from planner.formats.plan import Plan, save_plan
+from planner.formats.profile import save_profile
+
+MOST_WORKERS = 8  # a tour, not a load test
+BATCH_SIZE = 16
+PROFILE_SECONDS = 15.0
+
+
+class QuickstartResult(Record):
+    """Where everything is, and the two runs."""
+
+    folder: str
+    link_bytes_per_s: float
+    plan: Plan
+    pipeline: TrainResult
+    data_parallel: TrainResult
+    predicted_data_parallel_samples_per_s: float | None
+
+
+def default_workers() -> int:
+    """Cores that this process may use, up to `MOST_WORKERS`."""
+    return min(MOST_WORKERS, available_cores())
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def quickstart(
+    folder: Path, workers: int, steps: int, show_progress: bool, on_phase: Callable[[str], None]
+) -> QuickstartResult:
+    """Run the tour.
+
+    Args:
+        folder: gets model.py, profile.json and plan.json.
+        workers: worker processes, one core each.
+        steps: minibatches of each of the two runs.
+        show_progress: whether the runs show a progress line.
+        on_phase: told in a sentence what happens next.
+    """
+    from planner.executor.launch import launch
+    from planner.model.file import load_model_file
+    from planner.profiler.links.pair import measure_link
+    from planner.profiler.measured.profile import profile_model
+    from planner.solver import solve
+
+    model_path = folder / "model.py"
+    write_text(model_path, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
+    processes = min(workers, available_cores())  # as many as will share the caches and the memory
+    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
+    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core{beside} ...")
+    profile = profile_model(load_model_file(str(model_path)), BATCH_SIZE, seconds=PROFILE_SECONDS, processes=processes)
+    save_profile(profile, folder / "profile.json")
+    on_phase("Measuring the link between two processes ...")
+    link = measure_link()
+    # The workers share this machine's memory.
+    memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // workers
+    cluster = flat_cluster(
+        workers,
+        link.bandwidth_bytes_per_s,
+        memory_bytes,
+        link.latency_s,
+        all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
+        # gloo's threads need cores too, and take the workers' where there are no others.
+        overlap=available_cores() >= 2 * workers,
+    )
+    plan = solve(profile, cluster)
+    save_plan(plan, folder / "plan.json")
+    on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")
+    job = Job(model=str(model_path), plan=plan, steps=steps, show_progress=show_progress)
+    pipeline = launch(job)
+    on_phase(f"Training {steps} minibatches with DistributedDataParallel on {plan.workers} workers ...")
+    data_parallel = launch(job.model_copy(update={"baseline": "data-parallel"}))
+    predicted = plan.predicted.samples_per_s
+    return QuickstartResult(
+        folder=str(folder),
+        link_bytes_per_s=link.bandwidth_bytes_per_s,
+        plan=plan,
+        pipeline=pipeline,
+        data_parallel=data_parallel,
+        predicted_data_parallel_samples_per_s=(
+            None if predicted is None else predicted / plan.predicted.speedup_over_data_parallel
+        ),
+    )

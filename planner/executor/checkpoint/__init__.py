@@ -1,0 +1,1 @@
+"""Checkpoints and trained weights on disk."""

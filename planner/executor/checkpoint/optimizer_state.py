@@ -1,0 +1,169 @@
+"""An optimizer's state by the names of the parameters: the same whichever parameters share an optimizer.
+
+A stage's optimizer knows its parameters by number, and another plan gives it others. What it keeps of each
+parameter (momentum, step counts) belongs to that parameter alone, and so do the hyperparameters of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from planner.errors import InputError
+from planner.executor.checkpoint.plain import from_plain, to_plain
+from planner.formats.files import Record
+
+
+class Group(Record):
+    """Parameters with the same hyperparameters."""
+
+    parameters: tuple[str, ...]
+    hyperparameters: dict[str, Any]  # see planner.executor.checkpoint.plain
+
+
+class ParameterState(Record):
+    """What the optimizer keeps of one parameter: the tensors' keys, and everything else."""
+
+    tensors: tuple[str, ...]
+    values: dict[str, Any]
+
+
+class OptimizerState(Record):
+    """Of one stage."""
+
+    kind: str  # the optimizer's class
+    learning_rate_factor: float = 1.0  # of the user's, by which the rates here are larger
+    groups: tuple[Group, ...]
+    states: dict[str, ParameterState]
+
+
+def tensor_name(parameter: str, key: str) -> str:
+    """The name in the file of what the optimizer keeps of `parameter` under `key`."""
+    return f"{parameter}.{key}"
+
+
+def take_state(
+    optimizer: Optimizer, module: nn.Module, learning_rate_factor: float = 1.0
+) -> tuple[OptimizerState, dict[str, Tensor]]:
+    """The state of `module`'s optimizer, and its tensors by `tensor_name`; they are not copied.
+
+    Args:
+        optimizer: of `module`'s parameters.
+        module: a stage, or the whole model.
+        learning_rate_factor: by which its rates are larger than the user's.
+
+    Raises:
+        InputError: when the optimizer keeps what no checkpoint can hold.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    packed = optimizer.state_dict()
+    numbered: dict[int, str] = {}
+    groups = []
+    for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        own = [names[id(parameter)] for parameter in group["params"]]
+        numbered.update(zip(packed_group["params"], own, strict=True))
+        groups.append(Group(parameters=tuple(own), hyperparameters=_hyperparameters(packed_group)))
+    tensors: dict[str, Tensor] = {}
+    states: dict[str, ParameterState] = {}
+    for number, state in packed["state"].items():
+        name = numbered[number]
+        kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        tensors.update({tensor_name(name, key): value for key, value in kept.items()})
+        values = {k: to_plain(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
+        states[name] = ParameterState(tensors=tuple(kept), values=values)
+    kind = type(optimizer).__name__
+    state = OptimizerState(kind=kind, learning_rate_factor=learning_rate_factor, groups=tuple(groups), states=states)
+    return state, tensors
+
+
+def give_state(
+    optimizer: Optimizer,
+    module: nn.Module,
+    saved: Iterable[OptimizerState],
+    tensors: Mapping[str, Tensor],
+    learning_rate_factor: float = 1.0,
+) -> None:
+    """Put `saved`, the states of one or more stages, into `module`'s optimizer.
+
+    Args:
+        optimizer: of `module`'s parameters.
+        module: a stage, or the whole model.
+        saved: together they have all of the optimizer's parameters, under names in `module`.
+        tensors: by `tensor_name`; the optimizer may keep them.
+        learning_rate_factor: by which its rates are larger than the user's.
+
+    Raises:
+        InputError: when the optimizer is another than the one saved.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    # A tied parameter may have been saved under another of its names.
+    first = {name: names[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+    hyperparameters: dict[str, dict[str, Any]] = {}
+    states: dict[str, tuple[str, ParameterState]] = {}
+    for part in saved:
+        if part.kind != type(optimizer).__name__:
+            raise InputError(
+                f"the checkpoint has the state of {part.kind}, but the model file's optimizer is "
+                f"{type(optimizer).__name__}",
+                hint="give the model file the optimizer() that the run began with",
+            )
+        for group in part.groups:
+            values = {key: from_plain(value) for key, value in group.hyperparameters.items()}
+            values = rescale_rates(values, learning_rate_factor / part.learning_rate_factor)
+            hyperparameters |= {first.get(name, name): values for name in group.parameters}
+        states |= {first.get(name, name): (name, state) for name, state in part.states.items()}
+    packed = optimizer.state_dict()
+    packed["state"] = {}
+    for own_group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        own = [names[id(parameter)] for parameter in own_group["params"]]
+        packed_group.update(_common(own, hyperparameters))
+        for number, name in zip(packed_group["params"], own, strict=True):
+            if name in states:
+                saved_name, state = states[name]
+                kept = {key: tensors[tensor_name(saved_name, key)] for key in state.tensors}
+                packed["state"][number] = kept | {key: from_plain(value) for key, value in state.values.items()}
+    optimizer.load_state_dict(packed)
+
+
+def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
+    """The state of a group or a scheduler with its learning rates `ratio` times as large."""
+    if ratio == 1:
+        return state
+    scaled = dict(state)
+    for key, value in state.items():
+        if key in ("lr", "initial_lr"):
+            scaled[key] = value * ratio
+        elif key in ("base_lrs", "_last_lr"):
+            scaled[key] = [rate * ratio for rate in value]
+        elif key == "_schedulers":  # of a scheduler made of schedulers
+            scaled[key] = [rescale_rates(inner, ratio) for inner in value]
+    return scaled
+
+
+def _hyperparameters(packed_group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: to_plain(value, f"the optimizer's '{key}'")
+        for key, value in packed_group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _common(names: list[str], hyperparameters: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What all of `names`, one group's, were trained with."""
+    for name in names:
+        if name not in hyperparameters:
+            raise InputError(
+                f"the checkpoint's optimizer did not train '{name}', but the model file's does",
+                hint="give the model file the optimizer() that the run began with",
+            )
+        for key, value in hyperparameters[names[0]].items():
+            if hyperparameters[name].get(key) != value:
+                raise InputError(
+                    f"'{name}' was trained with {key} = {hyperparameters[name].get(key)}, '{names[0]}' with {value}, "
+                    "and now they share a group of the optimizer",
+                    hint="go on with a plan that cuts the model as the checkpoint's did, or with other groups",
+                )
+    return hyperparameters[names[0]] if names else {}

@@ -1,0 +1,1 @@
+"""Process groups, point-to-point messages and all-reduces between workers."""

@@ -1,0 +1,92 @@
+"""Bringing what the workers have to rank 0, and weights to disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.errors import PlannerError
+from planner.executor.job import Loss
+from planner.formats.files import replacing
+
+
+def gather_bytes(
+    content: bytes, device: torch.device, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
+) -> list[bytes]:
+    """The `content` of each of `ranks` (of all), in that order, on the first one; an empty list elsewhere.
+
+    Nothing is unpickled.
+    """
+    root, *others = range(dist.get_world_size()) if ranks is None else ranks
+    mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(content)], device=device)
+    if dist.get_rank() != root:
+        dist.send(size, root, group)
+        dist.send(mine, root, group)
+        return []
+    parts = [content]
+    for rank in others:
+        dist.recv(size, rank, group)
+        part = torch.empty(max(1, int(size)), dtype=torch.uint8, device=device)
+        dist.recv(part, rank, group)
+        parts.append(part.cpu().numpy().tobytes()[: int(size)])
+    return parts
+
+
+def broadcast_bytes(content: bytes, group: dist.ProcessGroup) -> bytes:
+    """Rank 0's `content`, everywhere; the group is gloo's."""
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, 0, group)
+    buffer = torch.empty(max(1, int(size)), dtype=torch.uint8)
+    if dist.get_rank() == 0 and content:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(buffer, 0, group)
+    return buffer.numpy().tobytes()[: int(size)]
+
+
+def encode_losses(losses: Iterable[tuple[int, float]]) -> bytes:
+    """(minibatch, part of its loss) pairs as JSON."""
+    return json.dumps(list(losses)).encode()
+
+
+def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
+    """Add up the parts of each minibatch's loss, in order of the minibatches."""
+    total: defaultdict[int, float] = defaultdict(float)
+    for part in parts:
+        for minibatch, loss in json.loads(part):
+            total[minibatch] += loss
+    return tuple(
+        Loss(minibatch=minibatch, loss=total[minibatch] if math.isfinite(total[minibatch]) else None)
+        for minibatch in sorted(total)
+    )
+
+
+def gather_state(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The union of all ranks' `state` on rank 0; an empty dict elsewhere. Give {} to contribute nothing."""
+    part = io.BytesIO()
+    torch.save({name: tensor.cpu() for name, tensor in state.items()}, part)
+    union: dict[str, Tensor] = {}
+    for content in gather_bytes(part.getvalue(), device):
+        union.update(torch.load(io.BytesIO(content), weights_only=True))
+    return union
+
+
+def save_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a state dict atomically; `torch.load(path, weights_only=True)` reads it.
+
+    Raises:
+        PlannerError: when the disk is full or the folder cannot be written; an older file is left as it was.
+    """
+    try:
+        with replacing(path) as temporary:
+            torch.save(dict(state), temporary)
+    except (OSError, RuntimeError) as cause:  # the latter is torch.save's for a full disk
+        raise PlannerError(f"the weights cannot be written to '{path}': {cause}", hint="is the disk full?") from None

@@ -1,0 +1,148 @@
+"""Averaging gradients over the replicas of a stage, bucket by bucket, while the backward still runs.
+
+Buckets are filled in the reverse order of the parameters, which is roughly the order in which backward produces
+gradients, and always reduced in that order, so that the replicas' all-reduces pair up whatever the timing.
+DistributedDataParallel cannot be used here: it expects one forward per backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.cost.buckets import bucket_bytes
+
+
+class _Parts(NamedTuple):
+    """Gradients, one behind the other, and the counts of replicas that had them, as parts of one tensor."""
+
+    flat: Tensor
+    views: list[Tensor]
+    present: Tensor
+
+
+class _Bucket:
+    """Consecutive gradients of one dtype in one flat tensor, and per parameter the count of replicas that had one.
+
+    The tensor is made when the first gradient comes and lives on as the gradients, so that all of them take memory
+    once.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.ready: set[int] = set()
+        self.work: dist.Work | None = None
+        self._parts: _Parts | None = None
+
+    @property
+    def parts(self) -> _Parts:
+        """The tensor and its parts, until `scatter`."""
+        if self._parts is None:
+            first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
+            flat = torch.empty(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+            *pieces, present = torch.split(flat, [*sizes, len(sizes)])
+            views = [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+            self._parts = _Parts(flat, views, present)
+        return self._parts
+
+    def fill(self, index: int) -> None:
+        """Move the gradient of parameter `index` into the bucket."""
+        parameter = self.parameters[index]
+        assert parameter.grad is not None
+        self.parts.views[index].copy_(parameter.grad)
+        self.parts.present[index] = 1
+        parameter.grad = None
+        self.ready.add(index)
+
+    def fill_missing(self) -> None:
+        """Contribute zero for each parameter that got no gradient here."""
+        for index in range(len(self.parameters)):
+            if index not in self.ready:
+                self.parts.views[index].zero_()
+                self.parts.present[index] = 0
+
+    def scatter(self, divisor: int) -> None:
+        """Hand the averages back as `.grad`; None where no replica had a gradient, as an optimizer expects."""
+        if divisor > 1:
+            self.parts.flat[: -len(self.parameters)].div_(divisor)
+        had = self.parts.present.tolist()
+        for parameter, view, count in zip(self.parameters, self.parts.views, had, strict=True):
+            parameter.grad = view if count else None
+        self.ready.clear()
+        self.work = self._parts = None
+
+
+class GradientAverager:
+    """Sums the gradients of `parameters` over `group`.
+
+    Use: `begin()` before the last backward of a round, `finish(divisor)` after it; a replica that has no backward
+    in a round calls `finish` alone and contributes zeros.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buckets = [_Bucket(chunk) for chunk in _chunks([p for p in reversed(parameters) if p.requires_grad])]
+        self._active = False
+        self._next = 0  # first bucket not yet reduced
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """The backward that follows completes the gradients: reduce each bucket as soon as it is full."""
+        self._active = True
+
+    def finish(self, divisor: int) -> None:
+        """Wait for the sums and divide them by `divisor`; afterwards each `.grad` is the average."""
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                # Accumulated by earlier microbatches, but not touched by the last one.
+                if index not in bucket.ready and parameter.grad is not None:
+                    bucket.fill(index)
+            bucket.fill_missing()
+        self._reduce_until(len(self._buckets))
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.scatter(divisor)
+        self._active = False
+        self._next = 0
+
+    def _hook(self, bucket: _Bucket, index: int) -> object:
+        def move(_: Tensor) -> None:
+            if self._active:
+                bucket.fill(index)
+                full = self._next
+                while full < len(self._buckets) and self._is_full(self._buckets[full]):
+                    full += 1
+                self._reduce_until(full)
+
+        return move
+
+    @staticmethod
+    def _is_full(bucket: _Bucket) -> bool:
+        return len(bucket.ready) == len(bucket.parameters)
+
+    def _reduce_until(self, end: int) -> None:
+        for bucket in self._buckets[self._next : end]:
+            bucket.work = dist.all_reduce(bucket.parts.flat, group=self._group, async_op=True)
+        self._next = max(self._next, end)
+
+
+def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split into buckets: one dtype each, of about the same size."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    full_bytes = bucket_bytes(total)
+    chunks: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        if not chunks or size >= full_bytes or chunks[-1][0].dtype != parameter.dtype:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return chunks

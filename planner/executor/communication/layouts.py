@@ -1,0 +1,65 @@
+"""The layout of every message of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from planner.executor.communication.messages import Layout, layout_of
+from planner.executor.communication.shared import SharedGradients
+from planner.executor.run.loss_scaler import SCALE
+from planner.model.capture.graph import ValueSpec
+from planner.schedule.instructions import (
+    Receive,
+    ReceiveActivation,
+    ReceiveShared,
+    Send,
+    SendActivation,
+    SendShared,
+    Unit,
+)
+
+
+class Layouts:
+    """Fixed by the plan and the size of a microbatch, so that both ends of a message know its layout.
+
+    Args:
+        transfers: by (source, target) stage, the values that travel to and from this worker's stages.
+        shared: by stage, the weights that it shares with others.
+        size_of: samples of a unit.
+        with_scale: whether each message of gradients says what factor they carry.
+    """
+
+    def __init__(
+        self,
+        transfers: Mapping[tuple[int, int], Sequence[ValueSpec]],
+        shared: Mapping[int, SharedGradients],
+        size_of: Callable[[Unit], int],
+        *,
+        with_scale: bool,
+    ) -> None:
+        self._transfers = transfers
+        self._shared = shared
+        self._size_of = size_of
+        self._with_scale = with_scale
+        self._made: dict[tuple[int, int, bool, int], Layout] = {}
+
+    def of(self, message: Receive | Send) -> Layout:
+        """The layout of `message`."""
+        if isinstance(message, (ReceiveShared, SendShared)):
+            return layout_of(self._shared[message.stage].specs(message.peer_stage), 1)
+        activation = isinstance(message, (ReceiveActivation, SendActivation))
+        source, target = sorted((message.stage, message.peer_stage))
+        key = (source, target, activation, self._size_of(message.unit))
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, source: int, target: int, activation: bool, samples: int) -> Layout:
+        specs = list(self._transfers[source, target])
+        if not activation:
+            specs = [spec.of_gradient for spec in specs if spec.requires_grad]
+            if self._with_scale:
+                specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))
+        return layout_of(specs, samples)

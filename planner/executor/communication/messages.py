@@ -1,0 +1,96 @@
+"""One message per stage pair and unit: a header, then every value, in one flat buffer.
+
+    int64 header: magic, minibatch, microbatch, layout checksum      (64 bytes, the rest zero)
+    payload:      the values in the plan's order, each in its own memory order, at a multiple of 64 bytes
+
+gloo accepts a message of the wrong size and NCCL matches by order alone, so both would hand over garbage in silence.
+The header makes a wrong pairing an error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from planner.errors import WorkerError
+from planner.model.capture.graph import ValueSpec
+from planner.schedule.instructions import Unit
+
+_ALIGNMENT = 64
+_MAGIC = 0x706C616E  # "plan"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one value lies in the buffer; `wire_shape` is that of its memory."""
+
+    spec: ValueSpec
+    shape: tuple[int, ...]
+    wire_shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buffer of a message: fixed by the values and the batch size, so that both ends compute it alone."""
+
+    batch_size: int
+
+    slots: tuple[Slot, ...]
+    size_bytes: int
+    checksum: int
+
+
+def layout_of(specs: Sequence[ValueSpec], batch_size: int) -> Layout:
+    """Lay out `specs` for a microbatch of `batch_size` samples."""
+    slots: list[Slot] = []
+    start = _ALIGNMENT
+    for spec in specs:
+        end = start + spec.size_bytes(batch_size)
+        slots.append(Slot(spec, spec.shape(batch_size), spec.wire_shape(batch_size), start, end))
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+    described = [(slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order) for slot in slots]
+    checksum = zlib.crc32(repr(described).encode())
+    return Layout(batch_size, tuple(slots), start, checksum)
+
+
+def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.device) -> Tensor:
+    """A fresh uint8 buffer on device `wire` holding `values`; later changes to them do not reach the message."""
+    buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
+    header = torch.tensor([_MAGIC, unit.minibatch, unit.microbatch, layout.checksum, 0, 0, 0, 0])
+    buffer[:_ALIGNMENT].view(torch.int64).copy_(header)
+    for slot in layout.slots:
+        value = values[slot.spec.name]
+        if tuple(value.shape) != slot.shape or value.dtype != slot.spec.dtype:
+            raise WorkerError(
+                f"value '{slot.spec.name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
+                f"{slot.spec.dtype} of shape {slot.shape}",
+                hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
+            )
+        _view(buffer, slot).copy_(slot.spec.to_wire(value.detach()))
+    return buffer
+
+
+def unpack(layout: Layout, unit: Unit, buffer: Tensor, sender: str) -> dict[str, Tensor]:
+    """The values in `buffer`, as views of it.
+
+    Raises:
+        WorkerError: when the message is not the one expected.
+    """
+    magic, minibatch, microbatch, checksum = buffer[:_ALIGNMENT].view(torch.int64)[:4].tolist()
+    if (magic, minibatch, microbatch, checksum) != (_MAGIC, unit.minibatch, unit.microbatch, layout.checksum):
+        raise WorkerError(
+            f"{sender} sent minibatch {minibatch}, microbatch {microbatch}, layout {checksum:#x}; expected minibatch "
+            f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
+            hint="do all hosts run the same version of the planner, the model file and the plan?",
+        )
+    return {slot.spec.name: slot.spec.from_wire(_view(buffer, slot), layout.batch_size) for slot in layout.slots}
+
+
+def _view(buffer: Tensor, slot: Slot) -> Tensor:
+    return buffer[slot.start : slot.end].view(slot.spec.dtype).view(slot.wire_shape)

@@ -1,0 +1,1 @@
+"""Failure detection: heartbeats, hangs, and the first cause of a failed run."""

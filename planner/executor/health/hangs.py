@@ -1,0 +1,162 @@
+"""Who is stuck, and who only waits for whom: from the workers' heartbeats to one sentence about the first cause.
+
+A worker that waits is a consequence as long as the one it waits for has not done its part. So the cause is, in this
+order: a worker that does not respond at all; one that computes without an end; a link that does not deliver what was
+sent. A stream of a checked plan has no other way to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from planner.errors import WorkerError
+from planner.executor.health.heartbeat import Beat, State
+from planner.executor.job import Failure
+from planner.schedule.instructions import ReceiveActivation, ReceiveGradient
+
+_ACTIVATION, _GRADIENT = ReceiveActivation.__name__, ReceiveGradient.__name__
+BUSY_SHARE = 0.05  # of one processor: a preparing worker that uses more is at work
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What can be seen of a worker from outside."""
+
+    beat: Beat
+    cpu_s: float | None = None  # processor time of the process; None where it cannot be read
+    frozen: str | None = None  # why it cannot even respond: "is stopped by a signal"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The first cause of a standstill."""
+
+    rank: int  # the worker to be ended, and named
+    stage: int | None
+    stuck_s: float
+    message: str
+    busy: bool  # whether the place in its code says more
+    frozen: bool = False  # whether it is sure to be the cause
+
+    def failure(self, place: str | None) -> Failure:
+        """What to tell of it; `place` in the worker's code, where that is known."""
+        return Failure(
+            rank=self.rank,
+            stage=self.stage,
+            message=self.message + (f", at {place}" if place else ""),
+            hint="look there for what may block; --hang-timeout SECONDS allows for more",
+            exit_code=WorkerError.exit_code,
+            consequence=False,
+        )
+
+
+@dataclass
+class _Seen:
+    sign: Sign
+    moved_s: float  # when it last did
+
+
+class Watch:
+    """Judges the signs that come in.
+
+    Args:
+        ranks: per stage, the workers that run it.
+        timeout_s: beyond the slowest instruction so far, how long a worker may do nothing new.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[int]], timeout_s: float) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self, signs: Mapping[int, Sign], now_s: float) -> Hang | None:
+        """Take in what is known at `now_s`; the cause, once something has stood still for too long."""
+        for rank, sign in signs.items():
+            seen = self._seen.get(rank)
+            if seen is None or _has_moved(seen, sign, now_s):
+                self._seen[rank] = _Seen(sign, now_s)
+            else:
+                seen.sign = Sign(sign.beat, seen.sign.cpu_s, sign.frozen)
+        limit_s = self._timeout_s + max((seen.sign.beat.slowest_s for seen in self._seen.values()), default=0.0)
+        stuck = {rank: now_s - seen.moved_s for rank, seen in self._seen.items()}
+        late = sorted((rank for rank in stuck if stuck[rank] > limit_s), key=lambda rank: -stuck[rank])
+        if not late:
+            return None
+        # Those that wait began to up to a step before the cause did.
+        still = sorted((rank for rank in stuck if stuck[rank] > limit_s / 2), key=lambda rank: -stuck[rank])
+        for judge in (self._frozen, self._busy):
+            for rank in still:
+                hang = judge(rank, stuck[rank])
+                if hang is not None:
+                    return hang if rank in late or hang.frozen else None
+        for rank in late:
+            hang = self._undelivered(rank, stuck[rank])
+            if hang is not None:
+                return hang
+        return self._nobody(late[0], stuck[late[0]]) if len(late) == len(set(chain(*self._ranks))) else None
+
+    def _frozen(self, rank: int, stuck_s: float) -> Hang | None:
+        sign = self._seen[rank].sign
+        if sign.frozen is None:
+            return None
+        message = f"has not moved for {stuck_s:.0f} s, {sign.beat.describe()}: it {sign.frozen}"
+        return Hang(rank, self._stage(rank), stuck_s, message, busy=False, frozen=True)
+
+    def _busy(self, rank: int, stuck_s: float) -> Hang | None:
+        beat = self._seen[rank].sign.beat
+        if beat.state not in (State.PREPARING, State.COMPUTING):
+            return None
+        return Hang(
+            rank, self._stage(rank), stuck_s, f"has not moved for {stuck_s:.0f} s, {beat.describe()}", busy=True
+        )
+
+    def _undelivered(self, rank: int, stuck_s: float) -> Hang | None:
+        beat = self._seen[rank].sign.beat
+        match beat.state:
+            case State.SENDING:  # which waits for transfers of units that should have come back long ago
+                why = "the link carries nothing"
+            case State.REDUCING if all(self._reduces_too(other, beat) for other in self._ranks[beat.stage or 0]):
+                why = "and so have the stage's other workers: a link between them carries nothing"
+            case State.RECEIVING if self._was_sent(beat):
+                why = "which were sent: the link carries nothing"
+            case _:
+                return None
+        return Hang(rank, beat.stage, stuck_s, f"{_waited(stuck_s, beat)}, {why}", busy=False)
+
+    def _was_sent(self, beat: Beat) -> bool:
+        peer = self._seen.get(-1 if beat.peer_rank is None else beat.peer_rank)
+        if peer is None or beat.peer_stage is None or beat.activity not in (_ACTIVATION, _GRADIENT):
+            return False  # what an evaluation sends is not noted
+        last = peer.sign.beat.sent.get((beat.peer_stage, beat.activity == _ACTIVATION))
+        unit = beat.unit
+        return last is not None and (last.minibatch, last.microbatch) >= (unit.minibatch, unit.microbatch)
+
+    def _nobody(self, rank: int, stuck_s: float) -> Hang:
+        message = f"{_waited(stuck_s, self._seen[rank].sign.beat)}, and all others wait too: a message was lost"
+        return Hang(rank, self._stage(rank), stuck_s, message, busy=False)
+
+    def _reduces_too(self, rank: int, beat: Beat) -> bool:
+        seen = self._seen.get(rank)
+        other = seen.sign.beat if seen is not None else None
+        return other is not None and (other.state, other.stage, other.unit) == (beat.state, beat.stage, beat.unit)
+
+    def _stage(self, rank: int) -> int | None:
+        stage = self._seen[rank].sign.beat.stage
+        if stage is not None:
+            return stage
+        return next((number for number, ranks in enumerate(self._ranks) if rank in ranks), None)
+
+
+def _waited(stuck_s: float, beat: Beat) -> str:
+    return f"has waited for {stuck_s:.0f} s {beat.describe()}".replace(" s waiting for", " s for")
+
+
+def _has_moved(seen: _Seen, sign: Sign, now_s: float) -> bool:
+    before = seen.sign
+    if (before.beat.pid, before.beat.beats) != (sign.beat.pid, sign.beat.beats):
+        return True
+    if sign.beat.state is not State.PREPARING or sign.cpu_s is None or before.cpu_s is None:
+        return False
+    return sign.cpu_s - before.cpu_s > max(0.1, BUSY_SHARE * (now_s - seen.moved_s))

@@ -1,0 +1,112 @@
+"""The launcher's watch over the workers that it started: ends the run when one hangs, and leaves the reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from planner.executor.health.failures import place_in_dump, read_beat
+from planner.executor.health.hangs import Hang, Sign, Watch
+from planner.executor.health.heartbeat import Beat
+from planner.executor.job import Job
+from planner.formats.files import save_record
+
+INTERVAL_S = 0.5
+DUMP_SIGNAL = signal.SIGUSR1  # asks a worker for the place in its code
+_DUMP_S = 2.0  # how long it has to answer
+
+
+class LocalWatch(threading.Thread):
+    """Looks at the pages in `folder` until stopped."""
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        super().__init__(name="hang watch", daemon=True)
+        self._folder = folder
+        self._job = job
+        self._watch = Watch([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
+        self._ended = threading.Event()
+        self._starting: dict[int, int] = {}  # process ids by rank, of those that have no page yet
+
+    def run(self) -> None:
+        """Until one hangs: leave its failure and kill it. Its launcher then ends the others."""
+        while not self._ended.wait(min(INTERVAL_S, self._job.run_options.hang_timeout_s / 5)):
+            hang = self._watch.look(self._signs(), time.monotonic())
+            if hang is not None:
+                self._end(hang)
+                return
+
+    def stop(self) -> None:
+        """No worker is killed after this."""
+        self._ended.set()
+        self.join()
+
+    def _signs(self) -> dict[int, Sign]:
+        signs = {}
+        for rank in range(self._job.plan.workers):
+            beat = self._beat(rank)
+            if beat is not None:
+                signs[rank] = Sign(beat, *_look_at(beat.pid))
+        return signs
+
+    def _beat(self, rank: int) -> Beat | None:
+        """What worker `rank` does; None before its process exists."""
+        beat = read_beat(self._folder, rank)
+        if beat is None and rank not in self._starting:
+            self._starting |= _children()
+        if beat is None and rank in self._starting:
+            return Beat.none_yet(self._starting[rank])
+        return beat
+
+    def _end(self, hang: Hang) -> None:
+        beat = self._beat(hang.rank)
+        assert beat is not None
+        place = self._place(hang.rank, beat.pid) if hang.busy else None
+        failure = hang.failure(place)
+        save_record(failure, self._folder / f"failure-{hang.rank}.json")
+        with suppress(ProcessLookupError):
+            os.kill(beat.pid, signal.SIGKILL)
+
+    def _place(self, rank: int, pid: int) -> str | None:
+        path = dump_path(self._folder, rank)
+        if not path.exists():  # it does not listen to the signal yet, which would end it
+            return None
+        with suppress(ProcessLookupError):
+            os.kill(pid, DUMP_SIGNAL)
+        deadline = time.monotonic() + _DUMP_S
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            place = place_in_dump(path.read_text(encoding="utf-8", errors="replace"), self._job)
+            if place is not None:
+                return place
+        return None
+
+
+def dump_path(folder: Path, rank: int) -> Path:
+    """Where worker `rank` writes the place in its code when asked."""
+    return folder / f"stack-{rank}.txt"
+
+
+def _children() -> dict[int, int]:
+    """Process ids by rank of the workers that this process has started; none where there is no /proc."""
+    found: dict[int, int] = {}
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, listed.read_text().split()):
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found |= {int(text[5:]): pid for text in variables if text.startswith(b"RANK=")}
+    return found
+
+
+def _look_at(pid: int) -> tuple[float | None, str | None]:
+    """A process' processor time, and what has stopped it, if anything; (None, None) where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None, None
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    frozen = {"T": "is stopped by a signal (SIGSTOP)", "t": "is held by a debugger"}
+    return cpu_s, frozen.get(fields[0])

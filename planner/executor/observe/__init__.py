@@ -1,0 +1,1 @@
+"""What a run measures and records about itself."""

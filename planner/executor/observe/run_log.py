@@ -1,0 +1,131 @@
+"""The losses of a run beside its checkpoints, so that they are known when its workers have been started again.
+
+    losses.jsonl     a `_Header`, then for every checkpoint a line, an `_Entry`, with what came since the one before
+
+Whatever the length of the run, each loss is written once, and is on the disk before the checkpoint is complete: of the
+minibatches before a checkpoint none is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from planner.executor.job import Evaluation, Loss
+from planner.formats.files import Record, write_text
+
+FILE = "losses.jsonl"
+_log = logging.getLogger(__name__)
+
+
+class _Header(Record):
+    """Whose losses they are."""
+
+    schema_version: Literal[1] = 1
+    run: str
+
+
+class _Entry(Record):
+    """What a run came to between two checkpoints."""
+
+    minibatch: int  # minibatches done
+    losses: tuple[tuple[int, float | None], ...]  # of a minibatch; None where it is no finite number
+    evaluations: tuple[Evaluation, ...]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run came to before its workers were started for the last time, up to the checkpoint."""
+
+    losses: tuple[Loss, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+
+
+def is_of(folder: Path, run: str) -> bool:
+    """Whether the losses in `folder`, and so its newest checkpoints, are those of `run`."""
+    try:
+        header, _, _ = (folder / FILE).read_text(encoding="utf-8").partition("\n")
+        return _Header.model_validate_json(header).run == run
+    except (OSError, ValueError):
+        return False
+
+
+class RunLog:
+    """The file in the folder of the checkpoints; rank 0 has it.
+
+    Args:
+        folder: which exists.
+        run: tells runs apart; all starts of a run have the same.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._path = folder / FILE
+        self._run = run
+        self._size = 0  # of what is whole
+        self._losses: list[tuple[int, float | None]] = []
+        self._evaluations: list[Evaluation] = []
+
+    def begin(self, first: int, *, again: bool) -> Past:
+        """Start the file anew; with what the same run did before minibatch `first` where it is started `again`.
+
+        Raises:
+            PlannerError: when it cannot be written.
+        """
+        entries = self._read(first) if again else []
+        for leftover in self._path.parent.glob(f".{FILE}.*"):  # of a process that ended while it wrote the next lines
+            leftover.unlink()
+        lines = [_Header(run=self._run), *entries]
+        text = "".join(line.model_dump_json() + "\n" for line in lines)
+        write_text(self._path, text)
+        self._size = len(text.encode())
+        losses = [Loss(minibatch=minibatch, loss=loss) for entry in entries for minibatch, loss in entry.losses]
+        return Past(tuple(losses), tuple(each for entry in entries for each in entry.evaluations))
+
+    def note(self, losses: Iterable[Loss], evaluations: Iterable[Evaluation]) -> None:
+        """Take what came since the last time, to be written with the next checkpoint."""
+        self._losses += [(loss.minibatch, loss.loss) for loss in losses]
+        self._evaluations += evaluations
+
+    def append(self, minibatch: int) -> None:
+        """Write what was noted until `minibatch` minibatches were done.
+
+        Raises:
+            OSError: when the disk is full; what was there before stays, and what was noted is written the next time.
+        """
+        entry = _Entry(minibatch=minibatch, losses=tuple(self._losses), evaluations=tuple(self._evaluations))
+        with self._path.open("r+b") as file:
+            file.truncate(self._size)  # half a line, where the disk was full
+            file.seek(self._size)
+            file.write(entry.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            self._size = file.tell()
+        self._losses.clear()
+        self._evaluations.clear()
+
+    def _read(self, first: int) -> list[_Entry]:
+        """The entries of the same run up to the checkpoint after `first` minibatches; none of another run."""
+        try:
+            # What follows the last line is half a line, if anything.
+            whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
+            header, *lines = whole.splitlines()
+            if _Header.model_validate_json(header).run != self._run:
+                return []
+            entries = []
+            for line in lines:
+                entry = _Entry.model_validate_json(line)
+                if entry.minibatch > first:  # of checkpoints that were never complete
+                    break
+                entries.append(entry)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, ValidationError) as cause:
+            _log.warning("the losses before the restart cannot be read from '%s': %s", self._path, cause)
+            return []
+        return entries

@@ -1,0 +1,95 @@
+"""The running statistics of deferred BatchNorms: updated with each update of the weights, by a whole minibatch's.
+
+A stage's forwards come minibatch by minibatch, but under 2bw those of the next minibatch begin before the update of
+this one. So what was gathered is put aside when another minibatch begins. The replicas of a stage gather what their own
+microbatches give, and add it up with the update: afterwards they have the same running statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.model.stage.deferred_norm import DeferredNorm, RunningStatistics, Statistics, combine
+from planner.model.stage.stage import StageModule
+
+
+class MinibatchStatistics:
+    """Those of one stage replica; nothing to do where the stage has no deferred BatchNorm.
+
+    Args:
+        stage: the layers, on their device.
+        replicas: of the stage; None without others.
+    """
+
+    def __init__(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> None:
+        self._stage = stage
+        self._replicas = replicas
+        self._norms = stage.deferred_norms
+        self._current: int | None = None
+        self._gathered: dict[int, Tensor] = {}  # by minibatch: all norms' statistics, one behind the other
+
+    def begin(self, minibatch: int) -> None:
+        """A forward of `minibatch` comes."""
+        if self._norms and minibatch != self._current:
+            self._put_aside()
+            self._current = minibatch
+
+    def commit(self, minibatch: int) -> None:
+        """Update the running statistics by those of `minibatch`; all replicas of the stage call it."""
+        if not self._norms:
+            return
+        if minibatch == self._current:
+            self._put_aside()
+        gathered = self._gathered.pop(minibatch, None)
+        if gathered is None:  # all microbatches that came here were empty
+            gathered = torch.zeros_like(_packed(self._norms))
+        rows = [gathered]
+        if self._replicas is not None:
+            table = gathered.new_zeros(dist.get_world_size(self._replicas), gathered.numel())
+            table[dist.get_rank(self._replicas)] = gathered
+            dist.all_reduce(table, group=self._replicas)
+            rows = list(table)
+        with torch.no_grad():
+            for norm, *parts in zip(self._norms, *(self._split(row) for row in rows), strict=True):
+                self._update(norm.running, reduce(combine, parts))
+
+    def _put_aside(self) -> None:
+        if self._current is not None:
+            self._gathered[self._current] = _packed(self._norms)
+            self._current = None
+            for norm in self._norms:
+                norm.restart()
+
+    def _split(self, row: Tensor) -> list[Statistics]:
+        found = []
+        for norm, part in zip(
+            self._norms, torch.split(row, [1 + 2 * norm.mean.numel() for norm in self._norms]), strict=True
+        ):
+            count, mean, deviations = torch.split(part, [1, norm.mean.numel(), norm.mean.numel()])
+            found.append((count[0], mean, deviations))
+        return found
+
+    def _update(self, running: RunningStatistics, minibatch: Statistics) -> None:
+        values, mean, deviations = minibatch
+        ran = values > 0  # unless the model went around it for every microbatch
+        counter = None if running.count is None else self._stage.get_buffer(running.count)
+        if counter is not None:
+            counter += ran
+        momentum: float | Tensor | None = running.momentum
+        if momentum is None:
+            assert counter is not None
+            momentum = 1 / counter.double().clamp(min=1)
+        momentum = momentum * ran
+        for name, new in ((running.mean, mean), (running.var, deviations / (values - 1))):
+            buffer = self._stage.get_buffer(name)
+            buffer.copy_(buffer.double() * (1 - momentum) + new * momentum)
+
+
+def _packed(norms: Sequence[DeferredNorm]) -> Tensor:
+    """Counts, means and deviations one behind the other, in doubles, which hold all counts."""
+    return torch.cat([value.reshape(-1).double() for norm in norms for value in norm.statistics])

@@ -1,0 +1,115 @@
+"""What a worker must find before it trains: its device, the other workers, and a plan whose streams fit together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed.rendezvous import rendezvous
+
+from planner.errors import PlanError
+from planner.executor.job import Job
+from planner.formats.plan import Plan
+from planner.schedule.check import ScheduleError, check_streams
+from planner.schedule.shape import deadlock, shape_of
+from planner.version import __version__
+
+TIMEOUT = timedelta(minutes=10)  # for one message, at least; a dead peer is noticed at once, a hung one by heartbeats
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker computes, and where its messages are made: NCCL takes them from the GPU, gloo from the CPU."""
+
+    compute: torch.device
+    wire: torch.device
+
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed."""
+        return "nccl" if self.wire.type == "cuda" else "gloo"
+
+
+CPU = Place(torch.device("cpu"), torch.device("cpu"))
+
+
+def local_place() -> Place:
+    """A GPU for each local worker and NCCL, where there are so many; else the workers share them, over gloo."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 0:
+        return CPU
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    # NCCL refuses two processes on one GPU.
+    shared = gpus < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Place(device, torch.device("cpu") if shared else device)
+
+
+def message_timeout(hang_timeout_s: float) -> timedelta:
+    """How long a message may take: longer than heartbeats need to find who is stuck."""
+    return max(TIMEOUT, timedelta(seconds=5 * hang_timeout_s))
+
+
+def join_group(place: Place, timeout: timedelta = TIMEOUT) -> None:
+    """Join the group that torchrun's environment describes.
+
+    Given ranks and a master, torchrun keeps its store when it starts workers again, with the addresses of those that
+    have ended: each start has keys of its own.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    start = PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(place.backend, store=start, rank=rank, world_size=world, timeout=timeout)
+
+
+def check_same_job(job: Job, wire: torch.device) -> None:
+    """All workers must run the same job: all-reduces carry no header, and pair by their order alone.
+
+    Raises:
+        PlanError: when hosts were given different plans or options.
+    """
+    own: dict[str, bool | set[str]] = dict.fromkeys(
+        ("model", "run", "result_path", "failure_folder", "show_progress"), True
+    )
+    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # which each host may have its own of
+    text = f"{__version__} {torch.__version__} {job.model_dump_json(exclude=own)}"
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    mine = torch.tensor([digest], dtype=torch.int64, device=wire)
+    all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_digests, mine)
+    for rank, other in enumerate(all_digests):
+        if int(other) != int(all_digests[0]):
+            raise PlanError(
+                f"worker {rank} was started with another plan, other arguments or other versions than worker 0",
+                hint="give all hosts the same plan, the same arguments, and the same versions of planner and torch",
+            )
+
+
+def check_world(plan: Plan) -> None:
+    """The processes started must be those planned for.
+
+    Raises:
+        PlanError: otherwise.
+    """
+    world, needed = int(os.environ["WORLD_SIZE"]), plan.workers
+    if world != needed:
+        raise PlanError(
+            f"plan '{plan.config}' needs {needed} workers, but {world} were started",
+            hint=f"start torchrun with --nnodes times --nproc-per-node = {needed}",
+        )
+
+
+def check_schedule(plan: Plan) -> None:
+    """The plan's depths must let its streams run: a plan edited by hand may deadlock.
+
+    Raises:
+        PlanError: when they do not.
+    """
+    deepest = max(stage.in_flight for stage in plan.stages)
+    try:
+        check_streams(shape_of(plan), minibatches=4 * max(plan.replicas) * deepest)
+    except ScheduleError:
+        raise deadlock(plan) from None

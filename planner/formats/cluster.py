@@ -1,0 +1,178 @@
+"""The cluster: how many devices, how much memory each, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from planner.errors import ClusterError
+from planner.formats.files import Record, load_record, save_record
+
+MOST_GPUS = 2**17  # a plan names every rank
+
+
+class Level(Record):
+    """One level of the hierarchy, inner to outer: groups of `size` members joined by links of this speed.
+
+    `bandwidth_bytes_per_s` is what one member sends while it receives as much (full duplex);
+    `all_reduce_bandwidth_bytes_per_s` the same within an all-reduce, where it was measured to be another.
+    """
+
+    size: Annotated[int, Field(ge=1)]
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    all_reduce_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    shared: bool = True
+
+
+class Kind(Record):
+    """Devices of one kind in a cluster that has several, on consecutive ranks."""
+
+    count: Annotated[int, Field(ge=1)]
+    speed: Annotated[float, Field(gt=0)] = 1.0  # times as fast as the profiled device
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # of each; None for the cluster's
+    pays_transfers: bool = True  # False: what it sends and receives takes none of its time (a host; max-load only)
+
+
+class Cluster(Record):
+    """Devices are ranks 0..gpus-1, filled server by server; `memory_bytes` is per device, None for no limit.
+
+    `kinds`: where devices differ, all of them in the order of their ranks; empty where all are like the profiled one.
+
+    `overlap`: whether messages travel while devices compute. Not so on a CPU without a core to spare, where the
+    workers' own cores move the bytes.
+    """
+
+    schema_version: Literal[1] = 1
+    levels: Annotated[tuple[Level, ...], Field(min_length=1)]
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None
+    overlap: bool = True
+    kinds: tuple[Kind, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """Number of devices."""
+        return math.prod(level.size for level in self.levels)
+
+    def kind_of(self, rank: int) -> Kind:
+        """What the device of this rank is; only where devices differ."""
+        return next(kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks)
+
+    @property
+    def kind_ranks(self) -> tuple[range, ...]:
+        """The ranks of each kind."""
+        ends = list(accumulate((kind.count for kind in self.kinds), initial=0))
+        return tuple(range(first, end) for first, end in pairwise(ends))
+
+    def memory_of(self, kind: Kind | None) -> int | None:
+        """Bytes of a device of that kind; None for no limit."""
+        return self.memory_bytes if kind is None or kind.memory_bytes is None else kind.memory_bytes
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Cluster:
+        if self.kinds and sum(kind.count for kind in self.kinds) != self.gpus:
+            counts = " + ".join(str(kind.count) for kind in self.kinds)
+            raise ValueError(f"kinds of {counts} devices are not the {self.gpus} devices of the levels")
+        return self
+
+    @property
+    def joined(self) -> tuple[Level, ...]:
+        """The levels that join more than one member; the innermost where none does."""
+        return tuple(level for level in self.levels if level.size > 1) or self.levels[:1]
+
+    @property
+    def slowest_bandwidth_bytes_per_s(self) -> float:
+        """Bandwidth of the slowest level that joins more than one member."""
+        return min(level.bandwidth_bytes_per_s for level in self.joined)
+
+
+def flat_cluster(
+    gpus: int,
+    bandwidth_bytes_per_s: float,
+    memory_bytes: int | None = None,
+    latency_s: float = 0.0,
+    *,
+    all_reduce_bandwidth_bytes_per_s: float | None = None,
+    overlap: bool = True,
+) -> Cluster:
+    """A cluster of `gpus` devices, each on a link of its own.
+
+    Raises:
+        ClusterError: for a number of devices below one or beyond `MOST_GPUS`.
+    """
+    level = Level(
+        size=_checked(gpus),
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        latency_s=latency_s,
+        all_reduce_bandwidth_bytes_per_s=all_reduce_bandwidth_bytes_per_s,
+    )
+    return Cluster(levels=(level,), memory_bytes=memory_bytes, overlap=overlap)
+
+
+def hierarchical_cluster(
+    sizes: Sequence[int],
+    bandwidths_bytes_per_s: Sequence[float],
+    memory_bytes: int | None = None,
+    latencies_s: Sequence[float] = (),
+    *,
+    shared: bool = True,
+    overlap: bool = True,
+) -> Cluster:
+    """A cluster of groups of groups, inner to outer: sizes (4, 8) are 8 servers of 4 devices.
+
+    Args:
+        sizes: members of a group, per level.
+        bandwidths_bytes_per_s: of a member's link, per level.
+        memory_bytes: per device; None for no limit.
+        latencies_s: per level; none for zero.
+        shared: whether the devices of a group share its link to the next level.
+        overlap: as for `Cluster`.
+
+    Raises:
+        ClusterError: when the lists differ in length, or the devices are none or too many.
+    """
+    latencies_s = latencies_s or (0.0,) * len(sizes)
+    for values, what in ((bandwidths_bytes_per_s, "bandwidths"), (latencies_s, "latencies")):
+        if len(values) != len(sizes):
+            raise ClusterError(
+                f"{len(values)} {what} do not describe the {len(sizes)} levels of {'x'.join(map(str, sizes))}",
+                hint="give one per level, inner to outer: --topology 4x8 --bandwidth 128Gbps,10Gbps",
+            )
+    for size in (*sizes, math.prod(sizes)):
+        _checked(size)
+    levels = tuple(
+        Level(size=size, bandwidth_bytes_per_s=bandwidth, latency_s=latency, shared=shared)
+        for size, bandwidth, latency in zip(sizes, bandwidths_bytes_per_s, latencies_s, strict=True)
+    )
+    return Cluster(levels=levels, memory_bytes=memory_bytes, overlap=overlap)
+
+
+def load_cluster(path: Path | str) -> Cluster:
+    """Read `cluster.json`.
+
+    Raises:
+        ClusterError: naming the file, the field and the value that is wrong.
+    """
+    cluster = load_record(Cluster, path, ClusterError, "see cluster.json in the file formats")
+    _checked(cluster.gpus)
+    return cluster
+
+
+def save_cluster(cluster: Cluster, path: Path | str) -> None:
+    """Write `cluster` to `path` atomically."""
+    save_record(cluster, path)
+
+
+def _checked(gpus: int) -> int:
+    if gpus < 1:
+        raise ClusterError(f"a cluster of {gpus} GPUs cannot train anything", hint="give --gpus 1 or more")
+    if gpus > MOST_GPUS:
+        raise ClusterError(
+            f"a cluster of {gpus} GPUs is beyond the {MOST_GPUS} that can be solved for", hint="give fewer"
+        )
+    return gpus

@@ -1,0 +1,251 @@
+"""The Plan: which layers form which stage, on which ranks, under which schedule, and what that should give.
+
+Written by `plan solve`, run by `plan train`. The rules that make a plan valid stand here, where no solver owns them.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from planner.errors import PlanError
+from planner.formats.cluster import Cluster
+from planner.formats.files import Record, load_record, save_record
+from planner.formats.profile import Autocast, Bytes, Device, MemoryFormat, Seconds
+
+REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
+
+ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"]
+CostModelName = Literal["resource", "pipedream", "paper", "max-load"]
+
+
+class StageMemory(Record):
+    """Bytes one replica of a stage needs at its peak, by use."""
+
+    weights_bytes: Bytes  # all versions
+    gradients_bytes: Bytes
+    optimizer_bytes: Bytes
+    buffers_bytes: Bytes
+    activations_bytes: Bytes  # saved for backward, all minibatches in flight
+    communication_bytes: Bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.model_dump().values())
+
+
+class Stage(Record):
+    """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`."""
+
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    ranks: Annotated[tuple[int, ...], Field(min_length=1)]
+    in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) between forward and backward, per replica
+    recompute: bool = False  # keeps its input only, and runs its forward again for each backward
+    forward_s: Seconds  # one microbatch on one replica
+    backward_s: Seconds
+    update_s: Seconds
+    accumulate_s: Seconds = 0.0  # more for all backwards of a minibatch but the first: they add up gradients
+    # Of replicas: from the start of a backward until each of equal parts of the gradients can be all-reduced.
+    ready_s: tuple[Seconds, ...] = ()
+    memory: StageMemory
+
+    @property
+    def replicas(self) -> int:
+        """Number of workers that run this stage."""
+        return len(self.ranks)
+
+    @property
+    def compute_s(self) -> float:
+        """One microbatch on one replica: forward, once more where the stage recomputes, backward and update."""
+        return self.forward_s * (1 + self.recompute) + self.backward_s + self.update_s
+
+
+class Transfer(Record):
+    """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
+
+    A value used by several later stages travels along them: each user hands it to the next, and gradients add up
+    on the way back. So what a stage sends depends on its own layers only, and no value crosses a link twice.
+    """
+
+    source: Annotated[int, Field(ge=0)]
+    target: Annotated[int, Field(ge=0)]
+    values: Annotated[tuple[str, ...], Field(min_length=1)]
+    output_bytes: Bytes
+    gradient_bytes: Bytes
+
+
+class Shared(Record):
+    """Weights that two stages hold, each a copy of its own, and whose gradients they tell each other."""
+
+    stages: tuple[int, int]
+    weights: Annotated[tuple[str, ...], Field(min_length=1)]
+    gradient_bytes: Bytes  # at most: profiles know the bytes of layers, not of single weights
+
+
+class Bottleneck(Record):
+    """The resource that limits the pipeline."""
+
+    stage: int
+    # shared_link: of the server that holds most of the stage; boundary: the cut after it, in the published cost models
+    resource: Literal["compute", "link", "shared_link", "boundary"]
+    busy_s: Seconds  # per minibatch
+
+
+class Prediction(Record):
+    """What to expect of the plan, in steady state."""
+
+    seconds_per_minibatch: Seconds
+    by: Literal["simulation", "cost model"] = "cost model"  # for published ones, and where simulating takes too long
+    samples_per_s: Annotated[float, Field(gt=0)] | None  # None when the profile does not know its batch size
+    bottleneck: Bottleneck
+    speedup_over_one_gpu: float
+    speedup_over_data_parallel: float
+    communication_bytes_per_sample: float | None
+    data_parallel_communication_bytes_per_sample: float | None
+    communication_cut: float | None = None  # share of data parallel's bytes that the plan does not send
+
+
+class SolverReport(Record):
+    """How the plan was found, and how far from optimal it can be."""
+
+    name: str
+    cost_model: CostModelName
+    status: Literal["optimal", "feasible"]
+    lower_bound_s: Seconds  # per minibatch, of the busiest resource of any plan, by the cost model
+    gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
+    seconds: Seconds
+    cost_model_s: Seconds | None = None  # per minibatch, what the cost model says of this plan
+    simulated: Annotated[int, Field(ge=0)] = 0  # candidates
+    exhausted: bool = True  # no candidate was left that could have been faster, by the cost model, than this plan is
+
+
+class Plan(Record):
+    """A complete answer: enough to run, and enough to know what to expect."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    profile_digest: str
+    graph_hash: str | None  # None: from an imported profile, cannot be trained
+    autocast: Autocast | None = None  # stages run under torch.autocast
+    memory_format: MemoryFormat | None = None  # of weights and images
+    compiled: bool = False  # stages run through torch.compile
+    device: Device
+    config: str  # replicas per stage, "7-1"
+    schedule: ScheduleName
+    microbatch_size: Annotated[int, Field(ge=1)] | None
+    microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
+    vertical_sync: bool = False  # under 1f1b: all stages use the weight version of the first stage
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    transfers: tuple[Transfer, ...]
+    shared: tuple[Shared, ...] = ()
+    contiguous: bool = True  # False: values go back and forth between stages, which no schedule runs
+    predicted: Prediction
+    solver: SolverReport
+    cluster: Cluster
+
+    @property
+    def workers(self) -> int:
+        """Number of worker processes."""
+        return len({rank for stage in self.stages for rank in stage.ranks})
+
+    @property
+    def chunks(self) -> int:
+        """Stages per worker: 1, except under interleaved."""
+        return len(self.stages) // len({stage.ranks for stage in self.stages})
+
+    def memory_bytes(self, stage: int) -> int:
+        """Peak bytes of each worker that runs the stage, its other stages included."""
+        ranks = self.stages[stage].ranks
+        return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        if self.vertical_sync and self.schedule != "1f1b":
+            raise ValueError(f"vertical_sync is for the schedule 1f1b, not {self.schedule}")
+        _check_config(self)
+        _check_microbatches(self)
+        _check_ranks(self)
+        _check_layers(self)
+        _check_transfers(self)
+        return self
+
+
+def config_of(replicas: tuple[int, ...]) -> str:
+    """The published notation: (7, 1) -> "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline."""
+    return "-".join(map(str, replicas))
+
+
+def _check_config(plan: Plan) -> None:
+    if plan.config != config_of(plan.replicas):
+        raise ValueError(f"config '{plan.config}' contradicts the stages, whose ranks make {config_of(plan.replicas)}")
+
+
+def _check_microbatches(plan: Plan) -> None:
+    if plan.schedule in ("1f1b", "naive") and plan.microbatches != 1:
+        raise ValueError(f"schedule {plan.schedule} has one microbatch per minibatch, not {plan.microbatches}")
+    if plan.schedule == "2bw" and plan.microbatches < max(plan.replicas):
+        raise ValueError(
+            f"schedule 2bw gives every replica of {plan.config} a microbatch of each minibatch, which has only "
+            f"{plan.microbatches}"
+        )
+
+
+def _check_ranks(plan: Plan) -> None:
+    stages = [stage.ranks for stage in plan.stages]
+    if plan.schedule == "interleaved":
+        workers = len(set(stages))
+        if stages != stages[:workers] * (len(stages) // workers):
+            raise ValueError(f"the stages' ranks {stages} do not repeat, as those of an interleaved plan must")
+        if len(set(map(len, stages))) > 1:
+            raise ValueError(f"the replicas {plan.config} differ, which those of an interleaved plan must not")
+        stages = stages[:workers]
+    ranks = list(chain.from_iterable(stages))
+    if plan.cluster.kinds or not plan.contiguous:  # some devices may have nothing to do
+        if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
+            raise ValueError(f"the stages' ranks {ranks} are not ranks of the cluster, each at most once")
+    elif sorted(ranks) != list(range(len(ranks))):
+        raise ValueError(f"the stages' ranks {ranks} are not 0 to {len(ranks) - 1}, each once")
+    if len(ranks) > plan.cluster.gpus:
+        raise ValueError(f"{len(ranks)} workers do not fit a cluster of {plan.cluster.gpus} GPUs")
+
+
+def _check_layers(plan: Plan) -> None:
+    seen: set[str] = set()
+    for name in chain.from_iterable(stage.layers for stage in plan.stages):
+        if name in seen:
+            raise ValueError(f"layer '{name}' is in two stages")
+        seen.add(name)
+
+
+def _check_transfers(plan: Plan) -> None:
+    seen: set[tuple[int, int]] = set()
+    for transfer in plan.transfers:
+        forward = transfer.source < transfer.target or (transfer.source != transfer.target and not plan.contiguous)
+        if not forward or transfer.target >= len(plan.stages) or transfer.source >= len(plan.stages):
+            raise ValueError(f"transfer {transfer.source} -> {transfer.target} is not from a stage to a later one")
+        if (transfer.source, transfer.target) in seen:
+            raise ValueError(f"transfer {transfer.source} -> {transfer.target} occurs twice")
+        seen.add((transfer.source, transfer.target))
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Read `plan.json`.
+
+    Raises:
+        PlanError: naming the file, the field and the value that is wrong.
+    """
+    return load_record(Plan, path, PlanError, REMEDY)
+
+
+def save_plan(plan: Plan, path: Path | str) -> None:
+    """Write `plan` to `path` atomically."""
+    save_record(plan, path)

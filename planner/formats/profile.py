@@ -1,0 +1,183 @@
+"""The Profile: what each layer of a model costs on a device. Written by `plan profile`, read by `plan solve`.
+
+Layers stand in execution order, which is a topological order of the graph: an edge goes from an earlier to a
+later layer. Model inputs are no layers and no edges: every stage that needs one reads it from the data itself.
+The loss, when the model file defines one, is the last layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from planner.errors import ProfileError
+from planner.formats.files import Record, load_record, save_record
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+Autocast = Literal["bfloat16", "float16"]
+MemoryFormat = Literal["channels-last"]
+
+REMEDY = "make a profile with: plan profile model.py"
+
+
+class Value(Record):
+    """A tensor that a layer hands to later layers; bytes are for one microbatch."""
+
+    name: str
+    output_bytes: Bytes
+    gradient_bytes: Bytes  # 0 where no gradient flows back (integers, booleans, detached tensors)
+
+
+class Layer(Record):
+    """The unit that a plan assigns to stages: a group of operations, usually a leaf module."""
+
+    name: str  # unique; the module path where there is one
+    op: str  # what it is, for people: "Conv2d", "aten.add"
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds  # the optimizer's step on this layer's parameters
+    # As for every microbatch of a minibatch but its first. It moves the bytes of all gradients once more, however few
+    # samples a microbatch has: it is no share of the other times.
+    accumulate_s: Seconds = 0.0  # by which a backward takes longer that adds to gradients; 0 also where not measured
+    forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
+    backward_spread_s: Seconds = 0.0
+    forward_thread_s: Seconds | None = None  # time on the processor, on a CPU: what other processes do does not count
+    backward_thread_s: Seconds | None = None
+    accumulate_thread_s: Seconds | None = None
+    outputs: tuple[Value, ...] = ()  # values that some later layer uses
+    weight_bytes: Bytes = 0  # parameters, trainable or not; tied parameters count in the first layer that uses them
+    gradient_bytes: Bytes = 0  # the trainable part of weight_bytes
+    optimizer_bytes: Bytes = 0  # state of the user's optimizer
+    buffer_bytes: Bytes = 0
+    saved_bytes: Bytes = 0  # kept from forward to backward for one microbatch, weights excluded
+    # The most that its forward or its backward has allocated at once, beyond the weights, the gradients of weights, and
+    # what is kept of this layer and of earlier ones: gradients of activations, results not kept, what kernels work in.
+    workspace_bytes: Bytes = 0  # for one microbatch; 0 also where it was not measured
+    # The most that the optimizer's step on its weights has allocated at once, beyond what it keeps.
+    update_workspace_bytes: Bytes = 0
+    parameters: tuple[str, ...] = ()  # fully qualified names
+
+
+class Edge(Record):
+    """Layer `target` uses the output `value` of layer `source`."""
+
+    source: str
+    value: str
+    target: str
+
+
+class Device(Record):
+    """What the times were measured on, or estimated for."""
+
+    kind: str  # "cpu", "cuda"
+    name: str
+    threads: Annotated[int, Field(ge=1)] | None = None  # intra-op threads, on a CPU
+    processes: Annotated[int, Field(ge=1)] | None = None  # that trained at the same time, the measured one included
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None
+
+
+class WholeStep(Record):
+    """One training step measured unsplit: how far the sum of the layers is from the truth."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds
+    forward_thread_s: Seconds | None = None
+    backward_thread_s: Seconds | None = None
+
+
+class Compiled(Record):
+    """How layers were timed where torch.compile fuses them, so that no time is any one layer's alone.
+
+    Runs of layers were compiled and timed one behind the other in whole steps. A layer's time is its share of the
+    uncompiled time of its run, times that of the compiled run; all are then scaled so that they add up to the whole
+    model compiled at once. Where a file names blocks, each is compiled and timed by itself, and nothing is scaled.
+    """
+
+    runs: tuple[str, ...]  # the first layer of each
+    runs_forward_s: Seconds  # of all runs, before the last scaling
+    runs_backward_s: Seconds
+    uncompiled_forward_s: Seconds  # of the whole step
+    uncompiled_backward_s: Seconds
+
+
+class Provenance(Record):
+    """Where the numbers come from."""
+
+    tool: str
+    torch: str | None = None
+    date: str | None = None
+    repeats: int | None = None
+    source: Literal["measured", "estimated", "imported"]
+
+
+class Profile(Record):
+    """A model's costs per layer on one device, for one microbatch."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    graph_hash: str | None = None  # of the captured graph; None for imported profiles, which are plan-only
+    device: Device
+    dtype: str | None = None
+    autocast: Autocast | None = None  # measured, and to be trained, under torch.autocast
+    memory_format: MemoryFormat | None = None  # of weights and images; None for as the model makes them
+    compiled: Compiled | None = None  # measured, and to be trained, through torch.compile
+    microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
+    layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
+    edges: tuple[Edge, ...]
+    no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
+    tied_parameters: tuple[tuple[str, ...], ...] = ()  # groups of names of one and the same parameter
+    whole_step: WholeStep | None = None
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _check_graph(self) -> Profile:
+        position = {layer.name: index for index, layer in enumerate(self.layers)}
+        if len(position) < len(self.layers):
+            names = [layer.name for layer in self.layers]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"layer name '{twice}' occurs twice")
+        produced = {(layer.name, value.name) for layer in self.layers for value in layer.outputs}
+        for edge in self.edges:
+            for name in (edge.source, edge.target):
+                if name not in position:
+                    raise ValueError(f"edge '{edge.source}' -> '{edge.target}' names the unknown layer '{name}'")
+            if (edge.source, edge.value) not in produced:
+                raise ValueError(f"edge '{edge.source}' -> '{edge.target}' carries the unknown value '{edge.value}'")
+            if position[edge.source] >= position[edge.target]:
+                raise ValueError(
+                    f"edge '{edge.source}' -> '{edge.target}' goes backwards; layers stand in execution order"
+                )
+        for name in self.no_cut_after:
+            if name not in position:
+                raise ValueError(f"no_cut_after names the unknown layer '{name}'")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content: two profiles with the same digest are the same profile.
+
+        What is not there does not count, so that fields to come leave the digests of older profiles as they are.
+        """
+        known = any(layer.accumulate_s for layer in self.layers)
+        unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}
+        return hashlib.sha256(self.model_dump_json(exclude=unknown, exclude_none=True).encode()).hexdigest()
+
+
+def load_profile(path: Path | str) -> Profile:
+    """Read `profile.json`.
+
+    Raises:
+        ProfileError: naming the file, the field and the value that is wrong.
+    """
+    return load_record(Profile, path, ProfileError, REMEDY)
+
+
+def save_profile(profile: Profile, path: Path | str) -> None:
+    """Write `profile` to `path` atomically."""
+    save_record(profile, path)

@@ -1,0 +1,103 @@
+"""A model as a sequence of modules that its file names: for what no tracer captures, such as an `if` on a tensor.
+
+The blocks run as they are, so they may do anything; what crosses from one to the next is found by running them on the
+example batch. The graph made of it has one opaque operation per block, and everything behind it works as on a
+captured graph: cuts, stages, plans, schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from planner.errors import CaptureError
+from planner.model.batch import Batch
+from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks, state_kept
+from planner.model.blocks.graph import BlockGraph
+from planner.model.capture.capture import Loss
+from planner.model.capture.failure import refuse_untrainable
+from planner.model.capture.graph import LayerGraph
+from planner.model.stage.autocast import autocasting
+from planner.model.stage.memory_format import lay_out
+from planner.model.stage.options import PLAIN, StageOptions
+
+
+def capture_blocks(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    batch: Batch,
+    loss: Loss | None,
+    *,
+    training: bool = True,
+    options: StageOptions = PLAIN,
+) -> LayerGraph:
+    """The graph of `blocks`, each a layer, with the loss behind them.
+
+    They are run on `batch`, and on twice as many samples to see which sizes follow the batch; weights, buffers and
+    random state are left as they were. A block that changes its input in place joins the block that made it, and blocks
+    that share a module with buffers join each other.
+
+    Args:
+        model: what the blocks are parts of; its loss must be theirs.
+        blocks: the first takes the batch's arguments, each other one what the one before returned, the loss (or the
+            output that has it) comes from the last.
+        batch: example.
+        loss: as for `capture`.
+        training: mode of the modules.
+        options: as for `capture`.
+
+    Raises:
+        CaptureError: when the blocks fail, compute something else than the model, or exchange what cannot travel.
+    """
+    refuse_untrainable(model)
+    example = batch.doubled() if batch.size == 1 else batch
+    if options.channels_last:
+        lay_out(model)
+        example = example.channels_last()
+    model.train(training)
+    named = _named(model, blocks)
+    with state_kept(model), autocasting(example.device_type, options.autocast):
+        joined = [*joined_by_writes(named, example), *joined_by_buffers(named)]
+        small, large = (run_blocks(named, sample, loss) for sample in (example, example.doubled()))
+        check_loss(model, example, loss, small[-1])
+    return BlockGraph(model, named, example, loss, training, options).graph(small, large, joined)
+
+
+def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    if not isinstance(blocks, (list, tuple, nn.ModuleList, nn.Sequential)) or not len(blocks):
+        raise CaptureError(
+            f"blocks(model) returned a {type(blocks).__name__}, not a list of modules", hint="return a list of modules"
+        )
+    paths = {module: path for path, module in model.named_modules() if path}
+    named: list[tuple[str, nn.Module]] = []
+    for index, block in enumerate(blocks):
+        if not isinstance(block, nn.Module):
+            raise CaptureError(
+                f"block {index} of blocks(model) is a {type(block).__name__}, not a module",
+                hint="write an nn.Module that does in its forward what happens between two modules",
+            )
+        _check_owned(index, block, model)
+        name = base = paths.get(block, f"blocks.{index}")
+        number = 2
+        while any(name == other for other, _ in named):
+            name, number = f"{base}_{number}", number + 1
+        named.append((name, block))
+    return named
+
+
+def _check_owned(index: int, block: nn.Module, model: nn.Module) -> None:
+    modules = set(model.modules())
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for path, part in block.named_modules():
+        if part in modules:
+            continue
+        foreign = [name for name, p in part._parameters.items() if p is not None and id(p) not in parameters]
+        # The same buffer in a second module would be left behind when the stage moves to a device.
+        foreign += [name for name, buffer in part._buffers.items() if buffer is not None]
+        if foreign:
+            name = f"{path}.{foreign[0]}" if path else foreign[0]
+            raise CaptureError(
+                f"block {index} of blocks(model) has a parameter or buffer of its own, '{name}'",
+                hint="make all parameters and buffers in build_model(); blocks() only groups the modules",
+            )

@@ -1,0 +1,103 @@
+"""Blocks run on the example batch: what each returns, and which must stay together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import CaptureError
+from planner.model.batch import Batch
+from planner.model.blocks.values import tensors_of
+from planner.model.capture.capture import Loss, loss_of
+
+_CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/model-file.md"
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Put buffers and random state back afterwards."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+
+
+def _call(name: str, block: nn.Module, value: Any, batch: Batch | None) -> Any:
+    """Run a block: on the batch's arguments where one is given."""
+    try:
+        return block(*batch.args, **batch.kwargs) if batch is not None else block(value)
+    except Exception as cause:  # whatever the user's forward raises
+        reason = (str(cause).strip().splitlines() or [""])[0]
+        raise CaptureError(f"block '{name}' fails: {type(cause).__name__}: {reason}", hint=_CONTRACT) from cause
+
+
+def joined_by_writes(named: Sequence[tuple[str, nn.Module]], batch: Batch) -> list[tuple[int, int]]:
+    """Spans of blocks of which the last writes into memory that the first made."""
+    spans: list[tuple[int, int]] = []
+    makers: dict[int, int] = {}
+    alive: list[Any] = []  # memory that is freed would be given to another value
+    value: Any = None
+    with torch.random.fork_rng():
+        for index, (name, block) in enumerate(named):
+            taken = tensors_of(value)
+            versions = [tensor._version for tensor in taken]
+            value = _call(name, block, value, None if index else batch)
+            for tensor, version in zip(taken, versions, strict=True):
+                if tensor._version != version:
+                    spans.append((makers[_storage(tensor)], index))
+            for tensor in tensors_of(value):
+                makers.setdefault(_storage(tensor), index)
+            alive.append(value)
+    return spans
+
+
+def joined_by_buffers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, int]]:
+    """Spans of blocks that share a buffer: its state must stay in one stage."""
+    users: dict[int, list[int]] = {}
+    for index, (_, block) in enumerate(named):
+        for buffer in block.buffers():
+            users.setdefault(id(buffer), []).append(index)
+    return [(indices[0], indices[-1]) for indices in users.values()]
+
+
+def run_blocks(named: Sequence[tuple[str, nn.Module]], batch: Batch, loss: Loss | None) -> list[Any]:
+    """What each block returns, and the loss."""
+    results: list[Any] = []
+    torch.manual_seed(0)
+    for index, (name, block) in enumerate(named):
+        results.append(_call(name, block, results[-1] if index else None, None if index else batch))
+    return [*results, loss_of(results[-1], batch.target, loss)]
+
+
+def check_loss(model: nn.Module, batch: Batch, loss: Loss | None, found: Tensor) -> None:
+    """The blocks' loss must be one, and the model's.
+
+    Raises:
+        CaptureError: where it is not.
+    """
+    if found.dim() or not found.requires_grad:
+        what = "does not depend on the model's parameters" if not found.dim() else "is not a single number"
+        raise CaptureError(
+            f"the loss {what}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
+        )
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss)
+    if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise CaptureError(
+            f"the blocks compute another loss than the model on example_batch(): {found.item():.6g} instead of "
+            f"{expected.item():.6g}",
+            hint=_CONTRACT,
+        )
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

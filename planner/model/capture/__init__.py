@@ -1,0 +1,1 @@
+"""nn.Module + example batch -> LayerGraph, through torch.export."""

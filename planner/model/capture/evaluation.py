@@ -1,0 +1,183 @@
+"""The cut of a training graph, carried over to the evaluation graph of the same model.
+
+Dropout and BatchNorm do something else in evaluation, and a model may run other layers then; the train flag is baked
+into a graph. So evaluation needs a graph of its own, whose stages hold the weights that training left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from planner.errors import CaptureError
+from planner.model.batch import Batch
+from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
+from planner.model.stage.stage import StageModule, build_stage
+
+
+def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:
+    """Layers of `evaluation` for each stage of `cut`; a stage may be left without any.
+
+    A layer goes to the stage that holds its weights, or else to that of the layer of the same name, or else to that of
+    the layer before it.
+
+    Args:
+        training: the graph that was cut.
+        cut: names of its layers, stage by stage.
+        evaluation: of the same model, captured with `training=False`.
+
+    Raises:
+        CaptureError: when a layer comes before another one whose stage is earlier.
+    """
+    stage_of = {name: stage for stage, names in enumerate(cut) for name in names}
+    holders: dict[str, set[int]] = {}
+    for layer in training.layers:
+        for name in (*layer.parameters, *layer.buffers):
+            holders.setdefault(name, set()).add(stage_of[layer.name])
+    fixed = [_stage_of_weights(layer, holders, stage_of.get(layer.name)) for layer in evaluation.layers]
+    stages: list[list[str]] = [[] for _ in cut]
+    current = 0
+    for index, layer in enumerate(evaluation.layers):
+        # Names of weightless layers are less sure: a module that is called often numbers its calls.
+        ahead = next((stage for stage in fixed[index:] if stage is not None), len(cut) - 1)
+        if ahead < current:
+            raise CaptureError(
+                f"in evaluation layer '{layer.name}' runs after layers of stage {current}, but stage {ahead} holds "
+                "the weights",
+                hint="cut the model elsewhere, or evaluate the unsplit model with the saved weights",
+            )
+        current = min(max(current, stage_of.get(layer.name, current)), ahead)
+        stages[current].append(layer.name)
+    return stages
+
+
+def _stage_of_weights(layer: GraphLayer, holders: dict[str, set[int]], named: int | None) -> int | None:
+    """The stage that holds all weights of `layer`; None for a layer without. Tied ones may be in several."""
+    possible = [holders[name] for name in (*layer.parameters, *layer.buffers) if name in holders]
+    if not possible:
+        return None
+    common = set.intersection(*possible)
+    if not common:
+        raise CaptureError(
+            f"in evaluation layer '{layer.name}' needs weights that training holds in several stages",
+            hint="cut the model elsewhere, or evaluate the unsplit model with the saved weights",
+        )
+    return named if named in common else min(common)
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationStages:
+    """The stages of an evaluation graph, and what they exchange.
+
+    Attributes:
+        modules: of the stages asked for, but for those without layers.
+        transfers: by (source, target) stage, the values that travel; each along the stages that use it.
+        last: the stage that has the loss, and gets the model's output.
+        graph: the evaluation graph.
+    """
+
+    modules: Mapping[int, StageModule]
+    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
+    last: int
+    graph: LayerGraph
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type that the model runs under torch.autocast with."""
+        return self.graph.autocast
+
+    def output(self, known: Mapping[str, Tensor], batch: Batch) -> Any:
+        """The model's output, put together again from the values at the last stage.
+
+        Args:
+            known: by name, what was made there or arrived.
+            batch: that was evaluated.
+        """
+        graph = self.graph
+        if graph.blocks is not None:
+            before = graph.blocks.layers[-2]
+            assert before.gives is not None
+            return before.gives.value([known[name] for name in before.values])
+        leaves = batch.flatten()[0]
+        inputs = {leaf.node: leaves[index] for index, leaf in enumerate(graph.inputs)}
+        found = [
+            leaf if not isinstance(leaf, fx.Node) else inputs[leaf] if leaf in inputs else known[leaf.name]
+            for leaf in graph.outputs
+        ]
+        return graph.output_spec.unflatten(found)
+
+
+def build_evaluation(
+    training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph, wanted: Sequence[int], *, output: bool
+) -> EvaluationStages:
+    """The stages of `evaluation` that go with the stages of `cut`.
+
+    Args:
+        training: the graph that was cut.
+        cut: names of its layers, stage by stage.
+        evaluation: of the same model, captured with `training=False`.
+        wanted: the stages to build.
+        output: whether the model's output is wanted at the last stage.
+
+    Raises:
+        CaptureError: when the evaluation graph cannot be divided like this, or has no output to hand on.
+    """
+    stages = matching_cut(training, cut, evaluation)
+    stage_of = {evaluation.position[name]: stage for stage, names in enumerate(stages) for name in names}
+    last = stage_of[evaluation.owner[evaluation.loss]]
+    outputs = _outputs(evaluation, stage_of, last) if output else []
+    keep = [node.name for node in outputs]
+    transfers: dict[tuple[int, int], list[ValueSpec]] = {}
+    for node, index in evaluation.owner.items():
+        users = {stage_of[evaluation.owner[user]] for user in node.users if user in evaluation.owner}
+        if node in outputs:
+            users.add(last)
+        # A node with users in later stages has a spec, or its layer had been joined with theirs.
+        for source, target in pairwise(sorted({stage_of[index], *users})):
+            transfers.setdefault((source, target), []).append(evaluation.specs[node])
+    modules = {stage: build_stage(evaluation, stages[stage], keep) for stage in wanted if stages[stage]}
+    return EvaluationStages(modules, transfers, last, evaluation)
+
+
+def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[fx.Node]:
+    """The operations that make tensors of the model's output."""
+    if graph.blocks is not None:
+        if graph.blocks.layers[-1].blocks:
+            raise CaptureError(
+                "the last block shares a layer with the loss, so metrics(output, target) cannot have its output",
+                hint="let the last of blocks(model) return tensors, within tuples, lists and dicts",
+            )
+        return [node for node in graph.owner if node.name in graph.blocks.layers[-2].values]
+    nodes = [leaf for leaf in graph.outputs if isinstance(leaf, fx.Node) and leaf.op != "placeholder"]
+    for node in nodes:
+        if node not in graph.owner or (stage_of[graph.owner[node]] != last and node not in graph.specs):
+            raise CaptureError(
+                f"the model's output has a value, '{node.name}', that cannot travel to the stage that has the loss",
+                hint="cut the model elsewhere, or evaluate without metrics(output, target)",
+            )
+    return nodes
+
+
+def separate_buffers(evaluation: StageModule) -> None:
+    """Give a stage in evaluation buffers of its own, which may then differ from those of the stage in training."""
+    for module in evaluation.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.clone()
+
+
+def share_buffers(evaluation: StageModule, training: StageModule) -> None:
+    """Let a stage in evaluation read the buffers of the stage in training, which moving to a device has replaced."""
+    for name, buffer in training.named_buffers(remove_duplicate=False):
+        path, _, last = name.rpartition(".")
+        try:
+            holder = evaluation.get_submodule(path)
+        except AttributeError:  # evaluation does not use it
+            continue
+        if last in holder._buffers:
+            holder._buffers[last] = buffer

@@ -1,0 +1,52 @@
+"""Model file -> LayerGraph: by capture, or of the blocks that the file names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from planner.errors import ModelFileError
+from planner.model.batch import Batch
+from planner.model.blocks.blocks import capture_blocks
+from planner.model.capture.capture import capture
+from planner.model.capture.graph import LayerGraph
+from planner.model.file import ModelFile
+from planner.model.stage.deferred_weights import is_deferred, without_storage
+from planner.model.stage.memory_format import lay_out
+from planner.model.stage.options import PLAIN, StageOptions
+
+
+def capture_file(
+    model_file: ModelFile,
+    batch: Batch,
+    model: nn.Module | None = None,
+    *,
+    training: bool = True,
+    options: StageOptions = PLAIN,
+) -> LayerGraph:
+    """The graph of the file's model.
+
+    Args:
+        model_file: whose loss, and blocks where it names them, are used.
+        batch: example.
+        model: from the file, perhaps deferred; None builds a new one.
+        training: whether the model is in training or evaluation mode.
+        options: of the stages.
+
+    Raises:
+        ModelFileError, CaptureError: when the model file or the model cannot be used.
+    """
+    model = model_file.build_model() if model is None else model
+    loss = model_file.loss if model_file.has_loss else None
+    if is_deferred(model):
+        if model_file.has_blocks:
+            raise ModelFileError(
+                f"'{model_file.path}' names blocks, which are run to be captured, and so need their weights",
+                hint="train without --defer-weights",
+            )
+        if options.channels_last:
+            lay_out(model)  # what is without storage could not be copied
+        with without_storage(model):
+            return capture(model, batch, loss, training=training, options=options)
+    if model_file.has_blocks:
+        return capture_blocks(model, model_file.blocks(model), batch, loss, training=training, options=options)
+    return capture(model, batch, loss, training=training, options=options)

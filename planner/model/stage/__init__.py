@@ -1,0 +1,1 @@
+"""LayerGraph + cut -> the nn.Module of a stage."""

@@ -1,0 +1,37 @@
+"""A forward and a backward that leave no trace: what is compiled at the first call is compiled before time counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from planner.model.batch import Batch
+from planner.model.capture.graph import ValueSpec
+from planner.model.stage.stage import StageModule
+
+
+def rehearse(stage: StageModule, batch: Batch) -> None:
+    """Run `stage` on zeros in place of what earlier stages send, and put buffers and random state back.
+
+    Args:
+        stage: on its device, without gradients.
+        batch: any of the size to come, on the same device.
+    """
+    device = next((tensor.device for tensor in (*stage.parameters(), *stage.buffers())), torch.device("cpu"))
+    before = {name: buffer.detach().clone() for name, buffer in stage.named_buffers()}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        received = {spec.name: _zeros(spec, batch.size, device) for spec in stage.received}
+        results = stage(batch if stage.needs_batch else None, received)
+        roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
+        if roots:
+            torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+    for parameter in stage.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for name, buffer in stage.named_buffers():
+            buffer.copy_(before[name])
+
+
+def _zeros(spec: ValueSpec, batch_size: int, device: torch.device) -> Tensor:
+    wire = torch.zeros(spec.wire_shape(batch_size), dtype=spec.dtype, device=device)
+    return spec.from_wire(wire, batch_size).requires_grad_(spec.requires_grad)

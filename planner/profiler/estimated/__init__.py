@@ -1,0 +1,1 @@
+"""Profiles estimated for a device that need not be present."""

@@ -1,0 +1,179 @@
+"""Fit what a device achieves of its peaks to profiles measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import InputError
+from planner.formats.profile import Profile, load_profile
+from planner.model.file import ModelFile, load_model_file
+from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
+from planner.profiler.estimated.trace import StepTrace, trace_step
+
+Floats = NDArray[np.float64]
+
+# What the table counts beside a profile, which counts one: shares that no profile says anything about stay as they are.
+_TRUST_IN_TABLE = 1e-5
+_ITERATIONS = 60
+_STEP = 1e-4  # of the logarithms, for derivatives
+_LEAST_S = 1e-7  # below, a time is noise
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured profile and the model file that it is of."""
+
+    profile: Profile
+    model_file: ModelFile
+
+
+def load_calibration(path: Path | str, model: str | Path | None = None) -> Calibration:
+    """A measured profile with its model file.
+
+    Args:
+        path: profile.json.
+        model: its model file; None for the model.py beside it.
+
+    Raises:
+        ProfileError, ModelFileError: when a file cannot be used.
+        InputError: when the profile was not measured.
+    """
+    profile = load_profile(path)
+    if profile.provenance.source != "measured":
+        raise InputError(
+            f"'{path}' is {profile.provenance.source}, not measured", hint="calibrate with a profile of `plan profile`"
+        )
+    return Calibration(profile, load_model_file(model if model is not None else Path(path).parent / "model.py"))
+
+
+def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
+    """`spec` with its achieved shares and launch time fitted to the profiles; itself where there are none.
+
+    Raises:
+        InputError: for a profile of another kind of device, or of another model than its model file's.
+    """
+    if not calibrations:
+        return spec
+    for calibration in calibrations:
+        if calibration.profile.device.kind != spec.kind:
+            raise InputError(
+                f"a profile of {calibration.profile.device.name} ({calibration.profile.device.kind}) cannot calibrate "
+                f"{spec.name}, which is of kind {spec.kind}",
+                hint="give a profile that was measured on such a device",
+            )
+    samples = [(_trace_of(calibration, dtype), calibration.profile) for calibration in calibrations]
+    models = ", ".join(dict.fromkeys(calibration.profile.model for calibration in calibrations))
+    device = calibrations[0].profile.device
+    fitted = fit(spec, samples)
+    return replace(
+        fitted,
+        name=f"{device.name}, calibrated on {models}",
+        memory_bytes=device.memory_bytes,
+    )
+
+
+def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
+    profile = calibration.profile
+    # As it was measured; what single precision means on a GPU, only the user can say.
+    of_profile: DType = profile.autocast or ("tf32" if dtype == "tf32" else "float32")
+    trace = trace_step(calibration.model_file, profile.microbatch_size or 1, of_profile, profile.memory_format)
+    if trace.graph.hash != profile.graph_hash:
+        raise InputError(
+            f"the profile of '{profile.model}' is not of the model in '{calibration.model_file.path}'",
+            hint="profile the model again, or put its model.py beside the profile",
+        )
+    return trace
+
+
+def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> DeviceSpec:
+    """Least squares of log(estimated / measured) over layers, forward and backward, and the layers' updates.
+
+    Layers count by the square root of their share of their profile's time: the long ones matter, and the short ones
+    are many. The unknowns are the logarithms of the achieved shares of the classes that occur and of the launch time.
+    Solved by Levenberg-Marquardt (Marquardt 1963).
+    """
+    unknowns = _Unknowns(spec, samples)
+    measured = [_measured(profile) for _, profile in samples]
+    weights = np.concatenate([np.sqrt(times / times.sum()) * (times > _LEAST_S) for times in measured])
+    target = np.log(np.maximum(np.concatenate(measured), _LEAST_S))
+
+    def residuals(logs: Floats) -> Floats:
+        guess = unknowns.spec(logs)
+        times = np.concatenate([np.concatenate(trace.layer_seconds(guess)) for trace, _ in samples])
+        errors = weights * (np.log(np.maximum(times, _LEAST_S)) - target)
+        return np.concatenate([errors, np.sqrt(_TRUST_IN_TABLE) * (logs - unknowns.start)])
+
+    return unknowns.spec(_levenberg_marquardt(residuals, unknowns.start))
+
+
+def _measured(profile: Profile) -> Floats:
+    """Forward, backward and update of all layers; on a CPU the processor's time, where it was measured."""
+
+    def column(part: str, better: str) -> list[float]:
+        times = [(getattr(layer, better, None), getattr(layer, part)) for layer in profile.layers]
+        return [wall_s if thread_s is None else thread_s for thread_s, wall_s in times]
+
+    forward, backward = column("forward_s", "forward_thread_s"), column("backward_s", "backward_thread_s")
+    return np.array([*forward, *backward, *(layer.update_s for layer in profile.layers)], dtype=np.float64)
+
+
+class _Unknowns:
+    """What is fitted, as one vector of logarithms."""
+
+    def __init__(self, spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> None:
+        self._spec = spec
+        occurring = {name for trace, _ in samples for name in trace.costs.classes()} | {"update"}
+        self._arithmetic = [name for name in COMPUTE_CLASSES if name in occurring]
+        self._bandwidth = [name for name in OP_CLASSES if name in occurring]
+        self.start: Floats = np.log(
+            [
+                *(spec.achieved_arithmetic[name] for name in self._arithmetic),
+                *(spec.achieved_bandwidth[name] for name in self._bandwidth),
+                spec.launch_s,
+            ]
+        )
+
+    def spec(self, logs: Floats) -> DeviceSpec:
+        """The device that these logarithms describe."""
+        values = [float(value) for value in np.exp(np.clip(logs, -50, 50))]
+        split = len(self._arithmetic)
+        return replace(
+            self._spec,
+            achieved_arithmetic={
+                **self._spec.achieved_arithmetic,
+                **dict(zip(self._arithmetic, values[:split], strict=True)),
+            },
+            achieved_bandwidth={
+                **self._spec.achieved_bandwidth,
+                **dict(zip(self._bandwidth, values[split:-1], strict=True)),
+            },
+            launch_s=values[-1],
+        )
+
+
+def _levenberg_marquardt(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+    """A local minimum of the sum of squares, from `start`."""
+    best, error = start, residuals(start)
+    damping = 1e-2
+    for _ in range(_ITERATIONS):
+        slopes = np.stack([(residuals(best + _STEP * unit) - error) / _STEP for unit in np.eye(len(best))], axis=1)
+        normal = slopes.T @ slopes
+        while damping < 1e8:
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), -slopes.T @ error)
+            candidate = best + np.clip(step, -1, 1)
+            new = residuals(candidate)
+            if new @ new < error @ error:
+                break
+            damping *= 4
+        else:
+            return best
+        gain = 1 - (new @ new) / (error @ error)
+        best, error, damping = candidate, new, damping / 3
+        if gain < 1e-7:
+            break
+    return best

@@ -1,0 +1,1 @@
+"""Measured speed of the links between workers."""

@@ -1,0 +1,1 @@
+"""Profiles measured on a device."""

@@ -1,0 +1,202 @@
+"""Times of layers where torch.compile makes one piece of code of a stage's layers.
+
+Nothing can be marked inside such code. So runs of layers are compiled, each by itself, and marked at their ends, in
+steps of the whole model. A layer's time is its share of the uncompiled time of its run, times that of the compiled run:
+layers that gain much from compilation are told from those that gain little as finely as runs are.
+
+Runs take longer than the whole model compiled at once: what crosses their ends is written out in the layout that others
+expect, and read in again. So the difference is taken from the runs in proportion to the bytes that they exchange, and
+the layers add up to the whole. Taken in proportion to their times instead, stages of ResNet-50 at its large early
+activations came out 13% too slow and the others as much too fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import median
+
+from torch import Tensor
+
+from planner.model.batch import Batch
+from planner.model.blocks.stage import made_last
+from planner.model.capture.graph import LayerGraph
+from planner.model.stage.parts import LOSS
+from planner.model.stage.stage import LayerObserver, StageModule, build_stage
+from planner.profiler.measured.saved import saved_by
+from planner.profiler.measured.steps import Effort, Progress, Steps, StepTimes, repeat
+
+RUNS = 8
+_LEAST_LEFT = 0.5  # of a run's time, however much it exchanges
+_PARTS = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")
+
+
+def starts_of_runs(layer_seconds: Sequence[float], most: int = RUNS) -> list[int]:
+    """First layers of at most `most` runs of about equal time."""
+    total = sum(layer_seconds)
+    if len(layer_seconds) <= most or total <= 0:
+        return list(range(0, len(layer_seconds), -(-len(layer_seconds) // most)))
+    starts, done = [0], 0.0
+    for index, seconds in enumerate(layer_seconds):
+        # A run ends with the layer in whose middle its share of the time is reached.
+        if index and len(starts) < most and done + seconds / 2 > total * len(starts) / most:
+            starts.append(index)
+        done += seconds
+    return starts
+
+
+class CompiledRuns:
+    """Runs of layers, each compiled by itself, as one model.
+
+    Args:
+        graph: of the model.
+        starts: first layer of each run.
+    """
+
+    def __init__(self, graph: LayerGraph, starts: Sequence[int]) -> None:
+        names = [layer.name for layer in graph.layers]
+        ends = [*starts[1:], len(names)]
+        self._stages: list[StageModule] = [
+            build_stage(graph, names[start:end], compile_=True) for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def forward(self, batch: Batch, observer: LayerObserver) -> Tensor:
+        """The loss; `observer` is told of the end of each run."""
+        known: dict[str, Tensor] = {}
+        for index, stage in enumerate(self._stages):
+            received = {spec.name: known[spec.name] for spec in stage.received}
+            results = stage(batch if stage.needs_batch else None, received)
+            known.update(results)
+            observer.after_layer(index, made_last([value for name, value in results.items() if name not in received]))
+        return known[LOSS]
+
+    def exchanged_bytes(self, batch_size: int) -> list[int]:
+        """Bytes that each run takes from others and gives to others."""
+        return [sum(spec.size_bytes(batch_size) for spec in (*stage.received, *stage.sent)) for stage in self._stages]
+
+    def saved_bytes(self, batch: Batch) -> list[int]:
+        """Bytes that each run keeps for its backward: compiled code computes some values again instead."""
+        return saved_by(self._stages, lambda observer: self.forward(batch, observer))
+
+
+@dataclass(frozen=True)
+class CompiledTimes:
+    """What was measured of compiled code, and of the uncompiled model before.
+
+    Attributes:
+        starts: first layer of each run.
+        runs: of each run.
+        whole: of the model compiled at once.
+        saved_bytes: of each run.
+        exchanged_bytes: of each run.
+        uncompiled: of the whole model.
+    """
+
+    starts: list[int]
+    runs: list[StepTimes]
+    whole: StepTimes
+    saved_bytes: list[int]
+    exchanged_bytes: list[int]
+    uncompiled: StepTimes
+
+
+def measure_compiled(
+    graph: LayerGraph,
+    batch: Batch,
+    layers: Sequence[StepTimes],
+    uncompiled: StepTimes,
+    steps: Steps,
+    update: Callable[[], object],
+    effort: Effort,
+    progress: Progress,
+) -> CompiledTimes:
+    """Compile runs of the model's layers, and all of them at once, and time both in turn.
+
+    Args:
+        graph: of the model.
+        batch: on the model's device.
+        layers: times of the layers, uncompiled.
+        uncompiled: of the whole model.
+        steps: to run.
+        update: the optimizer's step.
+        effort: how long.
+        progress: told of the compilation, which takes up to minutes, and of the measurement.
+    """
+    if graph.blocks is not None:
+        starts = list(range(len(graph.layers)))  # each block is compiled by itself anyway
+    else:
+        starts = starts_of_runs([median(times.forward_s) + median(times.backward_s) for times in layers])
+    runs = CompiledRuns(graph, starts)
+    everything = build_stage(graph, [layer.name for layer in graph.layers], compile_=True)
+    times = CompiledTimes(
+        starts=starts,
+        runs=[StepTimes() for _ in starts],
+        whole=StepTimes(),
+        saved_bytes=runs.saved_bytes(batch),
+        exchanged_bytes=runs.exchanged_bytes(batch.size),
+        uncompiled=uncompiled,
+    )
+
+    def whole(into: StepTimes) -> None:
+        steps.whole(lambda: everything(batch, {})[LOSS], update, into)
+
+    def marked(into: Sequence[StepTimes]) -> None:
+        steps.marked(lambda observer: runs.forward(batch, observer), into)
+
+    for done in range(effort.warmup):
+        progress("compiling", done / effort.warmup)
+        whole(StepTimes())
+        marked([StepTimes() for _ in starts])
+    repeat(effort, progress, "measuring compiled", [lambda: whole(times.whole), lambda: marked(times.runs)])
+    return times
+
+
+def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[StepTimes]:
+    """Times of uncompiled layers, scaled to what was measured compiled."""
+    scaled = [StepTimes(update_s=list(layer.update_s)) for layer in layers]
+    for part in _PARTS:
+        of_part: Callable[[StepTimes], list[float]] = attrgetter(part)
+        if not all(map(of_part, (measured.whole, *measured.runs))):
+            continue  # no thread time on this device
+        runs_s = [median(of_part(run)) for run in measured.runs]
+        whole_s = median(of_part(measured.whole))
+        within_s = _without_ends(runs_s, whole_s, measured.exchanged_bytes)
+        for run_s, span in zip(within_s, _spans(measured.starts, len(layers)), strict=True):
+            factor = _ratio(run_s, sum(median(of_part(layers[index])) for index in span))
+            for index in span:
+                of_part(scaled[index]).extend(seconds * factor for seconds in of_part(layers[index]))
+    return scaled
+
+
+def _without_ends(runs_s: Sequence[float], whole_s: float, exchanged_bytes: Sequence[int]) -> list[float]:
+    """What the runs take within the whole model: less what they exchange costs; their sum is the whole's."""
+    excess_s, exchanged = sum(runs_s) - whole_s, sum(exchanged_bytes)
+    left_s = list(runs_s)
+    if excess_s > 0 and exchanged:
+        left_s = [
+            max(_LEAST_LEFT * seconds, seconds - excess_s * own / exchanged)
+            for seconds, own in zip(runs_s, exchanged_bytes, strict=True)
+        ]
+    to_whole = _ratio(whole_s, sum(left_s))
+    return [seconds * to_whole for seconds in left_s]
+
+
+def saved_as_compiled(layers: Sequence[int], measured: CompiledTimes) -> list[int]:
+    """Bytes that uncompiled layers keep, scaled to what their runs keep."""
+    scaled = list(layers)
+    for run_bytes, span in zip(measured.saved_bytes, _spans(measured.starts, len(layers)), strict=True):
+        of_layers = sum(layers[index] for index in span)
+        # Where no layer keeps anything, what the run keeps is the first one's.
+        shares = [layers[index] / of_layers if of_layers else float(index == span[0]) for index in span]
+        for index, share in zip(span, shares, strict=True):
+            scaled[index] = round(run_bytes * share)
+    return scaled
+
+
+def _spans(starts: Sequence[int], layers: int) -> list[range]:
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], layers], strict=True)]
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 1.0

@@ -1,0 +1,92 @@
+"""What the user's optimizer costs, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from planner.model.file import ModelFile
+from planner.profiler.measured.clock import Clock, MarkT
+from planner.profiler.measured.workspace import meter_for
+
+_REPEATS = 3
+_LEAST_METERED_BYTES = 10**6
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """The optimizer's step on one layer's parameters alone."""
+
+    seconds: float
+    state_bytes: int
+
+
+def still(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer with a learning rate of zero: the same work, and the weights stay what they are."""
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    return optimizer
+
+
+def layer_updates(
+    model_file: ModelFile, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT]
+) -> list[LayerUpdate]:
+    """Time a step on the parameters of each layer, whose gradients must be there.
+
+    Args:
+        model_file: makes the optimizers.
+        layers: parameters to train by name, per layer.
+        clock: of the parameters' device.
+    """
+    return [_layer_update(model_file, parameters, clock) for parameters in layers]
+
+
+def _layer_update(model_file: ModelFile, parameters: Mapping[str, nn.Parameter], clock: Clock[MarkT]) -> LayerUpdate:
+    if not parameters:
+        return LayerUpdate(0.0, 0)
+    optimizer = still(model_file.optimizer(parameters))
+    optimizer.step()  # makes the state
+    times = []
+    for _ in range(_REPEATS):
+        clock.wait()
+        start = clock.mark()
+        optimizer.step()
+        end = clock.mark()
+        clock.wait()
+        times.append(clock.seconds(start, end))
+    return LayerUpdate(sorted(times)[_REPEATS // 2], state_bytes_of(optimizer))
+
+
+def update_workspaces(
+    model_file: ModelFile, layers: Sequence[Mapping[str, nn.Parameter]], device: torch.device
+) -> list[int]:
+    """The most that the step on each layer's parameters, whose gradients must be there, allocates beyond its state."""
+    # Profiling a step costs more than a small step does, and what it works in is of the size of a parameter.
+    large = [sum(p.nbytes for p in parameters.values()) >= _LEAST_METERED_BYTES for parameters in layers]
+    return [
+        _update_workspace(model_file, parameters, device) if metered else 0
+        for parameters, metered in zip(layers, large, strict=True)
+    ]
+
+
+def _update_workspace(model_file: ModelFile, parameters: Mapping[str, nn.Parameter], device: torch.device) -> int:
+    optimizer = still(model_file.optimizer(parameters))
+    optimizer.step()  # makes the state
+    meter = meter_for(device)
+    with meter:
+        meter.mark()
+        optimizer.step()
+        meter.mark()
+    return meter.peaks()[1]
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """Bytes of the tensors that the optimizer keeps between steps."""
+    state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    return sum(tensor.nbytes for tensor in state)

@@ -1,0 +1,117 @@
+"""What the charts of the report draw, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from planner.formats.timeline import LANES, LETTERS, Event, Kind, Timeline
+from planner.report.svg.lanes import COLOURS, LANE_ORDER, TEXTS, side_by_side
+from planner.simulator.summary import Summary
+
+MOST_WORKERS = 64  # that a page shows
+KINDS: tuple[Kind, ...] = tuple(LANES)
+_DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
+
+
+def shown_workers(timeline: Timeline) -> tuple[int, ...]:
+    """All workers; where they are too many for a page, one of every stage, or of evenly spaced stages."""
+    if len(timeline.workers) <= MOST_WORKERS:
+        return timeline.workers
+    first = sorted({ranks[0] for ranks in timeline.ranks})
+    step = -(-len(first) // MOST_WORKERS)
+    return tuple(first[::step])
+
+
+def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
+    """JSON that is safe inside a script element.
+
+    Args:
+        runs: the simulated one, and the measured one where there is one.
+        summary: of the first.
+    """
+    first = runs[0]
+    workers = shown_workers(first)
+    span = max(run.span_s for run in runs)
+    digits = max(0, _DIGITS - math.floor(math.log10(span))) if span > 0 else 0
+    rows: dict[int, list[dict[str, Any]]] = {rank: [] for rank in workers}
+    for run in runs:
+        events: dict[int, list[Event]] = {rank: [] for rank in workers}
+        for event in run.events.rows():
+            if event.rank in events:
+                events[event.rank].append(event)
+        for rank in workers:
+            rows[rank] += _rows(run.source, events[rank], digits)
+    content = {
+        "span_s": span,
+        "steady": [summary.steady_from_s, summary.steady_to_s] if summary.steady else None,
+        "microbatches": first.microbatches,
+        "pipeline_length": first.pipeline_length,
+        "kinds": [
+            {"letter": LETTERS[kind], "text": TEXTS[kind], "colour": COLOURS[kind], "once": kind in _ONCE}
+            for kind in KINDS
+        ],
+        "workers": [{"rank": rank, "stages": _stages(first, rank), "rows": rows[rank]} for rank in workers],
+        "memory": _memory(runs, workers, digits),
+    }
+    return script_json(content)
+
+
+def script_json(content: object) -> str:
+    """JSON in which nothing can end the script element around it or begin a comment."""
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+_ONCE: tuple[Kind, ...] = ("update", "all_reduce")  # per round
+
+
+def _rows(source: str, own: Sequence[Event], digits: int) -> list[dict[str, Any]]:
+    """A worker's events, a row for each lane that has any, each as columns."""
+    found: dict[tuple[int, int], list[Event]] = {}
+    for event, row in side_by_side(own):
+        found.setdefault((LANE_ORDER.index(event.lane), row), []).append(event)
+    return [
+        {
+            "lane": LANE_ORDER[lane],
+            "source": source,
+            "start": [round(event.start_s, digits) for event in events],
+            "end": [round(event.end_s, digits) for event in events],
+            "kind": [KINDS.index(event.kind) for event in events],
+            "stage": [event.stage for event in events],
+            "minibatch": [event.minibatch for event in events],
+            "microbatch": [event.microbatch for event in events],
+            "peer": [-1 if event.peer_rank is None else event.peer_rank for event in events],
+        }
+        for (lane, _), events in sorted(found.items())
+    ]
+
+
+def _stages(timeline: Timeline, rank: int) -> str:
+    return ", ".join(str(number) for number, ranks in enumerate(timeline.ranks) if rank in ranks)
+
+
+def _memory(runs: Sequence[Timeline], workers: Sequence[int], digits: int) -> list[dict[str, Any]]:
+    strips = []
+    for rank in workers:
+        curves = [(run.source, curve) for run in runs for curve in run.memory if curve.rank == rank]
+        if curves:
+            strips.append(
+                {
+                    "rank": rank,
+                    "limit_bytes": curves[0][1].limit_bytes,
+                    "curves": [
+                        {
+                            "source": source,
+                            "time_s": [round(time_s, digits) for time_s in curve.time_s],
+                            "held_bytes": list(curve.held_bytes),
+                        }
+                        for source, curve in curves
+                    ],
+                }
+            )
+    return strips

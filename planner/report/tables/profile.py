@@ -1,0 +1,138 @@
+"""A profile for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from tabulate import tabulate
+
+from planner.formats.profile import Compiled, Layer, Profile
+from planner.report.tables.options import options_words
+from planner.units import format_bytes, format_seconds
+
+Order = Literal["order", "time", "output", "weights", "saved"]
+_MOST = 3  # layers named in the head
+
+
+def profile_report(profile: Profile, *, by: Order = "order", top: int | None = None) -> str:
+    """The layers' costs, and their sums against the step measured whole.
+
+    Args:
+        profile: of a model.
+        by: execution order, or what to sort by, largest first.
+        top: at most so many layers; None for all.
+    """
+    layers = list(profile.layers)
+    if by != "order":
+        layers.sort(key=_SIZES[by], reverse=True)
+    shown = layers[: max(0, top)] if top is not None else layers
+    parts = [_head(profile), _layer_table(shown, _total_s(profile))]
+    if len(shown) < len(layers):
+        parts.append(f"{len(shown)} of {len(layers)} layers")
+    return "\n\n".join(parts)
+
+
+def time_s(layer: Layer) -> float:
+    """Seconds of a layer per microbatch, its update included."""
+    return layer.forward_s + layer.backward_s + layer.update_s
+
+
+def output_bytes(layer: Layer) -> int:
+    """Bytes that a cut after the layer would send of its own."""
+    return sum(value.output_bytes for value in layer.outputs)
+
+
+_SIZES: dict[str, Callable[[Layer], float]] = {
+    "time": time_s,
+    "output": output_bytes,
+    "weights": lambda layer: layer.weight_bytes,
+    "saved": lambda layer: layer.saved_bytes,
+}
+
+
+def _total_s(profile: Profile) -> float:
+    return sum(map(time_s, profile.layers))
+
+
+def _most(profile: Profile, size: Callable[[Layer], float], text: Callable[[Layer], str]) -> str:
+    layers = sorted(profile.layers, key=size, reverse=True)[:_MOST]
+    return ", ".join(f"{layer.name} {text(layer)}" for layer in layers if size(layer) > 0) or "none"
+
+
+def _head(profile: Profile) -> str:
+    device = profile.device
+    threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
+    if device.processes is not None:
+        threads += f", one of {device.processes} processes at work"
+    size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
+    sums = [sum(getattr(layer, name) for layer in profile.layers) for name in ("forward_s", "backward_s", "update_s")]
+    lines = [
+        ("model", profile.model),
+        ("device", f"{device.name} ({device.kind}{threads})" if device.name != "unknown" else "unknown"),
+        ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
+        ("numbers", profile.provenance.source),
+        ("sum of layers", _step(*sums)),
+    ]
+    if words := options_words(profile):
+        lines.insert(3, ("stages run", words))
+    if (whole := profile.whole_step) is not None:
+        lines.append(("measured whole", _step(whole.forward_s, whole.backward_s, whole.update_s)))
+        if whole.forward_thread_s is not None and whole.backward_thread_s is not None:
+            lines.append(("on the processor", _thread_times(profile, whole.forward_thread_s, whole.backward_thread_s)))
+    if adding_s := sum(layer.accumulate_s for layer in profile.layers):
+        lines.append(("adding gradients up", f"{format_seconds(adding_s)} more where a microbatch finds some"))
+    if (compiled := profile.compiled) is not None:
+        lines.append(("runs of layers", _runs(compiled)))
+        lines.append(("uncompiled", _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)))
+    total_s = _total_s(profile)
+    lines += [
+        ("most time", _most(profile, time_s, lambda layer: f"{time_s(layer) / total_s:.0%}")),
+        ("most weights", _most(profile, _SIZES["weights"], lambda layer: format_bytes(layer.weight_bytes))),
+        ("largest outputs", _most(profile, output_bytes, lambda layer: format_bytes(output_bytes(layer)))),
+    ]
+    return tabulate(lines, tablefmt="plain", disable_numparse=True)
+
+
+def _thread_times(profile: Profile, forward_s: float, backward_s: float) -> str:
+    """Of the whole step without its update, and how far the layers' sum is from it."""
+    summed_s = sum((layer.forward_thread_s or 0.0) + (layer.backward_thread_s or 0.0) for layer in profile.layers)
+    whole_s = forward_s + backward_s
+    parts = f"forward {format_seconds(forward_s)}, backward {format_seconds(backward_s)}"
+    return f"{format_seconds(whole_s)}: {parts}; the layers add up to {summed_s / whole_s:.1%} of it"
+
+
+def _runs(compiled: Compiled) -> str:
+    """What the layers' times come from, before they were scaled to the whole."""
+    return f"{len(compiled.runs)} compiled apart, {_step(compiled.runs_forward_s, compiled.runs_backward_s)}"
+
+
+def _step(forward_s: float, backward_s: float, update_s: float | None = None) -> str:
+    parts = [("forward", forward_s), ("backward", backward_s)]
+    if update_s is not None:
+        parts.append(("update", update_s))
+    total = format_seconds(sum(seconds for _, seconds in parts))
+    return f"{total}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts)
+
+
+def _layer_table(layers: Sequence[Layer], total_s: float) -> str:
+    adds = any(layer.accumulate_s for layer in layers)
+    headers = ["layer", "op", "forward", "backward", *(["adding up"] if adds else []), "update"]
+    headers += ["share", "output", "weights", "saved"]
+    rows = [_row(layer, total_s, adds=adds) for layer in layers]
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def _row(layer: Layer, total_s: float, *, adds: bool) -> list[str]:
+    return [
+        layer.name,
+        layer.op,
+        format_seconds(layer.forward_s),
+        format_seconds(layer.backward_s),
+        *([format_seconds(layer.accumulate_s)] if adds else []),
+        format_seconds(layer.update_s),
+        f"{time_s(layer) / total_s:.1%}" if total_s else "",
+        format_bytes(output_bytes(layer)),
+        format_bytes(layer.weight_bytes),
+        format_bytes(layer.saved_bytes),
+    ]

@@ -1,0 +1,137 @@
+"""The table at the end of a training run: predicted beside measured."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from planner.units import format_bandwidth, format_bytes
+
+if TYPE_CHECKING:
+    from planner.demo.quickstart import QuickstartResult
+    from planner.executor.job import Evaluation, Loss, TrainResult
+
+LOSS_WINDOW = 10  # minibatches averaged at either end: single losses are noise
+
+
+def training_report(result: TrainResult) -> str:
+    """The whole report as text."""
+    parts = [_throughput(result), _workers(result), _loss(result)]
+    if result.evaluations:
+        parts.append(_evaluations(result))
+    return "\n\n".join(parts)
+
+
+def loss_window(losses: tuple[Loss, ...]) -> int:
+    """Minibatches to average at either end of a run."""
+    return max(1, min(LOSS_WINDOW, len(losses) // 2))
+
+
+def loss_ends(losses: tuple[Loss, ...]) -> tuple[float, float]:
+    """Mean loss of the first and of the last minibatches."""
+    window = loss_window(losses)
+    first, last = (
+        sum(math.nan if entry.loss is None else entry.loss for entry in part) / window
+        for part in (losses[:window], losses[-window:])
+    )
+    return first, last
+
+
+def percent_error(predicted: float, measured: float) -> str:
+    """Signed error of a prediction, relative to the measurement."""
+    return f"{(predicted - measured) / measured:+.1%}" if measured else "-"
+
+
+def _throughput(result: TrainResult) -> str:
+    predicted, measured = result.predicted_samples_per_s, result.samples_per_s
+    rows = [
+        ["config", result.config],
+        ["schedule", result.schedule],
+        ["minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"],
+        ["measured", f"{measured:.1f} samples/s in steady state" if measured else "too few minibatches to measure"],
+    ]
+    if predicted is not None:
+        rows.append(["predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"])
+    rows += [["restarted", f"after {reason}"] for reason in result.restarts]
+    if result.resumed_from is not None:
+        rows.append(["went on from", f"{result.resumed_from}, minibatch {result.first_minibatch}"])
+    if result.checkpoint is not None:
+        rows.append(["checkpoint", result.checkpoint])
+    if result.saved_weights is not None:
+        rows.append(["weights", result.saved_weights])
+    return tabulate(rows, tablefmt="plain")
+
+
+def _workers(result: TrainResult) -> str:
+    header = ["worker", "stage", "busy", "peak memory predicted", "measured", "weight versions"]
+    rows = [
+        [
+            report.rank,
+            report.stage,
+            f"{report.busy_share:.0%}",
+            format_bytes(report.predicted_memory_bytes) if report.predicted_memory_bytes else "-",
+            format_bytes(report.peak_memory_bytes),
+            report.weight_versions,
+        ]
+        for report in result.reports
+    ]
+    return tabulate(rows, header, disable_numparse=True)
+
+
+def _loss(result: TrainResult) -> str:
+    if result.random_data:
+        return "Trained on random batches: the model file has no dataset(), so the loss means nothing."
+    diverged = next((entry.minibatch for entry in result.losses if entry.loss is None), None)
+    if diverged is not None:
+        return f"The loss is no finite number from minibatch {diverged} on: lower the learning rate."
+    if not result.losses:
+        return "No minibatch was left to train: the checkpoint is of the end of the run."
+    first, last = loss_ends(result.losses)
+    window = loss_window(result.losses)
+    return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"
+
+
+def evaluation_numbers(evaluation: Evaluation) -> str:
+    """Loss and metrics by name."""
+    found = {"loss": evaluation.loss, **evaluation.metrics}
+    return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
+
+
+def _evaluations(result: TrainResult) -> str:
+    """The last evaluation, and the one with the least loss."""
+    last = result.evaluations[-1]
+    best = min(result.evaluations, key=lambda each: math.inf if each.loss is None else each.loss)
+    lines = [f"evaluation on {last.samples} samples: {evaluation_numbers(last)}"]
+    if best is not last:
+        lines.append(f"best after minibatch {best.minibatch}: {evaluation_numbers(best)}")
+    return "\n".join(lines)
+
+
+def quickstart_report(result: QuickstartResult) -> str:
+    """The plan's run beside data parallelism's, and what to do next."""
+    header = ["", "config", "predicted", "measured", "error", "loss"]
+    rows = []
+    for name, run, predicted in (
+        ("plan", result.pipeline, result.pipeline.predicted_samples_per_s),
+        ("DDP", result.data_parallel, result.predicted_data_parallel_samples_per_s),
+    ):
+        first, last = loss_ends(run.losses)
+        shown = ["-", "-"]
+        if predicted is not None:
+            shown = [f"{predicted:.1f} samples/s", percent_error(predicted, run.samples_per_s)]
+        measured = f"{run.samples_per_s:.1f} samples/s"
+        rows.append([name, run.config, shown[0], measured, shown[1], f"{first:.3f} -> {last:.3f}"])
+    ratio = result.pipeline.samples_per_s / result.data_parallel.samples_per_s
+    link = format_bandwidth(result.link_bytes_per_s)
+    following = [
+        f"The plan trains {ratio:.2f} times as fast as DistributedDataParallel here, over a link of {link}.",
+        "",
+        f"{result.folder} holds model.py, profile.json and plan.json. Next:",
+        f"  cd {result.folder}",
+        "  plan show plan.json                           # stages, predictions, bottleneck",
+        "  plan solve --gpus 8 --bandwidth 10Gbps        # the same model on another cluster",
+        "  plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3",
+    ]
+    return "\n".join([tabulate(rows, header, disable_numparse=True), "", *following])

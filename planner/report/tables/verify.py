@@ -1,0 +1,44 @@
+"""Measured stages beside the sums of their layers, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tabulate import tabulate
+
+from planner.formats.plan import Plan
+from planner.report.tables.plan import layer_range
+from planner.units import format_seconds
+
+
+class StageTime(Protocol):
+    """What `planner.profiler.measured.verify` measures; this module must not import PyTorch."""
+
+    @property
+    def summed_s(self) -> float: ...
+
+    @property
+    def measured_s(self) -> float: ...
+
+    @property
+    def error(self) -> float: ...
+
+
+def verify_report(plan: Plan, times: Sequence[StageTime]) -> str:
+    """Forward, backward and update of each stage for one microbatch."""
+    rows = [
+        [
+            index,
+            layer_range(stage.layers),
+            format_seconds(time.summed_s),
+            format_seconds(time.measured_s),
+            f"{time.error:+.1%}",
+        ]
+        for index, (stage, time) in enumerate(zip(plan.stages, times, strict=True))
+    ]
+    table = tabulate(
+        rows, headers=["stage", "layers", "sum of layers", "measured", "sum is off by"], disable_numparse=True
+    )
+    worst = max(times, key=lambda time: abs(time.error))
+    return f"{table}\n\nworst stage: the sum of its layers is off by {worst.error:+.1%}"

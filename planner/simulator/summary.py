@@ -1,0 +1,207 @@
+"""What a Timeline amounts to: pace, bubbles, how busy everything is, and peaks of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.asynchronous import ASYNCHRONOUS
+from planner.formats.files import Record
+from planner.formats.plan import ScheduleName
+from planner.formats.timeline import LANES, Kind, Timeline
+from planner.simulator.steady import steady_state
+
+Floats = NDArray[np.float64]
+ENDS: tuple[Kind, ...] = ("backward", "backward_weight")  # of a unit's work on a worker
+LANE_NAMES = ("compute", "send", "receive", "all-reduce")
+
+
+class WorkerUse(Record):
+    """A worker in the steady state; shares are of the time."""
+
+    rank: int
+    stages: tuple[int, ...]
+    compute_share: float
+    send_share: float  # of its outgoing link
+    receive_share: float  # of its incoming link
+    peak_bytes: int | None  # over the whole run; None where it was not looked at
+    limit_bytes: int | None
+
+
+class LinkShare(Record):
+    """One direction of a link that several workers share, in the steady state."""
+
+    name: str
+    bandwidth_bytes_per_s: float
+    busy_share: float
+
+
+class Summary(Record):
+    """A run in numbers.
+
+    The steady state lies between completions in the middle of the run, whole periods apart; in a run too short for
+    that, it is all of it.
+    """
+
+    source: Literal["simulated", "measured"]
+    model: str
+    config: str
+    schedule: ScheduleName
+    minibatches: int
+    seconds: float  # of the whole run
+    start_up_s: float  # until the first minibatch is through
+    drain_s: float  # from the last forward of the first stage on
+    steady: bool  # False: too short a run
+    steady_from_s: float
+    steady_to_s: float
+    seconds_per_minibatch: float
+    samples_per_s: float | None  # None where the size of a batch is not known
+    samples_per_s_of_run: float | None  # start-up and drain included
+    bubble_share: float  # of the workers' time, in the steady state, in which they do not compute
+    bubble_share_of_run: float
+    busiest: str  # the resource with the largest share
+    busiest_share: float
+    workers: tuple[WorkerUse, ...]
+    shared_links: tuple[LinkShare, ...]
+
+
+def summarize(timeline: Timeline) -> Summary:
+    """The numbers of a run, simulated or measured."""
+    table = _Table(timeline)
+    span = timeline.span_s
+    start, end, pace_s = _pace(timeline, table)
+    busy = table.busy_s(start, end)
+    own, shared = _links(timeline, start, end)
+    length = end - start
+    workers = tuple(
+        WorkerUse(
+            rank=rank,
+            stages=tuple(number for number, ranks in enumerate(timeline.ranks) if rank in ranks),
+            compute_share=_share(busy[0, row], length),
+            send_share=own.get((rank, True), _share(busy[1, row], length)),
+            receive_share=own.get((rank, False), _share(busy[2, row], length)),
+            peak_bytes=peak,
+            limit_bytes=limit,
+        )
+        for row, (rank, (peak, limit)) in enumerate(zip(table.ranks, _peaks(timeline), strict=True))
+    )
+    count = table.minibatches or timeline.minibatches  # of a long run perhaps only some were noted
+    samples = None if timeline.microbatch_size is None else timeline.microbatch_size * timeline.microbatches
+    busiest, busiest_share = _busiest(workers, shared)
+    return Summary(
+        source=timeline.source,
+        model=timeline.model,
+        config=timeline.config,
+        schedule=timeline.schedule,
+        minibatches=count,
+        seconds=span,
+        start_up_s=table.first_through(),
+        drain_s=span - table.last_admitted(),
+        steady=pace_s is not None,
+        steady_from_s=start,
+        steady_to_s=end,
+        seconds_per_minibatch=pace_s or span / count,
+        samples_per_s=_rate(samples, pace_s or span / count),
+        samples_per_s_of_run=_rate(samples, span / count),
+        bubble_share=1 - _share(float(busy[0].mean()), length),
+        bubble_share_of_run=1 - _share(float(table.busy_s(0.0, span)[0].mean()), span),
+        busiest=busiest,
+        busiest_share=busiest_share,
+        workers=workers,
+        shared_links=shared,
+    )
+
+
+class _Table:
+    """The events as columns of numbers."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        events = timeline.events
+        self.ranks = timeline.workers
+        row_of = {rank: row for row, rank in enumerate(self.ranks)}
+        lane_of = {kind: LANE_NAMES.index(lane) for kind, lane in LANES.items()}
+        self.row = np.array([row_of[rank] for rank in events.rank], dtype=np.int64)
+        self.lane = np.array([lane_of[kind] for kind in events.kind], dtype=np.int64)
+        self.stage = np.array(events.stage, dtype=np.int64)
+        self.ends = np.array([kind in ENDS for kind in events.kind], dtype=np.bool_)
+        self.minibatches = len({m for m, kind in zip(events.minibatch, events.kind, strict=True) if kind == "forward"})
+        self.forward = np.array([kind == "forward" for kind in events.kind], dtype=np.bool_)
+        self.start_s = np.array(events.start_s, dtype=np.float64)
+        self.end_s = np.array(events.end_s, dtype=np.float64)
+
+    def busy_s(self, start: float, end: float) -> Floats:
+        """Seconds between two times, by lane and worker; of overlapping events both count."""
+        inside = np.clip(np.minimum(self.end_s, end) - np.maximum(self.start_s, start), 0.0, None)
+        size = len(self.ranks)
+        counted = np.bincount(self.lane * size + self.row, inside, len(LANE_NAMES) * size)
+        return np.asarray(counted.reshape(len(LANE_NAMES), size))
+
+    def completions(self, stage: int) -> Floats:
+        """When a stage was done with each unit, in order."""
+        return np.sort(self.end_s[self.ends & (self.stage == stage)])
+
+    def first_through(self) -> float:
+        """When the first stage was done with its first unit."""
+        through = self.end_s[self.ends & (self.stage == 0)]
+        return float(through.min()) if len(through) else 0.0
+
+    def last_admitted(self, stage: int = 0) -> float:
+        """When a stage was done with its last forward."""
+        return float(self.end_s[self.forward & (self.stage == stage)].max(initial=0.0))
+
+
+def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None]:
+    """From when to when the run is steady, and its seconds per minibatch; None where it is too short for that."""
+    stages = range(len(timeline.ranks))
+    admitted_s = [table.last_admitted(stage) for stage in stages] if timeline.schedule in ASYNCHRONOUS else None
+    ends_s = [table.completions(stage).tolist() for stage in stages]
+    steady = steady_state(
+        ends_s, admitted_s, timeline.ranks, timeline.microbatches, table.minibatches, timeline.accumulate
+    )
+    if steady is None:
+        return 0.0, timeline.span_s, None
+    return steady.start_s, steady.end_s, steady.seconds_per_minibatch
+
+
+def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
+    """Busy shares of the workers' own links, by rank and whether it is the outgoing one, and of the shared ones."""
+    own: dict[tuple[int, bool], float] = {}
+    shared = []
+    for link in timeline.links:
+        starts, ends = np.array(link.start_s), np.array(link.end_s)
+        used = np.array(link.share) if link.share else 1.0
+        busy = float((np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0.0, None) * used).sum())
+        share = _share(busy, end - start)
+        if link.rank is not None:
+            own[link.rank, link.sends] = share
+        else:
+            shared.append(LinkShare(name=link.name, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, busy_share=share))
+    return own, tuple(shared)
+
+
+def _peaks(timeline: Timeline) -> list[tuple[int | None, int | None]]:
+    curves = {curve.rank: curve for curve in timeline.memory}
+    return [
+        (max(curve.held_bytes, default=0), curve.limit_bytes) if (curve := curves.get(rank)) else (None, None)
+        for rank in timeline.workers
+    ]
+
+
+def _busiest(workers: Iterable[WorkerUse], shared: Iterable[LinkShare]) -> tuple[str, float]:
+    """The first of the busiest; computation where it is a tie."""
+    found = [(f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers]
+    found += [(f"the link of worker {worker.rank}, sending", worker.send_share) for worker in workers]
+    found += [(f"the link of worker {worker.rank}, receiving", worker.receive_share) for worker in workers]
+    found += [(f"the link that {link.name}", link.busy_share) for link in shared]
+    return max(found, key=lambda pair: round(pair[1], 6))
+
+
+def _share(busy_s: float, length_s: float) -> float:
+    return float(busy_s / length_s) if length_s > 0 else 0.0
+
+
+def _rate(samples: int | None, seconds: float) -> float | None:
+    return None if samples is None or seconds <= 0 else samples / seconds

@@ -1,0 +1,1 @@
+"""Candidate plans: which ones are simulated, how deep they run, and at what cost."""

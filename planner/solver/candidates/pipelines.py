@@ -1,0 +1,98 @@
+"""Stages that may become a plan, as the simulation sees them, and what their schedule takes of time in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.cost.asynchronous import ASYNCHRONOUS
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
+from planner.cost.topology import Topology, rank_ranges
+from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
+from planner.formats.cluster import Cluster
+from planner.formats.plan import ScheduleName
+from planner.schedule.shape import trainable_pairs
+from planner.schedule.streams import Channel, PipelineShape
+from planner.simulator.pipeline import Pipeline, StageTimes
+from planner.simulator.times import pipeline_with
+from planner.solver.candidates.exchanged import shared_between, transfers
+
+MOST_WORKERS = 64  # beyond, simulating takes too long
+MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
+
+
+def too_large(stages: Sequence[Candidate], schedule: ScheduleName, microbatches: int) -> bool:
+    """Whether simulating these stages takes longer than a search should; the cost model's word stands then."""
+    workers = sum(stage.replicas for stage in stages)
+    if schedule in ASYNCHRONOUS:
+        return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
+    return len(stages) * microbatches > MOST_COMPUTATIONS
+
+
+def pipeline_for(
+    ledger: Ledger,
+    stages: Sequence[Candidate],
+    cluster: Cluster,
+    price: Price,
+    schedule: ScheduleName,
+    microbatches: int,
+) -> Pipeline:
+    """The stages with as many units in flight as their price says.
+
+    As `planner.simulator.plan.pipeline_of` has it of the plan that is made of them.
+    """
+    moved = transfers(ledger, stages)
+    copied = copied_in(ledger, stages)
+    works = [ledger.work(stage) for stage in stages]
+    times = [
+        StageTimes(
+            forward_s=float(work.forward_s),
+            backward_s=float(work.backward_s),
+            update_s=float(work.update_s) + update_of_copies_s(stage, again),
+            recompute_s=float(work.recompute_s),
+            accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
+            ready_s=ready_of_gradients_s(ledger, stage, again),
+        )
+        for work, stage, again in zip(works, stages, copied, strict=True)
+    ]
+    shared = shared_between(ledger, stages)
+    shape = PipelineShape(
+        ranks=_ranks(stages, price.chunks),
+        channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),
+        schedule=schedule,
+        microbatches=microbatches,
+        depths=price.in_flight,
+        shared=trainable_pairs(shared, [stage.replicas for stage in stages], schedule),
+    )
+    gradient_bytes = [
+        int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again)
+        for work, again in zip(works, copied, strict=True)
+    ]
+    return pipeline_with(shape, cluster, times, moved, gradient_bytes, shared)
+
+
+def wires_s(pipeline: Pipeline) -> dict[tuple[int, int], float]:
+    """Seconds of a unit's messages between two stages, there and back, on average over their pairs of replicas."""
+    topology, found = Topology(pipeline.cluster), {}
+    for (source, target), sizes in pipeline.transfer_bytes.items():
+        pairs = _pairs(pipeline.shape.ranks[source], pipeline.shape.ranks[target])
+        levels = topology.level(pairs[:, 0], pairs[:, 1])
+        seconds = sum(size / topology.path_bytes_per_s[levels] + topology.latency_s[levels] for size in sizes if size)
+        found[source, target] = float(np.mean(seconds))
+    return found
+
+
+def _pairs(ranks: Sequence[int], others: Sequence[int]) -> np.typing.NDArray[np.int64]:
+    """The ranks of two stages that meet: minibatch b is on replica b modulo their number in both."""
+    many = math.lcm(len(ranks), len(others))
+    return np.array([[ranks[b % len(ranks)], others[b % len(others)]] for b in range(many)])
+
+
+def _ranks(stages: Sequence[Candidate], chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Their own, or consecutive ones; with chunks the same workers once more for each."""
+    workers = len(stages) // chunks
+    ranges = rank_ranges([stage.replicas for stage in stages[:workers]]) * chunks
+    return tuple(stage.ranks or tuple(each) for stage, each in zip(stages, ranges, strict=True))

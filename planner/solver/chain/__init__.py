@@ -1,0 +1,1 @@
+"""Exact search over plans that cut a chain of layers."""

@@ -1,0 +1,299 @@
+"""Exact search for the asynchronous pipeline: the fewest GPUs that meet a time, and a binary search over the time.
+
+Fix a target T. The fewest replicas with which a stage meets T have a closed form, so that walking from the last state
+to the first,
+
+    gpus(I) = min over J of  gpus(J) + fewest_replicas(I, J, T)
+
+is the fewest GPUs that run everything after the downset I in time T. Memory fits in the same walk: what a stage has in
+flight depends on the GPUs at and after it alone, and fewer GPUs after it are never worse. The number of GPUs in the
+cluster is a bound, not a dimension: O(states²) per target, whatever the cluster (the published dynamic programme is
+O(states²·GPUs²)). Where memory is limited, a stage that recomputes may need fewer replicas than the plain one, and
+takes its place in the walk then; only then, since recomputing costs time.
+
+Pruning: the layers before I need at least compute / T GPUs, so a state whose suffix leaves fewer than that is on no
+plan that meets T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.asynchronous import CostModel, RecomputeRule
+from planner.cost.layer_costs import Candidate
+from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.chain.states import Coarse, StateSpace
+from planner.solver.chain.tables import StageTables
+
+# The answer is proven optimal up to this relative difference in time: rounding, not search.
+RESOLUTION = 1e-12
+_SLACK = 1e-9
+_ROUGH_STATES = 300
+_FEW_STATES = 300
+_NEAR = 2e-3
+_MOST_PATIENCE = 4  # halvings between two questions for anything better
+_CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
+
+
+@dataclass(frozen=True)
+class Path:
+    """A plan as states and replicas: stage s runs the layers from `states[s]` to `states[s + 1]`."""
+
+    states: tuple[int, ...]
+    replicas: tuple[int, ...]
+    seconds: float  # per minibatch
+    recompute: tuple[bool, ...]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use."""
+        return sum(self.replicas)
+
+
+def stages_along(space: StateSpace, path: Path) -> list[Candidate]:
+    """The stages of a path."""
+    return [
+        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
+        for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
+    ]
+
+
+class Search:
+    """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far apart."""
+
+    def __init__(
+        self,
+        space: StateSpace,
+        model: CostModel,
+        gpus: int,
+        memory_bytes: int | None,
+        recompute: RecomputeRule = "auto",
+        deadline: Deadline = NO_HURRY,
+    ) -> None:
+        self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
+        self.recompute, self.deadline = recompute, deadline
+        self.interrupted = False  # by the deadline: there may be faster plans
+        self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
+        self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
+        self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
+        self._tables = StageTables(space, model, gpus, memory_bytes) if len(space) <= _FEW_STATES else None
+
+    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> Path | None:
+        """The fastest plan; of equally fast ones that with fewest GPUs, then fewest stages, then fewest that recompute.
+
+        Args:
+            below_s: look for plans faster than this only.
+            precision: how much faster, relatively, other plans may be.
+
+        Returns:
+            None when nothing fits the memory, or nothing is that fast. Otherwise optimal over the space, up to
+            `precision`.
+        """
+        start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
+        if (rough := self._rough(below_s)) is not None:
+            start_s = rough.seconds
+        best = self.within(start_s)
+        if best is None:
+            return None
+        if rough is not None:
+            self._tighten(start_s)
+        # A start, not an answer: a few replica counts are enough.
+        alone = self._data_parallel(
+            np.unique(np.geomspace(1, min(self.gpus, self.model.most_replicas), num=32).astype(np.int64))
+        )
+        if alone is not None and alone.seconds < best.seconds:
+            best = alone
+        low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
+        tighten_at_s = _CLOSE * best.seconds
+        strict, halvings, patience = False, 0, 1
+        least_s = 0.0
+        if rough is not None:  # whose time is near the best one's, so that first of all the bound should come near
+            least_s, patience = best.seconds * (1 - _NEAR), _MOST_PATIENCE
+        while low_s < (goal_s := best.seconds * (1 - precision)):
+            if self.deadline.passed:
+                self.interrupted = True
+                break
+            # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
+            target_s = goal_s if strict else min(max((low_s + best.seconds) / 2, least_s), goal_s)
+            least_s = 0.0
+            better = self.within(target_s)
+            if better is None:
+                low_s = target_s
+            else:
+                best = better
+                if best.seconds - low_s < tighten_at_s:
+                    self._tighten(target_s)
+                    tighten_at_s = (best.seconds - low_s) / 4  # a walk's price each time, so only when it pays
+            if strict:
+                # Something better existed. The more often it does, the more halvings between such questions.
+                strict, halvings, patience = False, 0, min(2 * patience, _MOST_PATIENCE)
+            elif best.seconds - low_s < _CLOSE * best.seconds:
+                halvings += 1
+                strict = halvings >= patience
+        tidy = self.within(best.seconds * (1 + RESOLUTION))
+        assert tidy is not None
+        return tidy
+
+    def _rough(self, below_s: float | None) -> Path | None:
+        """The best plan that cuts at a few states only, when there are many: the time to beat from the start."""
+        if len(self.space) <= 2 * _ROUGH_STATES:
+            return None
+        states = np.unique(np.linspace(0, len(self.space) - 1, _ROUGH_STATES).astype(np.int64))
+        coarse = Coarse(self.space, states)
+        return Search(coarse, self.model, self.gpus, self.memory_bytes, self.recompute, self.deadline).best(below_s)
+
+    def any_time_s(self) -> float:
+        """A time that every stage on any number of these GPUs meets."""
+        everything = self.space.work(0, np.array([len(self.space) - 1])).recomputed()
+        link = self.model.link
+        front_bytes, front_messages = self.space.largest_front()
+        bytes_ = 4 * (float(everything.trainable_bytes[0]) + front_bytes)
+        messages = 4 * (self.gpus + front_messages)
+        slower_bytes_per_s = min(link.bandwidth_bytes_per_s, link.ring_bytes_per_s)
+        seconds = (
+            float(everything.compute_s[0] + everything.accumulate_s[0])
+            + bytes_ / slower_bytes_per_s
+            + messages * link.latency_s
+        )
+        return max(seconds * self.model.microbatches, np.finfo(float).tiny)
+
+    def within(self, target_s: float) -> Path | None:
+        """A plan with the fewest GPUs that meets the target (positive), or None when there are not enough."""
+        space, last = self.space, len(self.space) - 1
+        before_s = self._before_s
+        room = np.minimum(np.floor(self.gpus - before_s / target_s + _SLACK).astype(np.int64), self._room)
+        gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
+        stages = np.zeros(last + 1, dtype=np.int64)
+        follow = np.zeros(last + 1, dtype=np.int64)
+        replicas = np.zeros(last + 1, dtype=np.int64)
+        recomputing = np.zeros(last + 1, dtype=bool)  # the stage that begins here
+        recomputed = np.zeros(last + 1, dtype=np.int64)  # stages of the suffix that do
+        gpus[last] = 0
+        reached = np.empty(last + 1, dtype=np.int64)  # states with a suffix that meets the target, filled from the end
+        reached[last] = last
+        start = last
+        for state in range(last - 1, -1, -1):
+            if room[state] < 1:
+                continue
+            others = reached[start:]
+            least_s = before_s[others] - before_s[state]
+            least = np.maximum(np.ceil(least_s / target_s - _SLACK), 1.0)
+            others = others[gpus[others] + least <= room[state]]
+            others = space.among_later(state, others)
+            if not len(others):
+                continue
+            total, r, again = self.suffixes(state, others, target_s, gpus[others])
+            # One number that orders by GPUs, then stages, then those that recompute; the first of equals makes the
+            # choice deterministic.
+            order = np.minimum(total, self.gpus + 1) * (last + 2) + stages[others]
+            choice = int(np.argmin(order * (last + 2) + recomputed[others] + again))
+            if total[choice] > room[state]:
+                continue
+            gpus[state], replicas[state] = total[choice], r[choice]
+            follow[state], stages[state] = others[choice], stages[others[choice]] + 1
+            recomputing[state], recomputed[state] = again[choice], recomputed[others[choice]] + again[choice]
+            start -= 1
+            reached[start] = state
+        if gpus[0] > self.gpus:
+            return None
+        self._suffix = gpus
+        return self._trace(follow, replicas, recomputing)
+
+    def _tighten(self, target_s: float) -> None:
+        """Bound the GPUs before each state by a walk forward, after a walk back that met the target.
+
+        Faster plans need at least as many GPUs before each state, so the bound holds for all smaller targets, and keeps
+        their walks to the few states that could still be on a plan. Memory is left out, which only loosens it.
+        """
+        prefix = np.where(self._suffix < IMPOSSIBLE, self.gpus + 1, IMPOSSIBLE)
+        prefix[0] = 0
+        useful = np.flatnonzero(self._suffix <= self.gpus)
+        target_s *= 1 + 4 * RESOLUTION  # the last walk asks for a little more than the best time
+        for number, state in enumerate(useful):
+            others = useful[number + 1 :]
+            least = np.maximum(np.ceil((self._before_s[others] - self._before_s[state]) / target_s - _SLACK), 1)
+            others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
+            others = self.space.among_later(int(state), others)
+            if len(others):
+                if self._tables is not None:
+                    r = self._tables.fewest_alone(target_s, self.recompute == "always")[state, others]
+                else:
+                    r = self.model.fewest_replicas(self.space.work(int(state), others), target_s)
+                prefix[others] = np.minimum(prefix[others], prefix[state] + r)
+        self._room = np.minimum(self._room, self.gpus - prefix)
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        """GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
+        plain = np.zeros(len(others), dtype=bool)
+        if self._tables is not None:
+            return self._suffixes_by_table(self._tables, state, others, target_s, after)
+        work = self.space.work(state, others)
+        if self.memory_bytes is None:
+            work = work.recomputed() if self.recompute == "always" else work
+            r = self.model.fewest_replicas(work, target_s, after=after)
+            return after + r, r, plain | (self.recompute == "always")
+        footprint = self.space.footprint(state, others, work)
+        if self.recompute == "always":
+            r = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
+            return after + r, r, ~plain
+        at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)
+        r = self.model.fewest_replicas(work, target_s, at_least, after)
+        if self.recompute == "never" or not np.any(np.asarray(at_least) > 1):
+            return after + r, r, plain
+        again = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
+        return after + np.minimum(r, again), np.minimum(r, again), again < r
+
+    def _suffixes_by_table(
+        self, tables: StageTables, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        always = self.recompute == "always"
+        r = tables.fewest(state, others, target_s, after, always)
+        alike = np.full(len(others), always)
+        if self.recompute != "auto" or np.all(tables.fewest_to_hold(state, others, after, False) <= 1):
+            return after + r, r, alike
+        again = tables.fewest(state, others, target_s, after, True)
+        return after + np.minimum(r, again), np.minimum(r, again), again < r
+
+    def _fewest(self, work: Work, footprint: Footprint, target_s: float, after: Integers) -> Integers:
+        at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)
+        return self.model.fewest_replicas(work, target_s, at_least, after)
+
+    def _trace(self, follow: Integers, replicas: Integers, recomputing: NDArray[np.bool_]) -> Path:
+        states = [0]
+        while states[-1] < len(self.space) - 1:
+            states.append(int(follow[states[-1]]))
+        chosen = tuple(int(replicas[state]) for state in states[:-1])
+        again = tuple(bool(recomputing[state]) for state in states[:-1])
+        seconds = max(
+            float(self.model.stage_s(work.recomputed() if recompute else work, r)[0])
+            for work, r, recompute in zip(self._works(states), chosen, again, strict=True)
+        )
+        return Path(tuple(states), chosen, seconds, again)
+
+    def _works(self, states: list[int]) -> list[Work]:
+        return [self.space.work(i, np.array([j])) for i, j in pairwise(states)]
+
+    def _data_parallel(self, replicas: Integers) -> Path | None:
+        """The best single stage on any of these numbers of replicas.
+
+        It recomputes only where all must: with one in flight that saves nothing.
+        """
+        last = len(self.space) - 1
+        work = self.space.work(0, np.array([last]))
+        always = self.recompute == "always"
+        work = work.recomputed() if always else work
+        if self.memory_bytes is not None:
+            footprint = self.space.footprint(0, np.array([last]), work)
+            footprint = footprint.recomputed() if always else footprint
+            if np.any(np.asarray(self.model.fewest_for_memory(footprint, 0, self.memory_bytes)) > 1):
+                return None
+        seconds: Floats = self.model.stage_s(work, replicas)
+        best = int(np.argmin(seconds))
+        return Path((0, last), (int(replicas[best]),), float(seconds[best]), (always,))

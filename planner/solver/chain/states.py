@@ -1,0 +1,281 @@
+"""The states of the search: sets of layers that may have run when a pipeline is cut, and the stages between them.
+
+A cut splits the layers into those before and those after; what is before must contain every predecessor of its
+layers, that is, be a downset of the graph. `Chain` holds the downsets that are prefixes of the profile's order, which
+are all of them when each layer feeds the next. A stage is a pair of states, one containing
+the other, and its work depends on nothing else, which is what makes the search exact.
+
+Of the values live at the first state I, those that no layer of the stage uses just pass by: with front(I) the bytes
+live at I and passing(I, J) those among them that no layer of J \\ I uses,
+
+    received activations = front(I) - passing(I, J)        sent activations = front(J) - passing(I, J)
+
+and the same for gradients in the other direction.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.layer_costs import Ledger
+from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
+
+_TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
+_FRONTS = ("output_bytes", "gradient_bytes", "outputs", "gradients")
+_BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
+COUNTED = _TIMES + _BYTES  # what adds up over the layers of a stage
+
+
+class StateSpace(ABC):
+    """States in an order in which every state stands after those it contains; the first is empty, the last is all."""
+
+    complete: bool  # no legal cut is missing
+
+    def __init__(self, ledger: Ledger, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
+        self.ledger = ledger
+        self._sums = sums  # of each quantity, over the layers of each state
+        self._fronts = fronts  # live at each state, a row for each of `_FRONTS`
+        self.outputs, self.gradients, self._output_count, self._gradient_count = fronts  # bytes, and how many
+        self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
+
+    def __len__(self) -> int:
+        return len(self.compute_s)
+
+    def largest_front(self) -> tuple[float, float]:
+        """Bytes and messages, both directions together, across the busiest cut."""
+        return float((self.outputs + self.gradients).max()), float((self._output_count + self._gradient_count).max())
+
+    @abstractmethod
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """Those of `others`, all later in the order, that contain the state."""
+
+    @abstractmethod
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """What passes by the stage up to each of `others`: a row for each of `_FRONTS`; None for nothing."""
+
+    @abstractmethod
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """Positions of the layers in `other` but not in `state`, ascending."""
+
+    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        """What the stages up to each of `others` exchange with earlier stages, and with later ones.
+
+        Rows as in `_FRONTS`: bytes of activations and of gradients, and how many of each.
+        """
+        before, after = self._fronts[:, state, None], self._fronts[:, others]
+        if (by := self.passing(state, others)) is None:
+            return np.broadcast_to(before, after.shape), after
+        return before - by, after - by
+
+    def work(self, state: int, others: Integers) -> Work:
+        """Work of the stages from the state to each of `others`."""
+        left, right = self.sides(state, others)
+        # Activations come from the left and go to the right, gradients the other way.
+        received, sent = left[0] + right[1], right[0] + left[1]
+        received_messages, sent_messages = left[2] + right[3], right[2] + left[3]
+        sums = self._sums
+        return Work(
+            forward_s=sums["forward_s"][others] - sums["forward_s"][state],
+            backward_s=sums["backward_s"][others] - sums["backward_s"][state],
+            update_s=sums["update_s"][others] - sums["update_s"][state],
+            accumulate_s=sums["accumulate_s"][others] - sums["accumulate_s"][state],
+            trainable_bytes=sums["gradient_bytes"][others] - sums["gradient_bytes"][state],
+            received_bytes=received,
+            sent_bytes=sent,
+            received_messages=received_messages,
+            sent_messages=sent_messages,
+            cut_before_bytes=np.asarray(self.outputs[state]),
+            cut_after_bytes=self.outputs[others],
+            is_first=np.asarray(state == 0),
+            input_bytes=left[0],
+        )
+
+    @cached_property
+    def every_stage(self) -> tuple[Integers, Integers, Work]:
+        """All stages: first states, last states, and their work."""
+        later = [self.among_later(i, np.arange(i + 1, len(self))) for i in range(len(self) - 1)]
+        works = [self.work(state, others) for state, others in enumerate(later)]
+        counts = [len(others) for others in later]
+        merged = {
+            each.name: np.concatenate(
+                [np.broadcast_to(getattr(work, each.name), count) for work, count in zip(works, counts, strict=True)]
+            )
+            for each in fields(Work)
+        }
+        return np.repeat(np.arange(len(later)), counts), np.concatenate(later), Work(**merged)
+
+    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
+        """Footprint of the same stages."""
+
+        def held(name: str) -> Floats:
+            return np.asarray(self._sums[name][others] - self._sums[name][state])
+
+        working, accumulating = self._working(state, others)
+        return Footprint(
+            weight_bytes=held("weight_bytes"),
+            gradient_bytes=work.trainable_bytes,
+            optimizer_bytes=held("optimizer_bytes"),
+            buffer_bytes=held("buffer_bytes"),
+            saved_bytes=held("saved_bytes"),
+            message_bytes=work.received_bytes + work.sent_bytes,
+            input_bytes=work.input_bytes,
+            working_bytes=working,
+            accumulating_bytes=accumulating,
+        )
+
+    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        """Lower bound of `planner.cost.work.working_bytes` for the same stages: no peak is below all that is saved."""
+        if self.ledger.at_work is None:
+            return np.asarray(0.0), np.asarray(0.0)
+        saved, gradients = (
+            self._sums[name][others] - self._sums[name][state] for name in ("saved_bytes", "gradient_bytes")
+        )
+        return -np.minimum(saved, gradients), np.asarray(0.0)
+
+
+class Coarse(StateSpace):
+    """Some states of another space, among them both ends: a smaller question whose answer is a start for the other."""
+
+    complete = False
+
+    def __init__(self, space: StateSpace, states: Integers) -> None:
+        self._space, self.states = space, states
+        self.ledger = space.ledger
+        self.compute_s = space.compute_s[states]
+
+    def largest_front(self) -> tuple[float, float]:
+        """That of the other space, which bounds it."""
+        return self._space.largest_front()
+
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """As in the other space, whose order is kept."""
+        return np.searchsorted(self.states, self._space.among_later(int(self.states[state]), self.states[others]))
+
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """As in the other space."""
+        return self._space.passing(int(self.states[state]), self.states[others])
+
+    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        """As in the other space."""
+        return self._space.sides(int(self.states[state]), self.states[others])
+
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """As in the other space."""
+        return self._space.layers(int(self.states[state]), int(self.states[other]))
+
+    def work(self, state: int, others: Integers) -> Work:
+        """As in the other space."""
+        return self._space.work(int(self.states[state]), self.states[others])
+
+    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
+        """As in the other space."""
+        return self._space.footprint(int(self.states[state]), self.states[others], work)
+
+
+class Chain(StateSpace):
+    """Prefixes of an order of the layers that may be cut: those not forbidden by `no_cut_after`."""
+
+    def __init__(self, ledger: Ledger, order: Sequence[tuple[int, ...]] | None = None) -> None:
+        """`order`: the uncut groups in a topological order other than the profile's."""
+        groups = uncut_groups(ledger) if order is None else order
+        self._order = np.array([layer for group in groups for layer in group])
+        self._ends = np.cumsum([0, *(len(group) for group in groups)])
+        self._in_order = order is None
+        rank = np.argsort(self._order)
+        self._values = [  # place of the producer, places of the users ascending, and what the value adds to a front
+            (
+                int(rank[value.producer]),
+                sorted(rank[list(value.users)].tolist()),
+                value.amounts,
+            )
+            for value in ledger.traffic
+        ]
+        sums = {
+            name: np.concatenate(([0.0], np.cumsum(column(ledger, name)[self._order])))[self._ends] for name in COUNTED
+        }
+        fronts = np.zeros((len(_FRONTS), len(self._order) + 1))
+        for producer, users, weights in self._values:
+            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and some user still to come
+        super().__init__(ledger, sums, fronts[:, self._ends])
+        self.complete = order is None and is_linear(ledger, uncut_groups(ledger))
+
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """All of them: each prefix contains the shorter ones."""
+        return others
+
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """By the next use of each live value: it passes every stage that ends before that use."""
+        uses, sums = self._next_uses[state]
+        if not len(uses):
+            return None
+        return sums[:, np.searchsorted(uses, self._ends[others], side="left")]
+
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """Consecutive in the order."""
+        return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
+
+    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+        known = self.ledger.at_work
+        if known is None or not self._in_order:
+            return super()._working(state, others)
+        first = self._ends[state]
+        working, accumulating = working_bytes(*known[:, first : self._ends[np.max(others)]])
+        last = self._ends[others] - first - 1
+        return working[last], accumulating[last]
+
+    @cached_property
+    def _next_uses(self) -> list[tuple[Integers, Floats]]:
+        """For each state, the ascending next uses of its live values, and the sums of `_FRONTS` from each use on.
+
+        A value whose next use is the next group is left out: it passes by no stage.
+        """
+        live: list[list[tuple[int, Floats]]] = [[] for _ in range(len(self))]
+        for producer, users, weights in self._values:
+            last = producer
+            for user in users:
+                # States that contain `last` but not `user`; the stage from the last of them begins with the user.
+                first, end = np.searchsorted(self._ends, (last, user), side="right")
+                for state in range(first, end - 1):
+                    live[state].append((user, weights))
+                last = user
+        return [_suffix_sums(entries) for entries in live]
+
+
+def uncut_groups(ledger: Ledger) -> list[tuple[int, ...]]:
+    """Runs of consecutive layers that no cut may separate, by position; most hold one layer."""
+    joined = {ledger.position[name] for name in ledger.profile.no_cut_after}
+    groups: list[tuple[int, ...]] = []
+    open_group: tuple[int, ...] = ()
+    for index in range(len(ledger.profile.layers)):
+        open_group = (*open_group, index)
+        if index not in joined or index == len(ledger.profile.layers) - 1:
+            groups.append(open_group)
+            open_group = ()
+    return groups
+
+
+def is_linear(ledger: Ledger, groups: list[tuple[int, ...]]) -> bool:
+    """Whether each group feeds the next, so that the graph has one order only and its cuts are the prefixes."""
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+    links = {(group_of[value.producer], group_of[user]) for value in ledger.traffic for user in value.users}
+    return all((number, number + 1) in links for number in range(len(groups) - 1))
+
+
+def column(ledger: Ledger, name: str) -> Floats:
+    """One quantity of every layer."""
+    return np.array([getattr(layer, name) for layer in ledger.profile.layers], dtype=np.float64)
+
+
+def _suffix_sums(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:
+    entries = sorted(entries, key=lambda entry: entry[0])
+    uses = np.array([use for use, _ in entries], dtype=np.int64)
+    sums = np.zeros((len(_FRONTS), len(entries) + 1))
+    if entries:
+        sums[:, :-1] = np.cumsum(np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1)[:, ::-1]
+    return uses, sums

@@ -1,0 +1,170 @@
+"""Exact search for pipelines that drain: minimise a sum over the stages plus a maximum over them.
+
+With the maximum bounded by X, each stage takes the fewest replicas that respect X, since replicas do not change the
+sum, and a shortest path over (state, GPUs left) gives the least sum. Lowering X below each answer's maximum walks along
+the answers that trade sum against maximum, until the sum alone is no better than the best total. O(states²·GPUs) per
+answer.
+
+Under 1f1b-flush a stage holds the more the more GPUs follow it. Where memory is limited, a stage on r replicas
+therefore allows only so many GPUs after it, and more replicas may allow more: all counts are tried, not only the
+fewest.
+
+A stage that recomputes is one more choice beside the plain one, and only where the plain one does not fit every memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.asynchronous import RecomputeRule
+from planner.cost.synchronous import SynchronousModel
+from planner.cost.work import Floats, Integers, Work
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.chain.states import StateSpace
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages that begin at one state."""
+
+    others: Integers  # where they end
+    recompute: NDArray[np.bool_]
+    sum_s: Floats
+    max_s: Floats  # by replicas - 1 and stage; not a number where memory does not suffice
+    after: Integers  # most GPUs that may follow, by replicas - 1 and stage
+
+
+class SynchronousSearch:
+    """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states."""
+
+    def __init__(
+        self,
+        space: StateSpace,
+        model: SynchronousModel,
+        gpus: int,
+        memory_bytes: int | None,
+        recompute: RecomputeRule = "auto",
+        deadline: Deadline = NO_HURRY,
+    ) -> None:
+        self.deadline, self.interrupted = deadline, False  # interrupted: there may be faster plans
+        self._cut_short = False  # the last walk, by the deadline
+        self.found: list[Path] = []  # by the walk to the best: each exchanges a larger sum for a smaller maximum
+        # More replicas than microbatches idle, and naive runs one microbatch at a time.
+        most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
+        self.space, self.model, self.memory_bytes, self.recompute = space, model, memory_bytes, recompute
+        self.gpus = min(gpus, most * (len(space) - 1))
+        self._replicas = np.arange(1, most + 1)
+        self._stages = [self._from(state) for state in range(len(space) - 1)]
+
+    def best(self) -> Path | None:
+        """The fastest plan, with few GPUs among equally fast ones; None when nothing fits the memory."""
+        best: Path | None = None
+        limit_s = np.inf
+        while (answer := self.within(limit_s)) is not None:
+            path, sum_s, max_s = answer
+            self.found.append(path)
+            if best is None or path.seconds < best.seconds:
+                best = path
+            # A better plan needs a smaller maximum than this one's, and a total below the best.
+            # Its maximum itself, not seconds minus sum, which rounding may leave above it for ever.
+            limit_s = min(max_s, best.seconds - sum_s) * (1 - RESOLUTION)
+            if limit_s <= 0:
+                break
+            if self.deadline.passed:
+                self.interrupted = True
+                break
+        self.interrupted |= self._cut_short
+        return best
+
+    def within(self, limit_s: float) -> tuple[Path, float, float] | None:
+        """The least sum with every stage's part of the maximum below the limit: a path, its sum and its maximum."""
+        last = len(self.space) - 1
+        self._cut_short = False
+        sums = np.full((last + 1, self.gpus + 1), np.inf)  # least sum of the suffix, by the GPUs it may use
+        sums[last] = 0.0
+        # For every state and the GPUs its suffix may use: the best stage's column and its replicas.
+        choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
+        for state in range(last - 1, -1, -1):
+            if self.found and self.deadline.passed:
+                self._cut_short = True  # an answer there is
+                return None
+            stages = self._stages[state]
+            follow, chosen = np.zeros((2, self.gpus + 1), dtype=np.int64)
+            for r, some in self._replicas_to_try(stages, limit_s):
+                after = np.minimum(np.arange(self.gpus + 1 - r), stages.after[r - 1, some, None])
+                totals = stages.sum_s[some, None] + sums[stages.others[some, None], after]
+                pick = totals.argmin(axis=0)
+                least = totals[pick, np.arange(totals.shape[1])]
+                better = np.flatnonzero(least < sums[state, r:])
+                sums[state, r + better] = least[better]
+                follow[r + better], chosen[r + better] = some[pick[better]], r
+            choices[state] = (follow, chosen)
+        if not np.isfinite(sums[0, self.gpus]):
+            return None
+        enough = int(np.argmax(sums[0] <= sums[0, self.gpus] * (1 + RESOLUTION)))
+        return self._trace(choices, enough)
+
+    def _replicas_to_try(self, stages: _Stages, limit_s: float) -> Iterator[tuple[int, Integers]]:
+        """Replica counts, and the stages for which each is worth a try."""
+        meets = stages.max_s <= limit_s
+        usable = np.flatnonzero(meets.any(axis=0))
+        fewest = meets[:, usable].argmax(axis=0) + 1
+        for r in range(1, len(meets) + 1):
+            more_room = meets[r - 1, usable] & (stages.after[fewest - 1, usable] < self.gpus) & (fewest < r)
+            some = usable[(fewest == r) | more_room]
+            if len(some):
+                yield r, some
+
+    def _from(self, state: int) -> _Stages:
+        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
+        work = self.space.work(state, others)
+        if self.recompute == "always":
+            return self._variant(state, others, work, recompute=True)
+        plain = self._variant(state, others, work, recompute=False)
+        tight = np.flatnonzero((np.isnan(plain.max_s) | (plain.after < self.gpus)).any(axis=0))
+        if self.recompute == "never" or not len(tight):
+            return plain
+        others = others[tight]
+        again = self._variant(state, others, self.space.work(state, others), recompute=True)
+        return _Stages(
+            np.concatenate((plain.others, again.others)),
+            np.concatenate((plain.recompute, again.recompute)),
+            np.concatenate((plain.sum_s, again.sum_s)),
+            np.concatenate((plain.max_s, again.max_s), axis=1),
+            np.concatenate((plain.after, again.after), axis=1),
+        )
+
+    def _variant(self, state: int, others: Integers, work: Work, *, recompute: bool) -> _Stages:
+        footprint = self.space.footprint(state, others, work).divided(self.model.microbatches)
+        if recompute:
+            work, footprint = work.recomputed(), footprint.recomputed()
+        shape = (len(self._replicas), len(others))
+        max_s = np.array(np.broadcast_to(self.model.max_s(work, self._replicas[:, None]), shape))
+        after = np.full(shape, self.gpus, dtype=np.int64)
+        if self.memory_bytes is not None:
+            # With nothing after it a stage holds least, with everything most.
+            held = footprint.total_bytes(self.model.in_flight(self._replicas, 0)[:, None], 1)
+            max_s[held > self.memory_bytes] = np.nan
+            most = footprint.most_in_flight(self.memory_bytes, stashing=False)
+            least_room = self.model.in_flight(self._replicas, self.gpus)[:, None] > most
+            after = np.where(least_room, np.maximum(most - 1, 0) * self._replicas[:, None], after)
+        sum_s = np.broadcast_to(self.model.sum_s(work), others.shape)
+        return _Stages(others, np.full(len(others), recompute), sum_s, max_s, after)
+
+    def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float, float]:
+        states, replicas, recompute, sums, most_s = [0], [], [], 0.0, 0.0
+        while (state := states[-1]) < len(self.space) - 1:
+            follow, chosen = choices[state]
+            stages, column = self._stages[state], int(follow[gpus])
+            states.append(int(stages.others[column]))
+            replicas.append(int(chosen[gpus]))
+            recompute.append(bool(stages.recompute[column]))
+            sums += float(stages.sum_s[column])
+            most_s = max(most_s, float(stages.max_s[replicas[-1] - 1, column]))
+            gpus = min(gpus - replicas[-1], int(stages.after[replicas[-1] - 1, column]))
+        return Path(tuple(states), tuple(replicas), sums + most_s, tuple(recompute)), sums, most_s

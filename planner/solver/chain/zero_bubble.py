@@ -1,0 +1,29 @@
+"""Plans for zb-h1: the cut that is best for 1f1b-flush, at the pace of its own streams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.cost.asynchronous import DIVIDED
+from planner.cost.layer_costs import Candidate
+from planner.cost.plan_price import Price
+from planner.solver.candidates.trials import Trials
+from planner.solver.integer.request import Request
+from planner.solver.methods import Found
+
+
+def solve_zero_bubble(request: Request, drained: Found, trials: Trials) -> tuple[Found, Price]:
+    """The plan with the stages of `drained`, the best for 1f1b-flush, and a time that no plan is below.
+
+    What the weights' gradients fill of the bubble depends on all stages together, which no walk along the layers adds
+    up. What the cut must do is the same under both schedules: leave no stage with more work than the others.
+    """
+    assert request.schedule in DIVIDED
+    cost = trials.price(request.ledger, drained.stages, request.priced(drained.stages))
+    layers = request.ledger.profile.layers
+    everything = request.ledger.work(Candidate(frozenset(), frozenset(range(len(layers))), 1))
+    fastest = max((kind.speed for kind in request.cluster.kinds), default=1.0)
+    once_s = float(everything.forward_s + everything.backward_s) / fastest
+    adding_s = max(0, request.microbatches - request.cluster.gpus) * float(everything.accumulate_s) / fastest
+    bound_s = (request.microbatches * once_s + adding_s) / request.cluster.gpus
+    return replace(drained, bound_s=min(bound_s, cost.seconds_per_minibatch)), cost

@@ -1,0 +1,1 @@
+"""Search over the cuts of branching models (downsets)."""

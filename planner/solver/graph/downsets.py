@@ -1,0 +1,132 @@
+"""All cuts of a branching model: the downsets of its graph, and the exact search's space over those worth a look.
+
+A model with branches has far more cuts than layers (some 200,000 for Inception-v3), most of them hopeless: they cross
+too many bytes, or divide the work so that GPUs must idle longer than a known plan leaves them time for. Both show from
+the cut alone, so hopeless ones are dropped before stages are considered, and the search over the rest still decides
+whether anything beats the known plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.asynchronous import CostModel
+from planner.cost.layer_costs import Ledger, Traffic
+from planner.cost.work import Floats, Integers
+from planner.solver.chain.states import COUNTED, StateSpace, column
+from planner.solver.graph.lattice import Words, enumerate_covers, to_bits, to_words
+
+_BLOCK = 16_384
+_SLACK = 1e-9
+_TICKS = 2.0**50  # of which a model's compute time has so many: whole numbers, whose sums are exact
+
+
+class Downsets(StateSpace):
+    """Some downsets of the graph, among them the empty one and the whole."""
+
+    def __init__(self, ledger: Ledger, words: Words, complete: bool) -> None:
+        """Args:
+        words: a downset per row, as a bit set of layer positions.
+        complete: whether no downset that matters is missing.
+        """
+        count = len(ledger.profile.layers)
+        bits = to_bits(words, count)
+        quantities = np.stack([ticks(ledger), *(column(ledger, name) for name in COUNTED)])
+        sums = _weighted(quantities, bits.T)
+        # By compute time and size, so that every downset stands after those it contains and states within a time are
+        # neighbours; then by content, for repeatable answers.
+        self.order = np.lexsort((*words.T, bits.sum(axis=1, dtype=np.int64), sums[0]))
+        self._words = words[self.order]
+        self._columns = np.ascontiguousarray(bits[self.order].T)  # a row of zeros and ones per layer
+        fronts = np.zeros((4, len(words)))
+        if ledger.traffic:
+            weights = [value.amounts for value in ledger.traffic]
+            fronts = _weighted(np.stack(weights, axis=1), np.array([self._live(value) for value in ledger.traffic]))
+        super().__init__(ledger, dict(zip(COUNTED, sums[1:, self.order], strict=True)), fronts)
+        self.complete = complete
+        self._producers = [value.producer for value in ledger.traffic]
+        self._users = to_words([value.users for value in ledger.traffic], count)
+        self._weights = [value.amounts for value in ledger.traffic]
+
+    def among_later(self, state: int, others: Integers) -> Integers:
+        """Supersets, by their bits."""
+        own = self._words[state]
+        contains = np.ones(len(others), dtype=bool)
+        for word in np.flatnonzero(own):
+            contains &= (self._words[others, word] & own[word]) == own[word]
+        return others[contains]
+
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """Live values none of whose users stands between the state and the others."""
+        by = np.zeros((len(self._fronts), len(others)))
+        own = self._words[state]
+        needed = ((own & self._users) != self._users).any(axis=1) & (self._columns[self._producers, state] > 0)
+        for number in np.flatnonzero(needed):
+            users = self._users[number]
+            untouched = np.ones(len(others), dtype=bool)
+            for word in np.flatnonzero(users):
+                untouched &= (self._words[others, word] & users[word]) == (own[word] & users[word])
+            by += untouched * self._weights[number][:, None]
+        return by
+
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """By their bits."""
+        return tuple(int(index) for index in np.flatnonzero(self._columns[:, other] > self._columns[:, state]))
+
+    def worth(self, model: CostModel, gpus: int, target_s: float) -> Integers:
+        """The states at which a plan for `gpus` within the target may cut."""
+        before_s = model.least_s(self.work(0, np.arange(len(self))))
+        before, after = model.fewest_around_cut(self.outputs, self.gradients, target_s)
+        before = np.maximum(before, np.ceil(before_s / target_s - _SLACK))
+        after = np.maximum(after, np.ceil((before_s[-1] - before_s) / target_s - _SLACK))
+        keep = np.maximum(before, 1) + np.maximum(after, 1) <= gpus
+        keep[[0, -1]] = True
+        return np.flatnonzero(keep)
+
+    def nearest(self, states: Integers, cuts: Sequence[Sequence[int]], most: int) -> Integers:
+        """Of the states, about `most` that differ least from one of the cuts (layers before it), and both ends.
+
+        Layers count by their compute time, and a little by themselves.
+        """
+        layers_s = sum(column(self.ledger, name) for name in ("forward_s", "backward_s", "update_s"))
+        weights = np.asarray(layers_s / np.mean(layers_s) + 1.0)
+        chosen = {0, len(self) - 1}
+        signs = np.ones((len(cuts), len(weights)))
+        for number, cut in enumerate(cuts):
+            signs[number, list(cut)] = -1
+        for distance in _weighted(weights * signs, self._columns[:, states]):
+            chosen.update(states[np.argsort(distance, kind="stable")[: most // len(cuts)]].tolist())
+        return np.array(sorted(chosen))
+
+    def only(self, states: Integers, complete: bool) -> Downsets:
+        """A space of these states, which must include both ends."""
+        return Downsets(self.ledger, self._words[states], complete)
+
+    def _live(self, value: Traffic) -> NDArray[np.bool_]:
+        """The downsets at which a value is made and still needed."""
+        used = np.bitwise_and.reduce(self._columns[list(value.users)], axis=0)
+        return np.asarray(self._columns[value.producer] > used)
+
+
+def enumerate_downsets(ledger: Ledger, most: int) -> Words | None:
+    """Every downset that cuts no forbidden place; None when there are more than `most`."""
+    covers = enumerate_covers(ledger, most)
+    return None if covers is None else covers.words
+
+
+def ticks(ledger: Ledger) -> Floats:
+    """Each layer's share of the compute time, in whole numbers, which add up to the same in any order."""
+    layers_s = np.sum([column(ledger, name) for name in ("forward_s", "backward_s", "update_s")], axis=0)
+    return np.asarray(np.rint(layers_s / max(layers_s.sum(), np.finfo(float).tiny) * _TICKS))
+
+
+def _weighted(weights: Floats, columns: NDArray[np.uint8] | NDArray[np.bool_]) -> Floats:
+    """Sums over each state's layers, for each row of weights; in blocks, since bits become floats for it."""
+    sums = np.empty((len(weights), columns.shape[-1]))
+    for start in range(0, sums.shape[1], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        sums[:, block] = weights @ columns[:, block].astype(np.float64)
+    return sums

@@ -1,0 +1,169 @@
+"""The lattice of a graph's downsets: every cut, and which layers lead from one to the next.
+
+A downset covers another when it holds one group of layers more. Along the covers, the least of any quantity over all
+downsets that contain a given one costs O(covers), though the pairs are far more: take the groups from the last to the
+first, and let every downset that can admit the group inherit from the one that has (the zeta transform of a
+distributive lattice: Björklund et al., "Fast zeta transforms for lattices with few irreducibles", SODA 2012).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.layer_costs import Ledger
+from planner.cost.work import Floats, Integers
+from planner.solver.chain.states import uncut_groups
+
+_WORD = 64
+_FEW_STATES = 400  # up to which all pairs are quicker than the covers
+Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Covers:
+    """Downsets as bit sets, and for each pair of which one has a group more: lower, upper, and the group."""
+
+    words: Words
+    lower: Integers
+    upper: Integers
+    group: Integers
+
+
+class Lattice:
+    """The covers between states that stand in an order in which every state stands after those it contains."""
+
+    def __init__(self, covers: Covers, order: Integers) -> None:
+        self._states, self._groups = len(order), int(covers.group.max()) + 1
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        # Group and lower state as one number, to find a group's covers within a range of states.
+        keys = covers.group * len(order) + rank[covers.lower]
+        sort = np.argsort(keys)
+        self._keys, self._lower, self._upper = keys[sort], rank[covers.lower[sort]], rank[covers.upper[sort]]
+        self._within_each: NDArray[np.bool_] | None = None  # whether the row's state is in the column's
+        if self._states <= _FEW_STATES:
+            words = covers.words[order]
+            self._within_each = ((words[:, None] & words[None, :]) == words[:, None]).all(axis=2)
+
+    def least_above(self, values: Floats, start: int) -> int:
+        """Replace each value by the least over all states from it upwards, in place.
+
+        Args:
+            values: of the states from `start` on, as far as they matter; every state stands after those it contains.
+
+        Returns:
+            The number of covers looked at.
+        """
+        if self._within_each is not None:
+            span = slice(start, start + len(values))
+            values[:] = np.where(self._within_each[span, span], values[None, :], np.inf).min(axis=1)
+            return values.size**2
+        visited = 0
+        for part in reversed(self._within(start, start + len(values))):
+            lower, upper = self._lower[part] - start, self._upper[part] - start
+            if int(upper.max()) >= len(values):
+                inside = upper < len(values)
+                lower, upper = lower[inside], upper[inside]
+            values[lower] = np.minimum(values[lower], values[upper])
+            visited += len(lower)
+        return visited
+
+    def most_below(self, values: Floats, start: int) -> int:
+        """Replace each value by the largest over all states from it downwards, in place; as `least_above`."""
+        if self._within_each is not None:
+            span = slice(start, start + len(values))
+            values[:] = np.where(self._within_each[span, span], values[:, None], -np.inf).max(axis=0)
+            return values.size**2
+        visited = 0
+        for part in self._within(start, start + len(values)):
+            lower, upper = self._lower[part] - start, self._upper[part] - start
+            if int(upper.max()) >= len(values):
+                inside = upper < len(values)
+                lower, upper = lower[inside], upper[inside]
+            values[upper] = np.maximum(values[upper], values[lower])
+            visited += len(lower)
+        return visited
+
+    def _within(self, start: int, stop: int) -> list[slice]:
+        """The covers of each group whose lower state is in the range."""
+        bases = np.arange(self._groups) * self._states
+        firsts, ends = np.searchsorted(self._keys, bases + start), np.searchsorted(self._keys, bases + stop)
+        some = np.flatnonzero(ends > firsts)
+        return [slice(first, end) for first, end in zip(firsts[some].tolist(), ends[some].tolist(), strict=True)]
+
+
+_enumerated: WeakKeyDictionary[Ledger, tuple[int, Covers | None]] = WeakKeyDictionary()
+
+
+def enumerate_covers(ledger: Ledger, most: int) -> Covers | None:
+    """Every downset that cuts no forbidden place; None when there are more than `most`. O(downsets · width).
+
+    What was last enumerated of a model is kept as long as its ledger: a search may need it twice.
+    """
+    if ledger not in _enumerated or _enumerated[ledger][0] != most:
+        _enumerated[ledger] = most, _covers(ledger, most)
+    return _enumerated[ledger][1]
+
+
+def _covers(ledger: Ledger, most: int) -> Covers | None:
+    groups = uncut_groups(ledger)
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+    needs = [0] * len(groups)
+    feeds: list[set[int]] = [set() for _ in groups]
+    for value in ledger.traffic:
+        producer = group_of[value.producer]
+        for user in {group_of[user] for user in value.users} - {producer}:
+            needs[user] |= 1 << producer
+            feeds[producer].add(user)
+    masks, lowers, uppers, admitted = [0], [], [], []
+    level = {0: 0}  # downsets of equal size, and their numbers
+    ready = {0: tuple(number for number, need in enumerate(needs) if not need)}  # the groups that each can admit
+    while level:
+        larger: dict[int, int] = {}
+        larger_ready: dict[int, tuple[int, ...]] = {}
+        for mask, state in level.items():
+            can = ready[mask]
+            for group in can:
+                upper = mask | 1 << group
+                if (number := larger.get(upper)) is None:
+                    number = larger[upper] = len(masks)
+                    masks.append(upper)
+                    opened = [other for other in feeds[group] if needs[other] & ~upper == 0]
+                    larger_ready[upper] = (*(other for other in can if other != group), *opened)
+                lowers.append(state)
+                uppers.append(number)
+                admitted.append(group)
+        if len(masks) > most:
+            return None
+        level, ready = larger, larger_ready
+    return Covers(words_of_groups(masks, groups), np.array(lowers), np.array(uppers), np.array(admitted))
+
+
+def words_of_groups(masks: Sequence[int], groups: Sequence[tuple[int, ...]]) -> Words:
+    """Bit sets of layers, from bit sets of groups of layers."""
+    if any(len(group) > 1 for group in groups):
+        layers = [sum(1 << layer for layer in group) for group in groups]
+        masks = [sum(bits for number, bits in enumerate(layers) if mask >> number & 1) for mask in masks]
+    return words_of_masks(masks, sum(len(group) for group in groups))
+
+
+def to_words(sets: Sequence[Sequence[int]], count: int) -> Words:
+    """Bit sets of positions below `count`, a row of 64-bit words each."""
+    return words_of_masks([sum(1 << index for index in each) for each in sets], count)
+
+
+def to_bits(words: Words, count: int) -> NDArray[np.uint8]:
+    """The rows of bit sets as rows of zeros and ones."""
+    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little", count=count)
+
+
+def words_of_masks(masks: Sequence[int], count: int) -> Words:
+    """Bit sets given as integers, a row of 64-bit words each."""
+    words = (count + _WORD - 1) // _WORD
+    content = b"".join(mask.to_bytes(words * (_WORD // 8), "little") for mask in masks)
+    return np.frombuffer(content, dtype="<u8").reshape(len(masks), words).astype(np.uint64)

@@ -1,0 +1,195 @@
+"""A bound on the plans of any graph, however many cuts it has: cuts told apart only by how much work is before them.
+
+A cut with so much work before it, up to a window's width, has all those layers before it without whose descendants that
+much work would be impossible, and none of those whose ancestors would be more. So weights, activations and values that
+cross the cut have bounds, and a stage between two windows has a least cost. The fewest GPUs over sequences of windows
+are a walk over some hundred states; a time that they cannot meet, no plan meets. Where the graph narrows to a single
+layer the window is a point and nothing is lost: on a chain, the bound is the optimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.asynchronous import CostModel, RecomputeRule
+from planner.cost.layer_costs import Ledger
+from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
+from planner.solver.chain.states import column, uncut_groups
+from planner.solver.graph.lattice import to_bits, words_of_masks
+
+_WINDOWS = 500
+_TICKS = 2.0**50  # of work in the whole model: whole numbers, which add up to the same in any order
+_EVERY = 2.0**-34  # share of the work that layers count besides their own, so that none counts nothing
+_PRECISION = 5e-4  # how closely the bound is found
+_SLACK = 1e-9
+
+Flags = NDArray[np.bool_]
+Record = TypeVar("Record", Work, Footprint)
+
+
+class Windows:
+    """Ranges of work before a cut, what surely is before and after it, and the stages between such cuts."""
+
+    def __init__(self, ledger: Ledger, model: CostModel) -> None:
+        # What an update takes counts once for all microbatches under 2bw, and is left out there.
+        times = ("forward_s", "backward_s") if model.microbatches > 1 else ("forward_s", "backward_s", "update_s")
+        layers_s = np.sum([column(ledger, name) for name in times], axis=0)
+        self.ledger, self.model, self.total_s = ledger, model, float(layers_s.sum())
+        ticks = np.rint(layers_s / self.total_s * _TICKS) + np.ceil(_TICKS * _EVERY / len(layers_s))
+        before, after = _closures(ledger)
+        self._up_to, self._from = before @ ticks, after @ ticks  # ticks of a layer and all before it, and after it
+        self._everything = float(ticks.sum())
+        low, high = self._edges(np.cumsum(ticks))
+        for _ in range(2):  # what is surely before a cut may make a window narrower, and so on
+            must, may = self._everything - self._from[:, None] < low, self._up_to[:, None] <= high
+            low, high = np.maximum(low, ticks @ must), np.minimum(high, ticks @ may)
+            inhabited = (low <= high) & (may | ~must).all(axis=0)
+            low, high, must, may = low[inhabited], high[inhabited], must[:, inhabited], may[:, inhabited]
+        self._low, self._high = low, high
+        self._must: Flags = must  # by layer and window
+        self._may: Flags = may
+        # The share that only makes layers count is taken off again.
+        self._least_s = np.maximum(self._low / _TICKS - 2 * _EVERY, 0.0) * self.total_s
+        self._most_s = self._high / _TICKS * self.total_s
+        self._work = self._between()
+        self._footprint = self._held()
+
+    def bound_s(self, gpus: int, memory_bytes: int | None, recompute: RecomputeRule, at_most_s: float) -> float:
+        """A time, up to `at_most_s`, below which no plan is."""
+        low_s, high_s = self.total_s * self.model.microbatches / gpus * (1 - _SLACK), at_most_s
+        if low_s >= high_s:
+            return low_s
+        if not self._possible(high_s * (1 - _SLACK), gpus, memory_bytes, recompute):
+            return high_s * (1 - _SLACK)
+        while high_s - low_s > _PRECISION * high_s:
+            middle_s = (low_s + high_s) / 2
+            if self._possible(middle_s, gpus, memory_bytes, recompute):
+                high_s = middle_s
+            else:
+                low_s = middle_s
+        return low_s
+
+    def _possible(self, target_s: float, gpus: int, memory_bytes: int | None, recompute: RecomputeRule) -> bool:
+        """Whether a sequence of windows meets the target with the GPUs."""
+        count, times = len(self._low), self.model.microbatches
+        after = np.ceil((self.total_s - self._most_s) * times / target_s - _SLACK)
+        before = np.ceil(self._least_s * times / target_s - _SLACK)
+        kept = np.flatnonzero(np.maximum(after, 1) + np.maximum(before, 1) <= gpus)
+        kept = np.union1d(kept, [0, count - 1])
+        pairs = np.ix_(kept, kept)
+        work, footprint = _taken(self._work, pairs), _taken(self._footprint, pairs)
+        if recompute == "always":
+            work = work.recomputed()
+        at_least = np.ones(work.compute_s.shape)
+        if memory_bytes is not None:
+            behind = np.maximum(after[kept], 0)[None, :]
+            again = np.asarray(self.model.fewest_for_memory(footprint.recomputed(), behind, memory_bytes))
+            plain = np.asarray(self.model.fewest_for_memory(footprint, behind, memory_bytes))
+            at_least = plain if recompute == "never" else again if recompute == "always" else np.minimum(plain, again)
+        replicas = self.model.fewest_replicas(work, target_s, at_least).astype(np.int64)
+        needed = np.full(len(kept), IMPOSSIBLE, dtype=np.int64)
+        needed[-1] = 0
+        for window in range(len(kept) - 2, -1, -1):
+            needed[window] = (needed[window + 1 :] + replicas[window, window + 1 :]).min()
+        return bool(needed[0] <= gpus)
+
+    def _edges(self, sums: Floats) -> tuple[Floats, Floats]:
+        """Windows, from and up to: cuts that every order passes are points, and what is between them is divided."""
+        surely, possibly = self._everything - self._from[:, None] < sums, self._up_to[:, None] <= sums
+        points, width = [0.0], self._everything / _WINDOWS
+        passed = sums[(surely == possibly).all(axis=0)]
+        for point in passed.tolist():
+            if len(passed) <= _WINDOWS or point >= points[-1] + width or point == self._everything:
+                points.append(point)
+        low, high = [0.0], [0.0]
+        for start, end in pairwise(points):
+            edges = np.rint(np.linspace(start, end - 1, max(1, round((end - start) / width)) + 1))
+            low += [*(edges[:-1] + 1), end]
+            high += [*edges[1:], end]
+        return np.array(low), np.array(high)
+
+    def _between(self) -> Work:
+        """The least work of the stages from each window to each other; nothing where that cannot be."""
+        zero = np.zeros((1, 1))
+        alive = self._alive()
+        outputs, received, sent = np.zeros(len(self._low)), *np.zeros((2, len(self._low), len(self._low)))
+        for value, live in zip(self.ledger.traffic, alive, strict=True):
+            outputs += live * value.output_bytes
+            # Made before and used up within: received, and its gradient sent back.
+            used = self._must[list(value.users)].all(axis=0)
+            through = np.ix_(np.flatnonzero(live), np.flatnonzero(used))
+            received[through] += value.output_bytes
+            sent[through] += value.gradient_bytes
+            # Made within and still needed: sent, and its gradient received.
+            through = np.ix_(np.flatnonzero(~self._may[value.producer]), np.flatnonzero(live))
+            received[through] += value.gradient_bytes
+            sent[through] += value.output_bytes
+        return Work(
+            forward_s=zero,
+            # All of it: the more is backward, the more it hides of an all-reduce.
+            backward_s=np.maximum(self._least_s[None, :] - self._most_s[:, None], 0.0),
+            update_s=zero,
+            trainable_bytes=self._least("gradient_bytes"),
+            received_bytes=received,
+            sent_bytes=sent,
+            received_messages=zero,
+            sent_messages=zero,
+            cut_before_bytes=np.repeat(outputs[:, None], len(outputs), axis=1),
+            cut_after_bytes=np.repeat(outputs[None, :], len(outputs), axis=0),
+            is_first=np.repeat((np.arange(len(outputs)) == 0)[:, None], len(outputs), axis=1),
+        )
+
+    def _held(self) -> Footprint:
+        gradients, saved = self._least("gradient_bytes"), self._least("saved_bytes")
+        return Footprint(
+            weight_bytes=self._least("weight_bytes"),
+            gradient_bytes=gradients,
+            optimizer_bytes=self._least("optimizer_bytes"),
+            buffer_bytes=self._least("buffer_bytes"),
+            saved_bytes=saved,
+            message_bytes=np.zeros((1, 1)),
+            # No peak is below all that is saved, or below all gradients.
+            working_bytes=np.zeros((1, 1)) if self.ledger.at_work is None else -np.minimum(saved, gradients),
+        )
+
+    def _alive(self) -> list[Flags]:
+        """For each value, the windows at whose cuts it surely crosses."""
+        return [self._must[value.producer] & ~self._may[list(value.users)].all(axis=0) for value in self.ledger.traffic]
+
+    def _least(self, name: str) -> Floats:
+        """The least sum over the layers of a stage from each window to each other."""
+        amounts = column(self.ledger, name)
+        surely = amounts @ self._must.astype(np.float64)
+        possibly = amounts @ self._may.astype(np.float64)
+        return np.maximum(surely[None, :] - possibly[:, None], 0.0)
+
+
+def _closures(ledger: Ledger) -> tuple[Floats, Floats]:
+    """For each layer, zeros and ones for the layers that come with it: those before, and those after, itself both."""
+    groups = uncut_groups(ledger)
+    count = len(ledger.profile.layers)
+    own = [sum(1 << layer for layer in group) for group in groups]
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+    links = sorted({(group_of[value.producer], group_of[user]) for value in ledger.traffic for user in value.users})
+    before, after = list(own), list(own)
+    for source, target in sorted(links, key=lambda link: link[1]):
+        before[target] |= before[source]
+    for source, target in sorted(links, key=lambda link: -link[0]):
+        after[source] |= after[target]
+
+    def per_layer(masks: list[int]) -> Floats:
+        words = words_of_masks([masks[group_of[layer]] for layer in range(count)], count)
+        return to_bits(words, count).astype(np.float64)
+
+    return per_layer(before), per_layer(after)
+
+
+def _taken(record: Record, pairs: tuple[NDArray[np.int64], ...]) -> Record:
+    """The same of some of the windows."""
+    arrays = {each.name: np.asarray(getattr(record, each.name)) for each in fields(record)}
+    return type(record)(**{name: array[pairs] if array.size > 1 else array for name, array in arrays.items()})

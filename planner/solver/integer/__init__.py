@@ -1,0 +1,1 @@
+"""Integer programs for what the exact search cannot express."""

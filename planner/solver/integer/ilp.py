@@ -1,0 +1,138 @@
+"""Integer programs for what the exact search cannot express, and to check it.
+
+Two formulations (see their files): `ilp_flow` for stages between cuts, with replicas, memory, every schedule, GPUs of
+several kinds, and pins; `ilp_assign` for stages that are any sets of layers, under the max-load objective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.errors import InputError
+from planner.formats.cluster import Cluster
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.graph.free_layers import Reduced
+from planner.solver.integer.ilp_assign import Assignment
+from planner.solver.integer.ilp_columns import Columns
+from planner.solver.integer.ilp_flow import Flow
+from planner.solver.integer.max_load import memory_matters, solve_loads
+from planner.solver.integer.milp import MilpName, installed
+from planner.solver.integer.request import IlpAnswer, Request, ranked
+
+_MOST_STATES_FOR_A_BOUND = 300
+_EQUAL = 1e-9  # relative difference of times that count as equal
+
+
+def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
+    """The fastest plan that respects the request's constraints, or None when there is none.
+
+    Args:
+        request: for a cluster of one level.
+        deadline: when it passes, the best plan so far and a bound.
+        solver: HiGHS when installed, else CBC, when None.
+
+    Raises:
+        InputError: for what no integer program here expresses, and for questions that are too large.
+        TimeoutError: when the deadline passes before there is any plan.
+    """
+    refuse(request)
+    solver = solver or installed()[0]
+    if not request.constraints.contiguous:
+        return _placed(request, deadline, solver)
+    reduced = None
+    if request.model == "max-load" and request.constraints.empty and not request.keeps_order:
+        reduced = Reduced(request.ledger, memory_matters=memory_matters(request))
+        request = request.about(reduced.ledger.profile)
+    columns = Columns(request, all_cuts=not request.keeps_order)
+    answer = Flow(request, columns, solver).solve(deadline)
+    if answer is None:
+        return None
+    if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
+        bound_s = min(answer.bound_s, _over_all_cuts_s(request, deadline, solver))
+        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - _EQUAL))
+    stages = answer.stages if reduced is None else reduced.expand(answer.stages)
+    return replace(answer, stages=ranked(request, stages))
+
+
+def _over_all_cuts_s(request: Request, deadline: Deadline, solver: MilpName) -> float:
+    """A time that no plan over any cuts of the graph beats."""
+    columns = Columns(request, all_cuts=True)
+    if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
+        return _relaxed_s(request)
+    try:
+        answer = Flow(request, columns, solver).solve(deadline)
+    except TimeoutError:
+        return _relaxed_s(request)
+    assert answer is not None  # the plans along the order are among them
+    return answer.bound_s
+
+
+def _placed(request: Request, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
+    """The best placement; when time runs out, no worse than the best contiguous one, where that is a placement, too."""
+    try:
+        answer = Assignment(request, solver).solve(deadline)
+    except TimeoutError:
+        answer = None
+        timed_out = True
+    else:
+        timed_out = answer is not None and not answer.optimal
+    if not timed_out:
+        return answer
+    ordered = replace(request, constraints=request.constraints.model_copy(update={"contiguous": True}))
+    contiguous = None
+    if ordered.constraints.as_forbidden_cuts(request.ledger.profile, in_order=request.keeps_order) is not None:
+        contiguous = solve_loads(ordered.without_constraints(), NO_HURRY)
+    if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
+        bound_s = min(_relaxed_s(request) if answer is None else answer.bound_s, contiguous.seconds)
+        return IlpAnswer(ranked(request, contiguous.stages), contiguous.seconds, bound_s, optimal=False)
+    if answer is None:
+        raise TimeoutError
+    return answer
+
+
+def refuse(request: Request) -> None:
+    """Refuse what no integer program here expresses.
+
+    Raises:
+        InputError: saying what.
+    """
+    constraints, cluster = request.constraints, request.cluster
+    if len(cluster.joined) > 1:
+        raise InputError(
+            f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
+            hint="use --solver search, or give --gpus and the bandwidth of the slowest level",
+        )
+    if not constraints.contiguous and request.model != "max-load":
+        raise InputError(
+            f"stages that are not contiguous have no price in the cost model '{request.model}'",
+            hint="use --cost-model max-load",
+        )
+    if constraints.gpu_of and not cluster.kinds and constraints.contiguous:
+        name, rank = next(iter(constraints.gpu_of.items()))
+        raise InputError(
+            f"layer '{name}' cannot be pinned to GPU {rank} of a cluster whose GPUs are all alike",
+            hint="pin it to a stage, or give the cluster's kinds in cluster.json",
+        )
+
+
+def _relaxed_s(request: Request) -> float:
+    """A time below which no plan can be: perfect balance and no communication."""
+    layers = request.ledger.profile.layers
+    forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
+    update_s, speeds = sum(layer.update_s for layer in layers), _speeds(request.cluster)
+    # All microbatches of a minibatch add up their gradients but the first of every device.
+    adding_s = sum(layer.accumulate_s for layer in layers) * max(0, request.microbatches - len(speeds)) / sum(speeds)
+    match request.schedule:
+        case "1f1b":
+            return (forward_s + backward_s + update_s) / sum(speeds)
+        case "2bw":
+            return ((forward_s + backward_s) * request.microbatches + update_s) / sum(speeds) + adding_s
+        case "naive":
+            return (forward_s + backward_s + update_s) / max(speeds)
+        case _:
+            once_s = (forward_s + backward_s) * max(1 / max(speeds), request.microbatches / sum(speeds))
+            return once_s + adding_s
+
+
+def _speeds(cluster: Cluster) -> list[float]:
+    return [kind.speed for kind in cluster.kinds for _ in range(kind.count)] or [1.0] * cluster.gpus

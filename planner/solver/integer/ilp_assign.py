@@ -1,0 +1,158 @@
+"""The assignment formulation: which device runs which layer, for stages that need not be contiguous.
+
+One device per stage, no replicas, and the max-load objective. With binary variables x for layer v on device d, and y, z
+for value u entering and leaving d (continuous: the objective pushes them to 0 or 1),
+
+    minimise    T
+    subject to  sum over d of  x[v, d]  =  1                                              each layer is somewhere
+                y[u, d]  >=  x[w, d] - x[v, d]      v makes u, w uses it                  it comes in
+                z[u, d]  >=  x[v, d] - x[w, d]      v makes u, w uses it                  it goes out
+                sum_v t_v/s_d x[v, d]  +  sum_u c_u (y[u, d] + z[u, d])  <=  T            load
+                sum_v m_v x[v, d]  +  2 sum_u b_u (y[u, d] + z[u, d])  <=  memory of d
+
+(Tarnawski et al., NeurIPS 2020, section 5.2, without its CPUs). Contiguous stages come in the order of the devices: a
+layer's device is no earlier than those of the layers that it needs, which p[v, d] = x[v, 0] + ... + x[v, d] states as
+p[v, d] >= p[w, d] for v before w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pulp
+
+from planner.cost.asynchronous import link_of
+from planner.cost.layer_costs import Candidate
+from planner.cost.max_load import held_bytes, value_load_s
+from planner.cost.work import POSTED
+from planner.solver.candidates.deadline import Deadline
+from planner.solver.integer.milp import MilpName, run
+from planner.solver.integer.request import IlpAnswer, Request
+
+_SCALE = 1000.0
+
+Variables = list[list[pulp.LpVariable]]  # by group of layers or value, and device
+
+
+class Assignment:
+    """The integer program of a request."""
+
+    def __init__(self, request: Request, solver: MilpName) -> None:
+        self.request, self.solver = request, solver
+        self.gpus = request.cluster.gpus
+        self.groups = request.groups
+        self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
+        cluster = request.cluster
+        self.kinds = [cluster.kind_of(rank) if cluster.kinds else None for rank in range(self.gpus)]
+        layers = request.ledger.profile.layers
+        each_s = [layer.forward_s + layer.backward_s + layer.update_s for layer in layers]
+        self.group_s = [sum(each_s[layer] for layer in group) for group in self.groups]
+        self._scale = _SCALE * self.gpus / sum(each_s)
+
+    def solve(self, deadline: Deadline) -> IlpAnswer | None:
+        """The fastest placement; None when there is none.
+
+        Raises:
+            TimeoutError: when time runs out before there is any.
+        """
+        problem = pulp.LpProblem("placement", pulp.LpMinimize)
+        longest = problem.add_variable("T", 0)
+        problem.setObjective(pulp.lpSum([longest]))
+        runs = self._variables(problem, "x", len(self.groups), cat=pulp.LpBinary)
+        for row in runs:
+            problem += pulp.lpSum(row) == 1
+        self._pin(problem, runs)
+        self._load(problem, runs, longest)
+        if self.request.constraints.contiguous:
+            self._order(problem, runs)
+        else:
+            self._break_ties(problem, runs)
+        outcome = run(problem, self.solver, deadline.left_s)
+        if outcome.status == "infeasible":
+            return None
+        if outcome.status == "unknown":
+            raise TimeoutError
+        stages = self._stages(runs)
+        seconds = self.request.priced(stages).seconds_per_minibatch
+        bound_s = min(max(outcome.bound / self._scale, 0.0), seconds)
+        # What the solver calls optimal is so to its tolerance.
+        optimal = outcome.status == "optimal"
+        return IlpAnswer(stages, seconds, seconds if optimal else bound_s, optimal)
+
+    def _variables(self, problem: pulp.LpProblem, name: str, count: int, cat: str = pulp.LpContinuous) -> Variables:
+        return [[problem.add_variable(f"{name}{n}_{d}", 0, 1, cat) for d in range(self.gpus)] for n in range(count)]
+
+    def _pin(self, problem: pulp.LpProblem, runs: Variables) -> None:
+        position, constraints = self.request.ledger.position, self.request.constraints
+        for numbers in (constraints.stage_of, constraints.gpu_of):  # a device is a stage
+            for name, device in numbers.items():
+                problem += runs[self.group_of[position[name]]][device] == 1
+
+    def _load(self, problem: pulp.LpProblem, runs: Variables, longest: pulp.LpVariable) -> None:
+        """Every device's time and memory, and what enters and leaves it."""
+        ledger, link = self.request.ledger, link_of(self.request.cluster)
+        moving = [value for value in ledger.traffic if self._may_cross(value.producer, value.users)]
+        enters, leaves = (self._variables(problem, name, len(moving)) for name in ("y", "z"))
+        for n, value in enumerate(moving):
+            maker = runs[self.group_of[value.producer]]
+            for group in {self.group_of[user] for user in value.users} - {self.group_of[value.producer]}:
+                for d, user in enumerate(runs[group]):
+                    problem += enters[n][d] >= user - maker[d]
+                    problem += leaves[n][d] >= maker[d] - user
+        sizes = [sum(held_bytes(ledger.profile.layers[index]) for index in group) for group in self.groups]
+        for d, kind in enumerate(self.kinds):
+            speed = 1.0 if kind is None else kind.speed
+            crossing = [(pair[n][d], value) for pair in (enters, leaves) for n, value in enumerate(moving)]
+            layers = [(runs[g][d], seconds / speed * self._scale) for g, seconds in enumerate(self.group_s)]
+            pays = self._scale if kind is None or kind.pays_transfers else 0.0
+            values = [(variable, value_load_s(value, link) * pays) for variable, value in crossing]
+            problem += _weighted([*layers, *values]) <= longest
+            limit = self.request.cluster.memory_of(kind)
+            if limit is not None:
+                held = [(runs[g][d], size / limit) for g, size in enumerate(sizes)]
+                moved = [(x, POSTED * (v.output_bytes + v.gradient_bytes) / limit) for x, v in crossing]
+                problem += _weighted([*held, *moved]) <= 1
+        # The layers alone, over all devices at their speeds.
+        speeds = sum(1.0 if kind is None else kind.speed for kind in self.kinds)
+        problem += longest * 1.0 >= sum(self.group_s) / speeds * self._scale
+
+    def _may_cross(self, producer: int, users: Iterable[int]) -> bool:
+        return any(self.group_of[user] != self.group_of[producer] for user in users)
+
+    def _order(self, problem: pulp.LpProblem, runs: Variables) -> None:
+        pairs = {
+            (self.group_of[value.producer], self.group_of[user])
+            for value in self.request.ledger.traffic
+            for user in value.users
+            if self.group_of[user] != self.group_of[value.producer]
+        }
+        if self.request.keeps_order:
+            pairs |= {(number, number + 1) for number in range(len(self.groups) - 1)}
+        for first, second in sorted(pairs):
+            for d in range(self.gpus - 1):
+                problem += pulp.lpSum(runs[first][: d + 1]) >= pulp.lpSum(runs[second][: d + 1])
+
+    def _break_ties(self, problem: pulp.LpProblem, runs: Variables) -> None:
+        """Of devices that are alike, the first ones get the first layers: the n-th group goes to one of the first n."""
+        constraints = self.request.constraints
+        if not (constraints.stage_of or constraints.gpu_of or self.request.cluster.kinds):
+            for number, row in enumerate(runs):
+                for variable in row[number + 1 :]:
+                    problem += variable == 0
+
+    def _stages(self, runs: Variables) -> tuple[Candidate, ...]:
+        sets: list[set[int]] = [set() for _ in range(self.gpus)]
+        for group, row in zip(self.groups, runs, strict=True):
+            values = [variable.value() for variable in row]
+            sets[values.index(max(values))] |= group
+        before: frozenset[int] = frozenset()
+        stages = []
+        for rank, (layers, kind) in enumerate(zip(sets, self.kinds, strict=True)):
+            if layers:
+                stages.append(Candidate(before, frozenset(layers), 1, kind=kind, ranks=(rank,)))
+                before |= layers
+        return tuple(stages)
+
+
+def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression(list(terms))

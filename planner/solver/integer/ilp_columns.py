@@ -1,0 +1,204 @@
+"""The candidate stages of the flow formulation: every pair of cuts, replica count and kind of GPU that fits at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.asynchronous import ASYNCHRONOUS, link_of
+from planner.cost.double_buffered import asynchronous_model, two_versions_suffice
+from planner.cost.layer_costs import Candidate
+from planner.cost.plan_price import versions_of
+from planner.cost.synchronous import SynchronousModel
+from planner.cost.work import Floats, Footprint, Integers, Work, in_flight_1f1b
+from planner.errors import InputError
+from planner.formats.cluster import Kind
+from planner.solver.chain.states import Chain, StateSpace
+from planner.solver.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.integer.request import Request
+
+MOST_STATES = 2_000
+MOST_COLUMNS = 200_000
+
+
+@dataclass(frozen=True)
+class Column:
+    """A stage from one state to another, on so many GPUs of one kind.
+
+    `sum_s` and `max_s` are its parts of the sum over the stages and of the maximum over them. At most `most_after` GPUs
+    may follow it, for its memory.
+    """
+
+    start: int
+    end: int
+    replicas: int
+    kind: int
+    recompute: bool
+    sum_s: float
+    max_s: float
+    most_after: int
+
+
+class Columns:
+    """The states of a request and all its candidate stages.
+
+    Args:
+        all_cuts: every cut of the graph, rather than those along the profile's order.
+
+    Raises:
+        InputError: when they are too many to write down.
+    """
+
+    def __init__(self, request: Request, *, all_cuts: bool) -> None:
+        self.request = request
+        self.space = _space(request, all_cuts)
+        everything = len(request.ledger.profile.layers)
+        sets = [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
+        # States that separate no group; the empty one and the whole never do.
+        groups = request.groups
+        self.states = np.array(
+            [number for number, done in enumerate(sets) if all(group <= done or not group & done for group in groups)]
+        )
+        self.sets = sets
+        self.last = len(self.space) - 1
+        assert len(sets[self.last]) == everything
+
+    @cached_property
+    def all(self) -> list[Column]:
+        """Every column that is no worse than all others with the same ends."""
+        found: list[Column] = []
+        for number, state in enumerate(self.states[:-1]):
+            others = self.space.among_later(int(state), self.states[number + 1 :])
+            if len(others):
+                found.extend(self._from(int(state), others))
+            if len(found) > MOST_COLUMNS:
+                raise InputError(
+                    f"more than {MOST_COLUMNS} candidate stages are too many for an integer program",
+                    hint="use --solver search, or forbid cuts",
+                )
+        return found
+
+    def layers(self, column: Column) -> frozenset[int]:
+        """Positions of the layers of a column."""
+        return self.sets[column.end] - self.sets[column.start]
+
+    def candidate(self, column: Column) -> Candidate:
+        """A column as a stage."""
+        kind = self.request.kinds[column.kind]
+        return Candidate(self.sets[column.start], self.layers(column), column.replicas, column.recompute, kind)
+
+    def _from(self, state: int, others: Integers) -> Iterator[Column]:
+        request = self.request
+        if request.model == "max-load":
+            yield from self._loads(state, others)
+            return
+        work = self.space.work(state, others)
+        footprint = self.space.footprint(state, others, work).divided(request.microbatches)
+        rules = {"auto": (False, True), "never": (False,), "always": (True,)}[request.recompute]
+        for number, kind in enumerate(request.kinds):
+            here = work if kind is None else work.at_speed(kind.speed)
+            for again in rules:
+                some = (here.recomputed(), footprint.recomputed()) if again else (here, footprint)
+                limit = request.cluster.memory_of(kind)
+                if again and limit is None and request.recompute == "auto":
+                    continue  # nothing to gain
+                yield from self._variants(state, others, number, kind, again, *some, limit)
+
+    def _loads(self, state: int, others: Integers) -> Iterator[Column]:
+        """Under `max-load`: one GPU each, whatever follows."""
+        request = self.request
+        for other in map(int, others):
+            for number, kind in enumerate(request.kinds):
+                stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], 1, kind=kind)
+                cost, limit = request.priced([stage]), request.cluster.memory_of(kind)
+                if limit is None or cost.memory[0].total_bytes <= limit:
+                    after = request.cluster.gpus - 1
+                    yield Column(state, other, 1, number, False, 0.0, cost.seconds_per_minibatch, after)
+
+    def _variants(
+        self,
+        state: int,
+        others: Integers,
+        number: int,
+        kind: Kind | None,
+        recompute: bool,
+        work: Work,
+        footprint: Footprint,
+        limit: int | None,
+    ) -> Iterator[Column]:
+        smaller: list[tuple[Floats, Integers]] = []  # times and followers of smaller replica counts
+        pinned = bool(self.request.constraints.gpu_of)  # may ask for more replicas than are fastest
+        for r in range(1, self._most_replicas(kind) + 1):
+            sum_s, max_s = self._seconds(work, r, len(others))
+            after = self._most_after(footprint, r, len(others), limit)
+            useful = after >= 0
+            if not pinned:
+                for seconds, room in smaller:
+                    useful &= (sum_s + max_s < seconds) | (after > room)
+            smaller.append((sum_s + max_s, after))
+            for column in np.flatnonzero(useful):
+                yield Column(
+                    state,
+                    int(others[column]),
+                    r,
+                    number,
+                    recompute,
+                    float(sum_s[column]),
+                    float(max_s[column]),
+                    int(after[column]),
+                )
+
+    def _most_replicas(self, kind: Kind | None) -> int:
+        request = self.request
+        most = {"naive": 1, "gpipe": request.microbatches, "1f1b-flush": request.microbatches}
+        most |= {"2bw": request.microbatches}
+        return min(request.count(kind), most.get(request.schedule, request.cluster.gpus))
+
+    def _seconds(self, work: Work, replicas: int, count: int) -> tuple[Floats, Floats]:
+        request = self.request
+        link = link_of(request.cluster)
+        if request.schedule in ASYNCHRONOUS:
+            model = asynchronous_model(request.model, request.schedule, request.microbatches, link)
+            return np.zeros(count), _spread(model.stage_s(work, replicas), count)
+        drained = SynchronousModel(link, request.schedule, request.microbatches)
+        return _spread(drained.sum_s(work, replicas), count), _spread(drained.max_s(work, replicas), count)
+
+    def _most_after(self, footprint: Footprint, replicas: int, count: int, limit: int | None) -> Integers:
+        """Most GPUs that may follow; -1 where none may, since not even the last stage fits. By trying each number."""
+        request = self.request
+        gpus = request.cluster.gpus - replicas
+        most = np.full(count, -1)
+        for after in range(gpus + 1):
+            flying = self._in_flight(replicas, after)
+            fits: NDArray[np.bool_] = most == after - 1
+            if request.schedule == "2bw":
+                fits &= two_versions_suffice(request.microbatches, replicas, flying)
+            if limit is not None:
+                fits &= footprint.total_bytes(flying, versions_of(request.schedule, flying)) <= limit
+            if not fits.any():
+                break
+            most[fits] = after
+        return most
+
+    def _in_flight(self, replicas: int, after: int) -> int:
+        request = self.request
+        if request.schedule in ASYNCHRONOUS:
+            return int(in_flight_1f1b(replicas, after))
+        model = SynchronousModel(link_of(request.cluster), request.schedule, request.microbatches)
+        return int(model.in_flight(replicas, after))
+
+
+def _space(request: Request, all_cuts: bool) -> StateSpace:
+    chain = Chain(request.ledger)
+    if chain.complete or not all_cuts:
+        return chain
+    words = enumerate_downsets(request.ledger, MOST_STATES)
+    return chain if words is None else Downsets(request.ledger, words, complete=True)
+
+
+def _spread(values: Floats, count: int) -> Floats:
+    return np.array(np.broadcast_to(values, count), dtype=np.float64)

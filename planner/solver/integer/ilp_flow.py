@@ -1,0 +1,271 @@
+"""The flow formulation: a pipeline is a path through the cuts, and every candidate stage an arc.
+
+A binary variable x for every stage a from cut I to cut J, on r replicas of GPUs of kind k, and
+
+    the x are one path from the empty cut to the whole model                                        (path)
+    sum over the stages of kind k of  r_a x_a  <=  GPUs of kind k                                   (GPUs)
+
+A plan takes sum_a S_a x_a + max_a M_a x_a, where S and M are the stage's parts of the sum and of the maximum in the
+schedule's time. Instead of a variable T >= M_a x_a, whose relaxation says next to nothing, the maximum is bounded by
+leaving stages out. Under 1f1b and 2bw there is no sum: the smallest T is wanted for which
+
+    minimise  sum_a r_a x_a   over the stages with M_a <= T, subject to (path), (GPUs)
+
+has a solution. It is one of the M_a, and bisection finds it. Under a schedule that drains,
+
+    minimise  sum_a S_a x_a   over the stages with M_a < X, subject to (path), (GPUs)
+
+is solved first for X = infinity, then for X the maximum of each answer, until the sum alone exceeds the best time.
+All rows are 0-1, and the times of a plan are added up from its stages, so rounding inside the solver does not matter.
+When time runs out, the largest T known not to suffice, or the last sum, bounds the answer.
+
+What a stage holds depends on the GPUs after it. Where that matters, the nodes are pairs of a cut and the GPUs from
+there on; where layers are pinned to stages, the number of the stage joins them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pulp
+
+from planner.cost.asynchronous import ASYNCHRONOUS
+from planner.cost.layer_costs import Candidate
+from planner.errors import InputError
+from planner.solver.candidates.deadline import Deadline
+from planner.solver.integer.ilp_columns import Column, Columns
+from planner.solver.integer.milp import MilpName, run
+from planner.solver.integer.request import IlpAnswer, Request
+
+MOST_ARCS = 300_000
+_SCALE = 1000.0  # what the time of a balanced plan is scaled to
+_EQUAL = 1e-9  # relative difference of times that count as equal
+
+Node = tuple[int, int, int]  # state, GPUs from there on, stages before; -1 where it does not matter
+
+
+@dataclass(frozen=True)
+class Arc:
+    """A column between two nodes."""
+
+    column: Column
+    tail: Node
+    head: Node
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Columns of a plan, in order."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def sum_s(self) -> float:
+        """Their sum."""
+        return sum(column.sum_s for column in self.columns)
+
+    @property
+    def max_s(self) -> float:
+        """Their maximum."""
+        return max(column.max_s for column in self.columns)
+
+    @property
+    def seconds(self) -> float:
+        """Per minibatch."""
+        return self.sum_s + self.max_s
+
+
+class Flow:
+    """The integer program of a request over its columns."""
+
+    def __init__(self, request: Request, columns: Columns, solver: MilpName) -> None:
+        self.request, self.columns, self.solver = request, columns, solver
+        self.gpus = request.cluster.gpus
+        self.arcs = _arcs(request, columns)
+        total_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in request.ledger.profile.layers)
+        self._scale = _SCALE * self.gpus / total_s
+
+    def solve(self, deadline: Deadline) -> IlpAnswer | None:
+        """The fastest plan; None when there is none.
+
+        Raises:
+            TimeoutError: when time runs out before there is any plan.
+        """
+        if self.request.schedule in ASYNCHRONOUS:
+            return self._bisected(deadline)
+        return self._traded(deadline)
+
+    def _bisected(self, deadline: Deadline) -> IlpAnswer | None:
+        """The smallest time that some plan's stages all meet."""
+        best = self._with_fewest_gpus(self.arcs, deadline)
+        if best is None:
+            return None
+        times = np.unique([arc.column.max_s for arc in self.arcs])
+        first, last = 0, int(np.searchsorted(times, best.seconds))  # the answer is among times[first .. last]
+        optimal = True
+        while first < last:
+            middle = (first + last) // 2
+            arcs = [arc for arc in self.arcs if arc.column.max_s <= times[middle]]
+            try:
+                better = self._with_fewest_gpus(arcs, deadline)
+            except TimeoutError:
+                optimal = False
+                break
+            if better is None:
+                first = middle + 1
+            else:
+                best, last = better, int(np.searchsorted(times, better.seconds))
+        best = self._leanest(best, deadline)
+        bound_s = best.seconds if optimal else float(times[first])
+        return IlpAnswer(self._stages(best.columns), best.seconds, bound_s, optimal)
+
+    def _traded(self, deadline: Deadline) -> IlpAnswer | None:
+        """The best of the answers that trade sum against maximum."""
+        best: _Found | None = None
+        arcs, bound_s, optimal = self.arcs, 0.0, True
+        while True:
+            try:
+                found = self._with_least_sum(arcs, deadline)
+            except TimeoutError:
+                if best is None:
+                    raise
+                optimal = False
+                break
+            if found is None:
+                break
+            if best is None or found.seconds < best.seconds:
+                best = found
+            bound_s = found.sum_s
+            limit_s = min(found.max_s, best.seconds - found.sum_s)
+            arcs = [arc for arc in arcs if arc.column.max_s < limit_s]
+        if best is None:
+            return None
+        best = self._leanest(best, deadline)
+        bound_s = best.seconds if optimal else min(bound_s, best.seconds)
+        return IlpAnswer(self._stages(best.columns), best.seconds, bound_s, optimal)
+
+    def _leanest(self, found: _Found, deadline: Deadline) -> _Found:
+        """Of plans with its sum and its maximum one with fewest GPUs, then stages, then stages that recompute."""
+        limit_s = found.seconds * (1 + _EQUAL)
+        arcs = [arc for arc in self.arcs if arc.column.max_s <= found.max_s * (1 + _EQUAL)]
+        try:
+            lean = self._with_fewest_gpus(arcs, deadline, found.sum_s)
+        except TimeoutError:
+            return found
+        return lean if lean is not None and lean.seconds <= limit_s else found
+
+    def _with_fewest_gpus(self, arcs: Sequence[Arc], deadline: Deadline, most_sum_s: float = 0.0) -> _Found | None:
+        """A plan of these arcs alone, whose sum is at most the given one if there is any."""
+        weight = len(self.columns.states) + 1
+        costs = [(arc.column.replicas * weight + 1) * weight + arc.column.recompute for arc in arcs]
+        return self._cheapest(arcs, costs, deadline, most_sum_s)
+
+    def _with_least_sum(self, arcs: Sequence[Arc], deadline: Deadline) -> _Found | None:
+        return self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs], deadline)
+
+    def _cheapest(
+        self, arcs: Sequence[Arc], costs: Sequence[float], deadline: Deadline, most_sum_s: float = 0.0
+    ) -> _Found | None:
+        """The plan of these arcs with the smallest cost.
+
+        Raises:
+            TimeoutError: when time runs out before it is known.
+        """
+        if deadline.passed:
+            raise TimeoutError
+        if not arcs:
+            return None
+        problem = pulp.LpProblem("pipeline", pulp.LpMinimize)
+        chosen = self._path(problem, arcs)
+        problem.setObjective(_weighted(zip(chosen, costs, strict=True)))
+        if most_sum_s > 0:
+            sums = _weighted((x, arc.column.sum_s * self._scale) for x, arc in zip(chosen, arcs, strict=True))
+            problem += sums <= most_sum_s * self._scale * (1 + _EQUAL)
+        outcome = run(problem, self.solver, deadline.left_s)
+        if outcome.status == "infeasible":
+            return None
+        if outcome.status != "optimal":
+            raise TimeoutError
+        picked = [arc.column for arc, x in zip(arcs, chosen, strict=True) if x.value() > 0.5]
+        return _Found(tuple(sorted(picked, key=lambda column: column.start)))
+
+    def _path(self, problem: pulp.LpProblem, arcs: Sequence[Arc]) -> list[pulp.LpVariable]:
+        """Variables of the arcs, one path, within the GPUs."""
+        chosen = [problem.add_variable(f"x{n}", cat=pulp.LpBinary) for n in range(len(arcs))]
+        balance: dict[Node, list[tuple[pulp.LpVariable, float]]] = defaultdict(list)
+        for variable, arc in zip(chosen, arcs, strict=True):
+            balance[arc.tail].append((variable, 1.0))
+            balance[arc.head].append((variable, -1.0))
+        begins = [(x, 1.0) for x, arc in zip(chosen, arcs, strict=True) if arc.column.start == 0]
+        problem += _weighted(begins) == 1
+        for (state, _, _), terms in balance.items():
+            if state not in (0, self.columns.last):
+                problem += _weighted(terms) == 0
+        for number, kind in enumerate(self.request.kinds):
+            used = ((x, arc.column.replicas) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kind == number)
+            problem += _weighted(used) <= self.request.count(kind)
+        return chosen
+
+    def _stages(self, columns: Iterable[Column]) -> tuple[Candidate, ...]:
+        return tuple(self.columns.candidate(column) for column in columns)
+
+
+def _arcs(request: Request, columns: Columns) -> list[Arc]:
+    """Every column at every place where it may stand.
+
+    Raises:
+        InputError: when they are too many.
+    """
+    gpus, pins = request.cluster.gpus, _Pins(request)
+    usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
+    count_gpus = any(column.most_after < gpus - column.replicas for column in usable)
+    most_stages = min(gpus, len(columns.states) - 1)
+    places = range(most_stages) if pins.stages else (-1,)
+    arcs: list[Arc] = []
+    for column in usable:
+        number = pins.stage(columns.layers(column)) if pins.stages else None
+        allowed = places if number is None else (number,)
+        afters: Sequence[int] = range(min(column.most_after, gpus - column.replicas) + 1) if count_gpus else (-1,)
+        for after in afters:
+            if (column.end == columns.last) != (after <= 0) and count_gpus:
+                continue
+            before = after + column.replicas if count_gpus else -1
+            for place in allowed:
+                if place >= 0 and (column.start == 0) != (place == 0):
+                    continue
+                following = place + 1 if place >= 0 else -1
+                arcs.append(Arc(column, (column.start, before, place), (column.end, after, following)))
+        if len(arcs) > MOST_ARCS:
+            raise InputError(
+                f"more than {MOST_ARCS} places for stages are too many for an integer program",
+                hint="use --solver search, fewer GPUs, or forbid cuts",
+            )
+    return arcs
+
+
+class _Pins:
+    """Which columns the pins allow."""
+
+    def __init__(self, request: Request) -> None:
+        position, constraints = request.ledger.position, request.constraints
+        self.stages = {position[name]: number for name, number in constraints.stage_of.items()}
+        self.gpus = {position[name]: rank for name, rank in constraints.gpu_of.items()}
+        self._kind = {rank: n for n, ranks in enumerate(request.cluster.kind_ranks) for rank in ranks}
+
+    def allow(self, layers: frozenset[int], column: Column) -> bool:
+        """Whether the stage is of the kind of the GPUs that its layers are pinned to, and replicated as often."""
+        ranks = {rank for layer, rank in self.gpus.items() if layer in layers}
+        if any(self._kind[rank] != column.kind for rank in ranks) or len(ranks) > column.replicas:
+            return False
+        return len({number for layer, number in self.stages.items() if layer in layers}) <= 1
+
+    def stage(self, layers: frozenset[int]) -> int | None:
+        """The number that the stage must have, if any."""
+        return next((number for layer, number in self.stages.items() if layer in layers), None)
+
+
+def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression(list(terms))

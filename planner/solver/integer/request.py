@@ -1,0 +1,100 @@
+"""What the integer programs are asked, and their answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.cost.asynchronous import RecomputeRule
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
+from planner.cost.pricing import price
+from planner.formats.cluster import Cluster, Kind
+from planner.formats.constraints import Constraints
+from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.profile import Profile
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, a cluster, and what the plan is for and must respect."""
+
+    ledger: Ledger
+    cluster: Cluster
+    model: CostModelName = "resource"
+    schedule: ScheduleName = "1f1b"
+    microbatches: int = 1
+    recompute: RecomputeRule = "auto"
+    constraints: Constraints = field(default_factory=Constraints)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether stages must be runs of consecutive layers: the executor builds no others."""
+        return self.ledger.profile.graph_hash is not None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether plans are judged by their simulation: not by the published models, nor where nothing can be run."""
+        return self.model == "resource" and self.constraints.contiguous
+
+    @property
+    def kinds(self) -> tuple[Kind | None, ...]:
+        """The kinds of GPUs; None for the profiled one, when there is no other."""
+        return self.cluster.kinds or (None,)
+
+    def count(self, kind: Kind | None) -> int:
+        """GPUs of that kind."""
+        return self.cluster.gpus if kind is None else kind.count
+
+    @property
+    def groups(self) -> list[frozenset[int]]:
+        """Positions of layers that no cut may separate; each layer once."""
+        return self.constraints.groups(self.ledger.profile)
+
+    def about(self, profile: Profile) -> Request:
+        """The same request about another profile."""
+        return replace(self, ledger=Ledger(profile))
+
+    def without_constraints(self) -> Request:
+        """The same request with its constraints in the profile, as forbidden cuts; they must say no more than that."""
+        profile = self.constraints.as_forbidden_cuts(self.ledger.profile, in_order=self.keeps_order)
+        assert profile is not None
+        return self if self.constraints.empty else replace(self, ledger=Ledger(profile), constraints=Constraints())
+
+    def priced(self, stages: Sequence[Candidate]) -> Price:
+        """The price of a plan."""
+        return price(
+            self.ledger,
+            stages,
+            self.cluster,
+            model=self.model,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+        )
+
+
+@dataclass(frozen=True)
+class IlpAnswer:
+    """The best plan found, the time that no plan beats, and whether they are the same."""
+
+    stages: tuple[Candidate, ...]
+    seconds: float
+    bound_s: float
+    optimal: bool
+
+
+def ranked(request: Request, stages: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The stages with ranks where GPUs differ: pinned ones, and the first that are free of each kind."""
+    cluster, position = request.cluster, request.ledger.position
+    if not cluster.kinds:
+        return tuple(stages)
+    pinned = {position[name]: rank for name, rank in request.constraints.gpu_of.items()}
+    free = [rank for rank in range(cluster.gpus) if rank not in pinned.values()]
+    ranked = []
+    for stage in stages:
+        ranks = {pinned[layer] for layer in stage.layers if layer in pinned}
+        alike = [rank for rank in free if cluster.kind_of(rank) == stage.kind]
+        ranks.update(alike[: stage.replicas - len(ranks)])
+        free = [rank for rank in free if rank not in ranks]
+        ranked.append(replace(stage, ranks=tuple(sorted(ranks))))
+    return tuple(ranked)

@@ -1,0 +1,1 @@
+"""Search on clusters of several levels of links."""

@@ -1,0 +1,226 @@
+"""Best-first search (A*) over plans for clusters of several levels, stage by stage from the first rank on.
+
+A partial plan costs at least what its stages do, with the true loads on their links as far as they are known, and what
+the relaxed programme leaves for the rest. The partial plan of the least bound goes on first; when that bound is no
+better than the best plan found, that plan is optimal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from planner.cost.synchronous import SynchronousModel
+from planner.cost.topology import Loads
+from planner.cost.work import Floats, Integers
+from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.levels.relaxed import Relaxed, Rest, Seconds
+from planner.solver.levels.stage_bounds import Question
+
+MOST_STEPS = 3_000  # extended plans; a fixed number rather than a time, so that the same question has the same answer
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best path, or None, and what no path can beat."""
+
+    path: Path | None
+    bound_s: float
+
+
+@dataclass(order=True)
+class _Partial:
+    """A plan's first stages, in the order of the least that they may become."""
+
+    bound_s: float
+    number: int  # makes the order total, and so the answer repeatable
+    rest: Rest = field(compare=False)
+    states: tuple[int, ...] = field(compare=False)
+    replicas: tuple[int, ...] = field(compare=False)
+    recompute: tuple[bool, ...] = field(compare=False)
+    sum_s: float = field(compare=False)
+    max_s: float = field(compare=False)
+    links: _Links = field(compare=False)
+    ways: _Ways | None = field(compare=False, default=None)  # to go on, once they were looked at
+
+    @property
+    def rank(self) -> int:
+        """The first rank of the next stage."""
+        return sum(self.replicas)
+
+
+@dataclass(frozen=True)
+class _Links:
+    """What is known of the links of a plan's first stages.
+
+    Attributes:
+        loads: transfers among these stages, and their all-reduces.
+        scale: what a rank's load counts for in its stage's part of the maximum.
+        end_s: what is added to it.
+        holders: live values, and the last stage that has each.
+    """
+
+    loads: Loads
+    scale: Floats
+    end_s: Floats
+    holders: dict[int, int]
+
+
+@dataclass
+class _Ways:
+    """Next stages by increasing bound, and how many of them were taken."""
+
+    bounds_s: Floats
+    replicas: Integers
+    columns: Integers
+    taken: int = 0
+
+
+class BestFirst:
+    """Extends the plans that the relaxed programme promises most of."""
+
+    def __init__(self, question: Question, relaxed: Relaxed) -> None:
+        self.space, self.topology, self.objective = question.space, question.topology, question.objective
+        self._relaxed, self._deadline = relaxed, question.deadline
+
+    def best(self, roots: list[Rest], price: Seconds, best: Path | None) -> Found:
+        """Extend the partial plan of the least bound until it is no better than the best plan."""
+        ranks = np.zeros(self.topology.gpus)
+        nothing = _Links(Loads(self.topology), ranks, ranks, {})
+        queue = [
+            _Partial(float(rest.sum_s[0, 0] + rest.max_s[0, 0]), -number, rest, (0,), (), (), 0.0, 0.0, nothing)
+            for number, rest in enumerate(roots)
+        ]
+        heapq.heapify(queue)
+        last = len(self.space) - 1
+        for step in range(MOST_STEPS):
+            limit_s = np.inf if best is None else best.seconds * (1 - RESOLUTION)
+            if not queue or queue[0].bound_s >= limit_s:
+                queue.clear()
+                break
+            if self._deadline.passed:
+                break
+            partial = queue[0]
+            longer = self._next(partial, limit_s, step)
+            if partial.ways is not None and partial.ways.taken < len(partial.ways.bounds_s):
+                partial.bound_s = max(partial.bound_s, float(partial.ways.bounds_s[partial.ways.taken]))
+                heapq.heapreplace(queue, partial)
+            else:
+                heapq.heappop(queue)
+            if longer is None:
+                continue
+            if longer.states[-1] == last:
+                best = better(best, Path(longer.states, longer.replicas, longer.bound_s, longer.recompute), price)
+            elif longer.bound_s < limit_s:
+                heapq.heappush(queue, longer)
+        known_s = np.inf if best is None else best.seconds
+        return Found(best, min(queue[0].bound_s, known_s) if queue else known_s)
+
+    def _next(self, partial: _Partial, limit_s: float, number: int) -> _Partial | None:
+        """The partial plan with its most promising stage not taken yet; None when there is none."""
+        if partial.ways is None:
+            partial.ways = self._ways(partial, limit_s)
+        ways = partial.ways
+        if ways.taken == len(ways.bounds_s):
+            return None
+        bound_s, r, column = (each[ways.taken] for each in (ways.bounds_s, ways.replicas, ways.columns))
+        ways.taken += 1
+        bounds, phase = self._relaxed.bounds[partial.states[-1]], partial.rank % self._relaxed.places.phases
+        target = int(bounds.others[column])
+        links, late_s, busy_s = self._linked(partial, target, int(r))
+        sum_s = partial.sum_s + float(bounds.sum_s[phase, r - 1, column]) + late_s
+        max_s = max(partial.max_s, float(bounds.max_s[phase, r - 1, column]), busy_s)
+        rest, rank = partial.rest, partial.rank + int(r)
+        bound_s = max(float(bound_s), sum_s + rest.sum_s[target, rank] + max(max_s, rest.max_s[target, rank]))
+        states, replicas = (*partial.states, target), (*partial.replicas, int(r))
+        recompute = (*partial.recompute, bool(bounds.recompute[column]))
+        return _Partial(bound_s, number, rest, states, replicas, recompute, sum_s, max_s, links)
+
+    def _ways(self, partial: _Partial, limit_s: float) -> _Ways:
+        """All stages that may come next and keep the plan below the limit."""
+        bounds, rest, rank = self._relaxed.bounds[partial.states[-1]], partial.rest, partial.rank
+        phase, replicas = rank % self._relaxed.places.phases, self._relaxed.places.replicas[: max(rest.gpus - rank, 0)]
+        others, after = bounds.others[None, :], (rank + replicas)[:, None]
+        peaks = np.maximum(bounds.max_s[phase, : len(replicas)], rest.max_s[others, after])
+        sums = partial.sum_s + bounds.sum_s[phase, : len(replicas)] + rest.sum_s[others, after]
+        totals = sums + np.maximum(peaks, partial.max_s)
+        rows, columns = np.nonzero(self._relaxed.fits(bounds, rest.gpus, rank, len(replicas)) & (totals < limit_s))
+        order = np.argsort(totals[rows, columns], kind="stable")
+        return _Ways(totals[rows, columns][order], replicas[rows[order]], columns[order])
+
+    def _linked(self, partial: _Partial, target: int, r: int) -> tuple[_Links, float, float]:
+        """What the next stage adds to the links: also the seconds of transfers that the bounds do not count yet, and
+        the busiest that a link comes to."""
+        state, rank, stage = partial.states[-1], partial.rank, len(partial.replicas)
+        ranks = range(rank, rank + r)
+        links, loads = partial.links, partial.links.loads.copy()
+        holders, received = self._exchanged(links.holders, state, target, stage)
+        starts = np.cumsum((0, *partial.replicas))
+        late_s = 0.0
+        for source, exchange in received.items():
+            first = int(starts[source])
+            theirs = range(first, first + partial.replicas[source])
+            late_s += loads.add_transfer(theirs, ranks, exchange) - self._counted_s(theirs, ranks, exchange)
+        model = self.objective
+        work = self.space.work(state, np.array([target]))
+        scale, end_s, times = links.scale.copy(), links.end_s.copy(), 1
+        if isinstance(model, SynchronousModel):
+            placed = SynchronousModel(self.topology.stage_link(ranks), model.schedule, model.microbatches)
+            scale[rank : rank + r] = (-(-model.microbatches // r) - 1) * r
+            end_s[rank : rank + r] = float(placed.end_s(work, r)[0])
+            times = model.microbatches - 1
+            if model.schedule == "naive":
+                scale[:], end_s[:], times = 0.0, 0.0, 0
+        else:
+            scale[rank : rank + r] = 1.0
+            late_s = 0.0
+            if model == "resource":
+                loads.add_ring(ranks, float(work.trainable_bytes[0]))
+            else:
+                scale[:], times = 0.0, 0  # the bounds of the published models are exact
+        own_s = float(np.max(np.maximum(loads.into, loads.out) * scale + end_s))
+        busy_s = max(own_s, loads.busiest_shared()[0] * times)
+        return _Links(loads, scale, end_s, holders), max(late_s, 0.0), busy_s
+
+    def _counted_s(self, source: range, target: range, exchange: Floats) -> float:
+        """What the bounds count for a transfer: half for each end, to the nearest rank outside."""
+        places, total = self._relaxed.places, 0.0
+        for path_s, latency_s, ranks in (
+            (places.path_right, places.latency_right, source),
+            (places.path_left, places.latency_left, target),
+        ):
+            at = (ranks.start % places.phases, len(ranks) - 1)
+            total += (exchange[0] + exchange[1]) * path_s[at] + (exchange[2] + exchange[3]) * latency_s[at]
+        return float(total / 2)
+
+    def _exchanged(
+        self, holders: dict[int, int], state: int, target: int, stage: int
+    ) -> tuple[dict[int, int], dict[int, Floats]]:
+        """Who has which live value after the next stage, and what the stage gets from which earlier one."""
+        layers = set(self.space.layers(state, target))
+        done = set(self.space.layers(0, target))
+        traffic = self.space.ledger.traffic
+        received: dict[int, Floats] = {}
+        after = dict(holders)
+        for number, holder in holders.items():
+            value = traffic[number]
+            if layers.intersection(value.users):
+                received[holder] = received.get(holder, 0.0) + value.amounts
+                after[number] = stage
+        after.update((number, stage) for number, value in enumerate(traffic) if value.producer in layers)
+        return {number: by for number, by in after.items() if not done.issuperset(traffic[number].users)}, received
+
+
+def better(best: Path | None, path: Path, price: Seconds) -> Path | None:
+    """The faster of the two; of equally fast ones the one with fewer GPUs, then fewer stages."""
+    seconds = price(path)
+    if not np.isfinite(seconds):
+        return best
+    priced = replace(path, seconds=seconds)
+    if best is None or seconds < best.seconds * (1 - RESOLUTION):
+        return priced
+    if seconds <= best.seconds * (1 + RESOLUTION) and (path.gpus, len(path.replicas)) < (best.gpus, len(best.replicas)):
+        return priced
+    return best

@@ -1,0 +1,127 @@
+"""Local search for clusters of several levels: from a plan to a faster neighbour, until none is faster.
+
+The bounds that lead the best-first search see a stage alone in its place. Where servers share a link, what a plan costs
+depends on all stages of a server together, and the bounds may all be too low to tell plans apart. Then good plans are
+found near others: by moving a cut, by giving a replica to another stage, by parting a stage or joining two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, pairwise
+
+import numpy as np
+
+from planner.solver.candidates.deadline import Deadline
+from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.chain.states import StateSpace
+from planner.solver.levels.relaxed import Seconds
+
+KINDS = 4  # of neighbours
+PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # of a stage's compute, where it is parted
+
+_Stages = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]  # states, replicas, recompute
+
+
+class Descents:
+    """Descents over one space, which price no plan twice.
+
+    Args:
+        space: whose states the paths have.
+        gpus: that a plan may have.
+        price: what is lowered, of a path; infinite when it does not fit the memory.
+        deadline: when to stop.
+        most: plans to price: a fixed number, so that the same question has the same answer.
+    """
+
+    def __init__(self, space: StateSpace, gpus: int, price: Seconds, deadline: Deadline, most: int) -> None:
+        self._space, self._gpus, self._price, self._deadline, self._most = space, gpus, price, deadline, most
+        self._priced: dict[_Stages, float] = {}
+
+    def from_(self, path: Path) -> Path | None:
+        """Where the path leads by always taking the best neighbour of a kind, or None if nothing fits."""
+        best = replace(path, seconds=self._seconds((path.states, path.replicas, path.recompute)))
+        stale = 0  # kinds since the last one that helped
+        for neighbours in cycle((_cuts_moved, self._stages_parted, self._replicas_moved, _stages_joined)):
+            before = best
+            for stages in neighbours(before):
+                if (seconds := self._seconds(stages)) < best.seconds * (1 - RESOLUTION):
+                    best = Path(stages[0], stages[1], seconds, stages[2])
+            stale = stale + 1 if best is before else 0
+            if stale == KINDS or self.over:
+                break
+        return best if np.isfinite(best.seconds) else None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be priced."""
+        return len(self._priced) >= self._most or self._deadline.passed
+
+    def _seconds(self, stages: _Stages) -> float:
+        if stages not in self._priced:
+            if self.over or not _nested(self._space, stages[0]):
+                return np.inf
+            self._priced[stages] = self._price(Path(stages[0], stages[1], np.inf, stages[2]))
+        return self._priced[stages]
+
+    def _stages_parted(self, path: Path) -> Iterator[_Stages]:
+        """A stage as two, with its replicas, or with one more where there is a GPU for it."""
+        compute_s = self._space.compute_s
+        for stage, (start, end) in enumerate(pairwise(path.states)):
+            targets_s = [compute_s[start] + part * (compute_s[end] - compute_s[start]) for part in PARTS]
+            cuts = sorted({int(cut) for cut in np.searchsorted(compute_s, targets_s)})
+            for replicas in range(path.replicas[stage], path.replicas[stage] + 1 + (path.gpus < self._gpus)):
+                for first in range(1, replicas):
+                    for cut in cuts:
+                        if start < cut < end:
+                            yield _with(path, stage, stage + 1, (cut,), (first, replicas - first))
+
+    def _replicas_moved(self, path: Path) -> Iterator[_Stages]:
+        """A replica given to another stage or to none, one more, and stages with each other's replicas."""
+        stages = range(len(path.replicas))
+        for giver in stages:
+            for taker in stages:
+                replicas = list(path.replicas)
+                if giver < taker and replicas[giver] != replicas[taker]:
+                    replicas[giver], replicas[taker] = replicas[taker], replicas[giver]
+                    yield path.states, tuple(replicas), path.recompute
+                replicas = list(path.replicas)
+                if giver == taker and path.gpus < self._gpus:
+                    yield path.states, (*replicas[:giver], replicas[giver] + 1, *replicas[giver + 1 :]), path.recompute
+                if replicas[giver] > 1:
+                    replicas[giver] -= 1
+                    replicas[taker] += giver != taker
+                    yield path.states, tuple(replicas), path.recompute
+
+
+def _cuts_moved(path: Path) -> Iterator[_Stages]:
+    """One cut elsewhere, by one state, two, four and so on."""
+    states = path.states
+    for at in range(1, len(states) - 1):
+        for direction in (1, -1):
+            distance = 1
+            while states[at - 1] < (moved := states[at] + direction * distance) < states[at + 1]:
+                yield (*states[:at], moved, *states[at + 1 :]), path.replicas, path.recompute
+                distance *= 2
+
+
+def _stages_joined(path: Path) -> Iterator[_Stages]:
+    """Two neighbours as one, with the replicas of both."""
+    for stage in range(len(path.replicas) - 1):
+        yield _with(path, stage, stage + 2, (), (path.replicas[stage] + path.replicas[stage + 1],))
+
+
+def _with(path: Path, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Stages:
+    """The path with other stages in place of those from `first` to before `last`; any recomputes if one of them did."""
+    again = any(path.recompute[first:last])
+    return (
+        (*path.states[: first + 1], *cuts, *path.states[last:]),
+        (*path.replicas[:first], *replicas, *path.replicas[last:]),
+        (*path.recompute[:first], *(again for _ in replicas), *path.recompute[last:]),
+    )
+
+
+def _nested(space: StateSpace, states: tuple[int, ...]) -> bool:
+    """Whether each state contains the one before it."""
+    return all(len(space.among_later(before, np.array([after]))) for before, after in pairwise(states))

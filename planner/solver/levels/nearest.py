@@ -1,0 +1,94 @@
+"""A flat cluster that is never worse than one of several levels: what no plan on the levels can beat.
+
+All ranks are as near as the nearest ones, except that a stage of more replicas than a group has members must cross the
+group's link in its all-reduce. What a stage costs then depends on its layers and replicas alone, and the searches for
+flat clusters apply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cost.asynchronous import CostModel, Resource, cost_model
+from planner.cost.placement import without_transfers
+from planner.cost.topology import Topology
+from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
+from planner.formats.plan import CostModelName
+
+_SLACK = 1e-9
+
+
+class NearestModel(CostModel):
+    """A cost model whose stages are spread over as few groups as their replicas fit in, and beside their neighbours."""
+
+    def __init__(self, name: CostModelName, topology: Topology) -> None:
+        near = topology.link(0)
+        super().__init__(near)
+        self.name = name
+        self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last one holds all there are
+        # The published models know one bandwidth, which is that of the all-reduce where no cut is looked at.
+        links = [
+            replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)) if name == "resource" else topology.link(level)
+            for level, ring in enumerate(topology.ring_bytes_per_s)
+        ]
+        self._levels = [cost_model(name, link) for link in links]
+        self._near = self._levels[0]
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        r = np.asarray(replicas)
+        busy = self._near.resources_s(work, r)
+        for smaller, model in zip(self._groups, self._levels[1:], strict=False):
+            farther = model.resources_s(work, r)
+            for resource in busy:
+                if self.name == "resource" or resource == "compute":
+                    busy[resource] = np.where(r > smaller, farther[resource], busy[resource])
+        return busy
+
+    def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
+        """The fewest that stay within a group and meet the target with its links, else within a larger one."""
+        shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), np.shape(after))
+        floor, behind = np.broadcast_to(at_least, shape), np.broadcast_to(after, shape)
+        least = np.broadcast_to(self.least_s(work), shape) / target_s * (1 - _SLACK)
+        answer = np.full(shape, IMPOSSIBLE, dtype=np.int64)
+        smaller = 0
+        for larger, model in zip(self._groups, self._levels, strict=True):
+            open_ = (answer >= IMPOSSIBLE) & (least <= larger)
+            if open_.any():
+                part = work if open_.ndim == 1 and open_.all() else work_of(work, open_)
+                from_ = np.maximum(floor[open_], smaller + 1)
+                if self.name != "resource":  # the cuts are as near as they can be
+                    from_ = np.maximum(from_, self._near.fewest_replicas(part, target_s, from_, behind[open_]))
+                    part = _without_cuts(part)
+                r = np.maximum(model.fewest_replicas(part, target_s, from_, behind[open_]), from_)
+                answer[open_] = np.where(r <= larger, r, IMPOSSIBLE)
+            smaller = larger
+        return answer
+
+    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
+        return self._near._lower_bounds(work, target_s)
+
+    def additive_s(self, work: Work, replicas: int) -> list[Floats]:
+        level = sum(replicas > size for size in self._groups[:-1])
+        return self._levels[level].additive_s(work, replicas)
+
+    def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
+        return self._near.cut_within(output_bytes, replicas, target_s)
+
+    def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
+        return self._near.fewest_around_cut(output_bytes, gradient_bytes, target_s)
+
+
+def work_of(work: Work, some: NDArray[np.bool_]) -> Work:
+    """The work of some of the stages, in one row."""
+    values = {field.name: np.asarray(getattr(work, field.name)) for field in fields(work)}
+    return Work(
+        **{name: np.broadcast_to(value, some.shape)[some] if value.ndim else value for name, value in values.items()}
+    )
+
+
+def _without_cuts(work: Work) -> Work:
+    nothing = np.zeros_like(work.cut_before_bytes)
+    return replace(without_transfers(work), cut_before_bytes=nothing, cut_after_bytes=nothing)

@@ -1,0 +1,149 @@
+"""Plans for clusters of several levels by the bounds of their stages: a dynamic programme over cuts and ranks.
+
+What a stage costs depends on where it and its neighbours sit. `placements` bounds it from below by its own place. Over
+those bounds a programme from the last layer to the first,
+
+    best(J, p) = min over K, r of  max( bound(J, K, p, r), best(K, p + r) ),
+
+gives for every cut J and every rank p the least that the rest of a plan can cost. For schedules that drain, the sum and
+the maximum have a programme each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.synchronous import SynchronousModel
+from planner.cost.work import Floats
+from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.levels.stage_bounds import Places, Question, StageBounds, stage_bounds
+
+MOST_TRADES = 16  # answers that trade the sum against the maximum
+
+Seconds = Callable[[Path], float]  # the price of a path; infinite when it does not fit the memory
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The least that the layers after each state can cost from each rank on: (state, rank)."""
+
+    gpus: int  # that the whole plan has, where memory is limited; that it may have otherwise
+    sum_s: Floats
+    max_s: Floats
+
+
+class Relaxed:
+    """The bounds of all stages in all places, and what they say of whole plans."""
+
+    def __init__(self, question: Question) -> None:
+        self.space, self.objective = question.space, question.objective
+        self.gpus, self.memory_bytes = question.gpus, question.memory_bytes
+        # More replicas than microbatches idle, but may let the next stage begin at a server.
+        self.places = Places(question.topology, question.gpus)
+        self.bounds = [stage_bounds(question, state, self.places) for state in range(len(question.space) - 1)]
+
+    def rest(self, gpus: int) -> Rest:
+        """The dynamic programme over (state, rank), for the sum and for the maximum."""
+        last = len(self.space) - 1
+        sum_s, max_s = np.full((2, last + 1, self.gpus + 1), np.inf)
+        ends = slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)
+        sum_s[last, ends] = max_s[last, ends] = 0.0
+        for state in range(last - 1, -1, -1):
+            bounds = self.bounds[state]
+            for rank, fits, phase, ranks in self._starts(bounds, gpus):
+                others = bounds.others[None, :]
+                after = ranks[:, None]
+                peaks = np.maximum(bounds.max_s[phase, : len(ranks)], max_s[others, after])
+                max_s[state, rank] = np.min(peaks, where=fits, initial=np.inf)
+                if isinstance(self.objective, SynchronousModel):
+                    sums = bounds.sum_s[phase, : len(ranks)] + sum_s[others, after]
+                    sum_s[state, rank] = np.min(sums, where=fits, initial=np.inf)
+                else:
+                    sum_s[state, rank] = 0.0
+        return Rest(gpus, sum_s, max_s)
+
+    def _starts(
+        self, bounds: StageBounds, gpus: int
+    ) -> Iterator[tuple[int, NDArray[np.bool_], int, NDArray[np.int64]]]:
+        """For every first rank: which (replicas, stage) fit, its phase, and the ranks after each replica count."""
+        for rank in range(gpus):
+            replicas = self.places.replicas[: gpus - rank]
+            yield rank, self.fits(bounds, gpus, rank, len(replicas)), rank % self.places.phases, rank + replicas
+
+    def fits(self, bounds: StageBounds, gpus: int, rank: int, counts: int) -> NDArray[np.bool_]:
+        """Which (replicas, stage) fit the memory when the plan has so many GPUs in all."""
+        if self.memory_bytes is None:
+            return np.ones((counts, len(bounds.others)), dtype=bool)
+        r = self.places.replicas[:counts, None]
+        after = np.maximum(gpus - rank - r, 0)
+        if isinstance(self.objective, SynchronousModel):
+            return np.asarray(self.objective.in_flight(r, after) <= bounds.most)
+        return np.asarray(1 + -(-after // r) <= bounds.most)
+
+    def paths(self, rest: Rest) -> Iterator[Path]:
+        """Paths that are best by the bounds; for a sum and a maximum, along the answers that trade one for the other.
+
+        The maximum of each is the limit for the next, as in the search for a flat cluster.
+        """
+        if not np.isfinite(rest.max_s[0, 0]):
+            return
+        if not isinstance(self.objective, SynchronousModel):
+            yield self._traced(rest.gpus, rest.max_s, rest.max_s[0, 0])
+            return
+        limit_s = np.inf
+        for _ in range(MOST_TRADES):
+            answer = self._least_sum(rest.gpus, limit_s)
+            if answer is None:
+                return
+            path, peak_s = answer
+            yield path
+            limit_s = peak_s * (1 - RESOLUTION)
+
+    def _traced(self, gpus: int, max_s: Floats, limit_s: float) -> Path:
+        """A path within the limit, with few GPUs."""
+        states, replicas, recompute, rank = [0], [], [], 0
+        while states[-1] < len(self.space) - 1:
+            bounds = self.bounds[states[-1]]
+            counts = self.places.replicas[: gpus - rank]
+            fits = self.fits(bounds, gpus, rank, len(counts))
+            peaks = np.maximum(
+                bounds.max_s[rank % self.places.phases, : len(counts)],
+                max_s[bounds.others[None, :], (rank + counts)[:, None]],
+            )
+            row, column = np.argwhere(fits & (peaks <= limit_s))[0]
+            states.append(int(bounds.others[column]))
+            recompute.append(bool(bounds.recompute[column]))
+            replicas.append(int(counts[row]))
+            rank += int(counts[row])
+        return Path(tuple(states), tuple(replicas), float(limit_s), tuple(recompute))
+
+    def _least_sum(self, gpus: int, limit_s: float) -> tuple[Path, float] | None:
+        """The path of least sum whose stages keep the limit, by the bounds; and its largest stage."""
+        last = len(self.space) - 1
+        sums = np.full((last + 1, self.gpus + 1), np.inf)
+        sums[last, slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)] = 0.0
+        choice = np.zeros((last, self.gpus + 1, 2), dtype=np.int64)
+        for state in range(last - 1, -1, -1):
+            bounds = self.bounds[state]
+            for rank, fits, phase, ranks in self._starts(bounds, gpus):
+                usable = fits & (bounds.max_s[phase, : len(ranks)] <= limit_s)
+                totals = bounds.sum_s[phase, : len(ranks)] + sums[bounds.others[None, :], ranks[:, None]]
+                totals = np.where(usable, totals, np.inf)
+                best = int(np.argmin(totals))
+                sums[state, rank] = totals.flat[best]
+                choice[state, rank] = np.unravel_index(best, totals.shape)
+        if not np.isfinite(sums[0, 0]):
+            return None
+        states, replicas, recompute, rank, peak_s = [0], [], [], 0, 0.0
+        while states[-1] < last:
+            bounds, (row, column) = self.bounds[states[-1]], choice[states[-1], rank]
+            peak_s = max(peak_s, float(bounds.max_s[rank % self.places.phases, row, column]))
+            states.append(int(bounds.others[column]))
+            recompute.append(bool(bounds.recompute[column]))
+            replicas.append(int(row) + 1)
+            rank += int(row) + 1
+        return Path(tuple(states), tuple(replicas), float(sums[0, 0]), tuple(recompute)), peak_s

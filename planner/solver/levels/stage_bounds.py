@@ -1,0 +1,246 @@
+"""Lower bounds of what stages cost on a cluster of several levels, for every place where they may start.
+
+A stage's links depend on where its neighbours are, which a search from one end does not know. Two things are certain,
+though. Its all-reduce crosses the levels that its own ranks span. And everything before it sits on lower ranks, all
+after it on higher ones, so its messages travel at least as far as to the nearest rank outside. With those distances the
+bound of a stage depends on its layers, its replicas and its first rank alone; and on the first rank only up to a shift
+by whole groups of the outermost level but one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.asynchronous import RecomputeRule, cost_model
+from planner.cost.placement import without_transfers
+from planner.cost.synchronous import SynchronousModel
+from planner.cost.topology import Topology
+from planner.cost.work import Floats, Integers, Work
+from planner.formats.plan import CostModelName
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.chain.states import StateSpace
+
+Objective = CostModelName | SynchronousModel  # of the asynchronous pipeline, or of one that drains
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is sought for.
+
+    Args:
+        space: the cuts.
+        topology: of the cluster.
+        objective: what to minimise.
+        gpus: how many there are.
+        memory_bytes: of each; None for no limit.
+        recompute: which stages may recompute.
+        deadline: when the searches for flat clusters must have ended.
+    """
+
+    space: StateSpace
+    topology: Topology
+    objective: Objective
+    gpus: int
+    memory_bytes: int | None
+    recompute: RecomputeRule = "auto"
+    deadline: Deadline = NO_HURRY
+
+
+@dataclass(frozen=True)
+class StageBounds:
+    """The stages that begin at one state: (phase of the first rank, replicas - 1, stage).
+
+    Attributes:
+        others: where they end.
+        recompute: whether they do.
+        sum_s: their part of the sum; zero for the asynchronous pipeline.
+        max_s: their part of the maximum.
+        most: microbatches in flight that fit the memory, per stage.
+    """
+
+    others: Integers
+    recompute: NDArray[np.bool_]
+    sum_s: Floats
+    max_s: Floats
+    most: Integers
+
+
+class Places:
+    """Distances for every phase of the first rank and every number of replicas."""
+
+    def __init__(self, topology: Topology, most_replicas: int) -> None:
+        self.topology = topology
+        self.phases = int(topology.groups[-2]) if len(topology) > 1 else 1
+        self.first = np.arange(self.phases)[:, None]
+        self.replicas = np.arange(1, most_replicas + 1)
+        self.end = self.first + self.replicas
+        last, before = self.end - 1, self.first - 1
+        level = topology.level
+        self.span = level(self.first, last)
+        self.before_last = level(before, last)  # from the stage's farthest rank to the nearest one outside
+        self.first_after = level(self.first, self.end)
+        # (to the left, to the right) as the first and as the last replica sees it
+        self.sides = (
+            (np.broadcast_to(level(self.first, before), self.span.shape), self.first_after),
+            (self.before_last, level(last, self.end)),
+        )
+
+        # Mean slowness and latency from a replica to the nearest rank before and after the stage.
+        self.path_left, self.latency_left = self._means(before)
+        self.path_right, self.latency_right = self._means(self.end)
+
+    def at(self, per_level: Sequence[Floats], levels: Integers) -> Floats:
+        """From (replicas, stages) for every level to (phases, replicas, stages) at the given levels."""
+        return np.stack(per_level)[levels, np.arange(len(self.replicas))]
+
+    def _means(self, outside: Integers) -> tuple[Floats, Floats]:
+        """Of seconds per byte and latency, over the distances from each replica to a rank outside."""
+        outside = np.broadcast_to(outside, self.span.shape)
+        levels = np.stack([self.topology.level(self.first + i, outside) for i in range(len(self.replicas))])
+        own = np.arange(len(self.replicas))
+
+        def mean(per_level: Floats) -> Floats:
+            return np.asarray(np.cumsum(per_level[levels], axis=0)[own, :, own].T / self.replicas)
+
+        return mean(1 / self.topology.path_bytes_per_s), mean(self.topology.latency_s)
+
+    def groups_inside(self, size: int) -> list[tuple[NDArray[np.bool_] | Integers, ...]]:
+        """Groups of `size` ranks that hold part of the stage: replicas in it, and whether all before is outside, and
+        all after: its first group, its last, and one in the middle."""
+        head, tail = self.first // size, (self.end - 1) // size
+        full = (self.end // size - -(-self.first // size) >= 1) * size
+        return [
+            (
+                np.minimum(self.replicas, size - self.first % size),
+                np.broadcast_to(self.first % size == 0, full.shape),
+                self.end // size > head,
+            ),
+            (
+                np.minimum(self.replicas, (self.end - 1) % size + 1),
+                (self.first - 1) // size < tail,
+                self.end % size == 0,
+            ),
+            (full, full > 0, full > 0),
+        ]
+
+
+def stage_bounds(question: Question, state: int, places: Places) -> StageBounds:
+    """Bounds of every stage that begins at the state; those that may not fit the memory also as they recompute."""
+    space = question.space
+    others = space.among_later(state, np.arange(state + 1, len(space)))
+    if question.recompute == "always":
+        return _variant(question, state, others, places, recompute=True)
+    plain = _variant(question, state, others, places, recompute=False)
+    tight = np.flatnonzero(plain.most < question.gpus + 1)
+    if question.recompute == "never" or not len(tight):
+        return plain
+    again = _variant(question, state, others[tight], places, recompute=True)
+    return StageBounds(
+        np.concatenate((plain.others, again.others)),
+        np.concatenate((plain.recompute, again.recompute)),
+        np.concatenate((plain.sum_s, again.sum_s), axis=-1),
+        np.concatenate((plain.max_s, again.max_s), axis=-1),
+        np.concatenate((plain.most, again.most)),
+    )
+
+
+def _variant(question: Question, state: int, others: Integers, places: Places, *, recompute: bool) -> StageBounds:
+    work = question.space.work(state, others)
+    footprint = question.space.footprint(state, others, work)
+    if recompute:
+        work, footprint = work.recomputed(), footprint.recomputed()
+    sides = question.space.sides(state, others)
+    if isinstance(question.objective, SynchronousModel):
+        sum_s, max_s = _synchronous(work, sides, places, question.objective)
+        footprint = footprint.divided(question.objective.microbatches)
+    else:
+        max_s = _asynchronous(work, sides, places, question.objective)
+        sum_s = np.zeros_like(max_s)
+    most = np.full(len(others), np.iinfo(np.int64).max // 2)
+    if question.memory_bytes is not None:
+        stashing = not isinstance(question.objective, SynchronousModel)
+        most = footprint.most_in_flight(question.memory_bytes, stashing)
+    return StageBounds(others, np.full(len(others), recompute), sum_s, max_s, most)
+
+
+def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name: CostModelName) -> Floats:
+    topology, r = places.topology, places.replicas[:, None]
+    if name != "resource":
+        models = [cost_model(name, topology.link(level)) for level in range(len(topology))]
+        busy = [model.resources_s(work, r) for model in models]
+        shape = (len(r), len(work.forward_s))
+        bound = places.at([each["compute"] for each in busy], places.span)
+        for resource, levels in (("cut_before", places.before_last), ("cut_after", places.first_after)):
+            if resource in busy[0]:
+                cuts = [np.broadcast_to(each[resource], shape) for each in busy]
+                bound = np.maximum(bound, places.at(cuts, levels))
+        return bound
+    computes = [
+        cost_model(name, topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
+        for size in topology.groups
+    ]
+    ring = 2 * (r - 1) / (r * r) * work.trainable_bytes
+    link_s = _own_links(sides, places) + (1 / topology.ring_bytes_per_s)[places.span][..., None] * ring
+    return np.maximum(np.maximum(places.at(computes, places.span), link_s), _shared_links(sides, places, ring))
+
+
+def _synchronous(
+    work: Work, sides: tuple[Floats, Floats], places: Places, model: SynchronousModel
+) -> tuple[Floats, Floats]:
+    topology, r = places.topology, places.replicas[:, None]
+    shape = (len(r), len(work.forward_s))
+    placed = [
+        SynchronousModel(topology.stage_link(range(int(size))), model.schedule, model.microbatches)
+        for size in topology.groups
+    ]
+    alone = without_transfers(work)
+    sums = places.at([np.broadcast_to(each.sum_s(alone, r), shape) for each in placed], places.span)
+    for side, path_s, latency_s in (
+        (sides[0], places.path_left, places.latency_left),
+        (sides[1], places.path_right, places.latency_right),
+    ):
+        moved_s = (side[0] + side[1]) * path_s[..., None] + (side[2] + side[3]) * latency_s[..., None]
+        sums = sums + moved_s / 2  # the other half is the other end's
+    computes = [np.broadcast_to(each.resources_s(work, r)["compute"], shape) for each in placed]
+    bound = places.at(computes, places.span)
+    if model.schedule != "naive":
+        ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
+        more = (np.ceil(model.microbatches / r) - 1) * r
+        bound = np.maximum(bound, more * _own_links(sides, places) + ends)
+        bound = np.maximum(bound, (model.microbatches - 1) * _shared_links(sides, places, np.zeros(shape)))
+    return sums, bound
+
+
+def _own_links(sides: tuple[Floats, Floats], places: Places) -> Floats:
+    """The busier direction of the busier of the first and the last replica's link, transfers only."""
+    left, right = sides
+    slowness, latency = 1 / places.topology.path_bytes_per_s, places.topology.latency_s
+    busiest = np.zeros(1)
+    for to_left, to_right in places.sides:
+        for incoming, outgoing in ((0, 1), (1, 0)):  # activations come from the left and gradients from the right
+            seconds = (
+                left[incoming] * slowness[to_left][..., None]
+                + left[incoming + 2] * latency[to_left][..., None]
+                + right[outgoing] * slowness[to_right][..., None]
+                + right[outgoing + 2] * latency[to_right][..., None]
+            )
+            busiest = np.maximum(busiest, seconds)
+    return busiest / places.replicas[:, None]
+
+
+def _shared_links(sides: tuple[Floats, Floats], places: Places, ring: Floats) -> Floats:
+    """The busiest link of a group that holds part of the stage."""
+    (left, right), r = sides, places.replicas
+    busiest = np.zeros(1)
+    for level, size, bandwidth, ring_bandwidth in places.topology.shared:
+        crossing = (places.span >= level)[..., None] * ring / ring_bandwidth
+        for inside, from_left, from_right in places.groups_inside(size):
+            share_left = (inside * from_left / r / bandwidth)[..., None]
+            share_right = (inside * from_right / r / bandwidth)[..., None]
+            for incoming, outgoing in ((0, 1), (1, 0)):
+                busiest = np.maximum(busiest, left[incoming] * share_left + right[outgoing] * share_right + crossing)
+    return busiest

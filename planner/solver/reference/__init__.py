@@ -1,0 +1,1 @@
+"""Plans to compare with: brute force, data parallelism and equal cuts."""

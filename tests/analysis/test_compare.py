@@ -1,0 +1,115 @@
+"""The chosen plan beside the baselines: priced like any plan, on measured and on published profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.analysis.compare import Comparison, Row, compare
+from planner.analysis.question import Question
+from planner.cost.layer_costs import Ledger
+from planner.cost.pricing import price
+from planner.errors import PlanError
+from planner.formats.cluster import flat_cluster, hierarchical_cluster
+from planner.formats.plan import ScheduleName
+from planner.formats.profile import Profile, load_profile
+from planner.report.tables.compare import comparison_report
+from planner.solver import solve
+from planner.solver.reference import baselines
+from tests.samples import layer, profile
+
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+MODEL = profile(
+    layer("a", 2, 4, output_bytes=1, saved_bytes=8),
+    layer("b", 1, 2, output_bytes=1, weight_bytes=40, saved_bytes=8),
+    layer("c", 1, 2, weight_bytes=1000, saved_bytes=8),
+)
+
+
+def row(comparison: Comparison, name: str) -> Row:
+    return next(each for each in comparison.rows if each.name == name)
+
+
+def test_rows_by_hand() -> None:
+    comparison = compare(MODEL, flat_cluster(2, 10.0, 2500))
+    chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
+    assert (chosen.name, chosen.config) == ("chosen plan", "1-1")
+    assert chosen.speedup_over_data_parallel == pytest.approx(
+        parallel.seconds_per_microbatch / chosen.seconds_per_microbatch
+    )
+    # Two replicas: 2·(1/2)·1040 bytes each per round of two, of 4 samples each.
+    assert parallel.communication_bytes_per_sample == pytest.approx(1040 / 4)
+    assert chosen.communication_bytes_per_sample == pytest.approx(2 / 4)
+    assert chosen.communication_cut == pytest.approx(1 - 2 / 1040)
+    assert chosen.idle_share == pytest.approx(1 - 12 / (2 * chosen.seconds_per_microbatch))
+    # Weights, gradients, activations; the model has no optimizer state.
+    assert parallel.memory_bytes == 1040 * 2 + 24
+    assert parallel.over_memory_bytes == 0
+    gpipe = row(comparison, "gpipe, same cut")
+    assert (gpipe.schedule, gpipe.config, gpipe.microbatches) == ("gpipe", "1-1", 8)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    comparison = compare(MODEL, flat_cluster(2, 10.0, 2060))
+    parallel = row(comparison, "data parallel")
+    assert parallel.over_memory_bytes == 1040 * 2 + 24 - 2060
+    assert "no, 44 B too many" in comparison_report(comparison)
+    assert comparison.rows[0].over_memory_bytes == 0
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("vgg16", 6), ("gpt2", 2), ("lstm_lm", 6), ("resnet50", 2)])
+def test_no_baseline_beats_the_plan_on_measured_profiles(name: str, gpus: int) -> None:
+    model = load_profile(PROFILES / name / "cpu.json")
+    comparison = compare(model, flat_cluster(gpus, 1.25e8))
+    chosen = comparison.rows[0]
+    assert len(comparison.rows) == 7
+    for other in comparison.rows[1:]:
+        # GPipe reduces gradients once for all its microbatches, so that it may be faster.
+        if other.schedule == chosen.schedule:
+            assert other.seconds_per_microbatch >= chosen.seconds_per_microbatch * (1 - 1e-9), other.name
+        assert 0 <= other.idle_share < 1, other.name
+    text = comparison_report(comparison)
+    assert all(other.name in text for other in comparison.rows)
+    assert max(map(len, text.splitlines())) <= 150
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("1f1b-flush", 8), ("2bw", 8), ("naive", 1)])
+def test_other_schedules(schedule: ScheduleName, microbatches: int) -> None:
+    comparison = compare(MODEL, flat_cluster(2, 10.0), question=Question(schedule=schedule, microbatches=microbatches))
+    chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
+    assert {chosen.schedule, parallel.schedule} == {schedule}
+    assert len(comparison.rows) == (6 if schedule == "gpipe" else 7)
+    stages = baselines.data_parallel(Ledger(MODEL), 2)
+    cost = price(Ledger(MODEL), stages, flat_cluster(2, 10.0), schedule=schedule, microbatches=microbatches)
+    # So few gradients are one bucket, full after the backwards of c and b; the formula has six equal parts.
+    late_s = (2 + 2) - 8 / 6
+    # Under naive the all-reduce of a round is waited for once, not by every minibatch.
+    rel = 0.1 if schedule == "naive" else 0.01
+    expected_s = (cost.seconds_per_minibatch + late_s) / microbatches
+    assert parallel.seconds_per_microbatch == pytest.approx(expected_s, rel=rel)
+
+
+def test_several_levels() -> None:
+    comparison = compare(MODEL, hierarchical_cluster((2, 2), (100.0, 10.0)))
+    assert row(comparison, "data parallel").config == "4"
+
+
+def test_a_plan_of_another_profile_is_refused() -> None:
+    plan = solve(MODEL, flat_cluster(2, 10.0))
+    assert compare(MODEL, plan=plan).rows[0].config == plan.config
+    other: Profile = MODEL.model_copy(update={"model": "other"})
+    with pytest.raises(PlanError, match="another profile"):
+        compare(other, plan=plan)
+
+
+def test_an_interleaved_plan_counts_its_workers_and_their_memory() -> None:
+    deep = profile(*(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10) for i in range(8)))
+    plan = solve(deep, flat_cluster(2, 100.0), schedule="interleaved", microbatches=4)
+    comparison = compare(deep, plan=plan)
+    chosen = comparison.rows[0]
+    assert (chosen.workers, chosen.config) == (plan.workers, plan.config)
+    assert chosen.memory_bytes == max(map(plan.memory_bytes, range(len(plan.stages))))
+    assert 0 <= chosen.idle_share < 1
+    assert {other.schedule for other in comparison.rows[1:]} == {"1f1b-flush"}
+    assert "all others: 1f1b-flush, 4 microbatches" in comparison_report(comparison)

@@ -1,0 +1,110 @@
+"""Explanations: every number is one that solving or pricing gives by itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from planner.analysis.explain import explain
+from planner.analysis.question import Question
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import load_profile
+from planner.report.tables.explain import explanation_report, sentences
+from planner.simulator.plan import simulate
+from planner.simulator.summary import summarize
+from planner.solver import solve
+from tests.samples import layer, profile
+
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+MODEL = profile(
+    layer("a", 1, 2, output_bytes=1, saved_bytes=5),
+    layer("b", 1, 2, output_bytes=1, saved_bytes=5),
+    layer("c", 1, 2, output_bytes=1, weight_bytes=300, saved_bytes=5),
+    layer("d", 1, 2, weight_bytes=300, saved_bytes=5),
+    layer("e", 1, 3, weight_bytes=300, saved_bytes=5),
+)
+
+
+def test_by_hand() -> None:
+    cluster = flat_cluster(2, 10.0, 9000)
+    plan = solve(MODEL, cluster)
+    assert plan.config == "1-1"
+    explained = explain(MODEL, plan)
+    assert [(use.stage, use.resource) for use in explained.uses] == [
+        (stage, resource) for stage in (0, 1) for resource in ("compute", "receive", "send")
+    ]
+    busiest = max(use.busy_s for use in explained.uses)
+    assert busiest == plan.predicted.bottleneck.busy_s
+    assert explained.waiting_s == pytest.approx(plan.predicted.seconds_per_minibatch - busiest)
+    assert all(use.slack_bytes == 9000 - use.bytes for use in explained.memory)
+    # a b c | d e, or a b | c d e: 9 and 7 seconds, or 6 and 10.
+    assert [(move.layer, move.to_stage) for move in explained.moves] == [("c", 1), ("d", 0)]
+    assert explained.moves[0].slower == pytest.approx(10 / 9 - 1, rel=0.02)
+    assert explained.moves[1].slower == pytest.approx(12 / 9 - 1, rel=0.02)
+    assert explained.next_best is not None
+    assert explained.next_best.config in ("1", "2")
+    text = explanation_report(explained)
+    assert "limited by the computation of stage 0" in text
+    assert "the search was exact" in text
+
+
+def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
+    model = load_profile(PROFILES / "vgg16" / "cpu.json")
+    plan = solve(model, flat_cluster(4, 1.25e7, 2 * 10**9))
+    explained = explain(model, plan)
+    wider, larger, roomier = explained.what_if
+    for alternative, cluster in [
+        (wider, flat_cluster(4, 1.25e7 * 1.1, 2 * 10**9)),
+        (larger, flat_cluster(5, 1.25e7, 2 * 10**9)),
+        (roomier, flat_cluster(4, 1.25e7, 3 * 10**9)),
+    ]:
+        again_s = solve(model, cluster).predicted.seconds_per_minibatch
+        seconds = alternative.seconds_per_minibatch
+        assert seconds is not None
+        assert seconds <= again_s
+        assert seconds == pytest.approx(min(again_s, seconds_on(cluster, plan)), rel=1e-3)
+        gain = plan.predicted.seconds_per_minibatch / seconds - 1
+        assert alternative.gain == pytest.approx(gain, abs=1e-5)
+
+
+def seconds_on(cluster: Cluster, plan: Plan) -> float:
+    """What the plan takes there; infinite where GPUs would be left over."""
+    if cluster.gpus != plan.cluster.gpus:
+        return math.inf
+    return summarize(simulate(plan.model_copy(update={"cluster": cluster}))).seconds_per_minibatch
+
+
+@pytest.mark.parametrize("name", ["vgg16", "gpt2", "lstm_lm", "resnet50"])
+def test_no_move_and_no_other_config_beats_an_optimal_plan(name: str) -> None:
+    model = load_profile(PROFILES / name / "cpu.json")
+    plan = solve(model, flat_cluster(3, 1.25e8))
+    explained = explain(model, plan)
+    assert len(explained.moves) >= len(plan.stages) - 1
+    assert all(move.slower >= -0.01 for move in explained.moves)
+    assert explained.next_best is not None
+    assert explained.next_best.gain is not None
+    assert explained.next_best.gain <= 0.01
+    assert explained.next_best.config != plan.config
+    assert max(map(len, explanation_report(explained).splitlines())) <= 140
+
+
+def test_a_plan_on_one_gpu_has_no_boundary() -> None:
+    explained = explain(MODEL, solve(MODEL, flat_cluster(1, 10.0)))
+    assert explained.moves == ()
+    assert explained.next_best is None
+    assert "With one more GPU the plan would be 1-1" in sentences(explained)
+
+
+def test_schedules_that_drain_and_levels() -> None:
+    question = Question(schedule="gpipe", microbatches=4)
+    plan = question.solve(MODEL, flat_cluster(2, 10.0))
+    explained = explain(MODEL, plan)
+    assert explained.waiting_s == 0
+    assert "per minibatch" in explanation_report(explained)
+    chunked = solve(MODEL, flat_cluster(2, 10.0), schedule="interleaved", microbatches=4)
+    assert explain(MODEL, chunked).moves == ()
+    levels = explain(MODEL, solve(MODEL, hierarchical_cluster((2, 2), (100.0, 10.0))))
+    assert levels.what_if[1].what == "one more group of 2 GPUs"

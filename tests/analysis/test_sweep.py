@@ -1,0 +1,105 @@
+"""Sweeps: the config changes where the formulas say it must, and pictures say what tables say."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from planner.analysis.sweep import PRECISION, Sweep, spread, sweep
+from planner.errors import InputError
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.profile import load_profile
+from planner.report.svg.sweep import sweep_svg
+from planner.report.tables.sweep import sweep_report
+from planner.solver import solve
+from tests.samples import layer, profile
+
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+# Two equal layers of 6 seconds on two workers: the transfer of 30 bytes takes 30/B each way, a ring of 60 bytes 60/B.
+MODEL = profile(layer("a", 2, 4, output_bytes=30, weight_bytes=10), layer("b", 2, 4, weight_bytes=50))
+
+
+def over_bandwidth() -> Sweep:
+    return sweep(MODEL, "bandwidth", spread(1.0, 100.0, 5, whole=False), lambda b: flat_cluster(2, b))
+
+
+def test_every_point_is_what_solve_says() -> None:
+    for point in over_bandwidth().points:
+        plan = solve(MODEL, flat_cluster(2, point.value))
+        assert point.config == plan.config
+        assert point.seconds_per_minibatch == plan.predicted.seconds_per_minibatch
+        assert point.bottleneck == plan.predicted.bottleneck
+
+
+def test_the_config_changes_between_the_ends_that_are_named() -> None:
+    swept = over_bandwidth()
+    assert len({point.config for point in swept.points}) > 1
+    assert swept.changes
+    configs = [swept.points[0].config]
+    for change in swept.changes:
+        assert change.below < change.above.value <= change.below * (1 + PRECISION)
+        assert solve(MODEL, flat_cluster(2, change.below)).config == change.from_config == configs[-1]
+        assert solve(MODEL, flat_cluster(2, change.above.value)).config == change.above.config
+        configs.append(change.above.config)
+    assert configs[-1] == swept.points[-1].config
+
+
+def test_gpus_change_at_whole_numbers() -> None:
+    model = load_profile(PROFILES / "vgg16" / "cpu.json")
+    swept = sweep(model, "gpus", spread(1, 8, 4, whole=True), lambda n: flat_cluster(int(n), 1.25e8))
+    speeds = [point.speedup_over_one_gpu or 0.0 for point in swept.points]
+    assert speeds == sorted(speeds)
+    assert all(change.above.value == change.below + 1 for change in swept.changes)
+    assert "at 2 GPUs: 1 -> 1-1" in sweep_report(swept)
+
+
+def test_memory_from_too_little_on() -> None:
+    def at(memory: float) -> Cluster:
+        return flat_cluster(2, 10.0, int(memory))
+
+    swept = sweep(MODEL, "memory", spread(20, 400, 4, whole=False), at)
+    first, last = swept.points[0], swept.points[-1]
+    assert first.config is None
+    assert first.why_not is not None
+    assert "no plan fits" in first.why_not
+    assert last.config is not None
+    assert swept.changes[0].from_config is None
+    assert "none fits ->" in sweep_report(swept)
+    ElementTree.fromstring(sweep_svg(swept))
+
+
+def test_the_picture_shows_every_point_and_every_config() -> None:
+    swept = over_bandwidth()
+    root = ElementTree.fromstring(sweep_svg(swept))
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [title.text or "" for title in root.iter(f"{space}title")]
+    assert len(titles) == len(swept.points) + len(swept.changes)
+    texts = {text.text for text in root.iter(f"{space}text")}
+    assert {point.config for point in swept.points} <= texts
+    places = [float(circle.attrib["cx"]) for circle in root.iter(f"{space}circle") if len(circle)]
+    assert places == sorted(places)
+    for circle in root.iter(f"{space}circle"):
+        assert 0 <= float(circle.attrib["cx"]) <= 860
+        assert 0 <= float(circle.attrib["cy"]) <= 480
+
+
+def test_names_are_escaped_in_the_picture() -> None:
+    swept = over_bandwidth().model_copy(update={"model": "<a & b>"})
+    ElementTree.fromstring(sweep_svg(swept))
+
+
+def test_spread() -> None:
+    assert spread(2, 16, 16, whole=True) == list(range(2, 17))
+    assert spread(1, 1000, 4, whole=False) == pytest.approx([1, 10, 100, 1000])
+    assert spread(3, 3, 9, whole=True) == [3]
+    few = spread(1, 64, 5, whole=True)
+    assert few[0] == 1
+    assert few[-1] == 64
+    assert all(one < other for one, other in pairwise(few))
+    with pytest.raises(InputError, match="backwards"):
+        spread(2, 1, 5, whole=False)
+    with pytest.raises(InputError, match="1 points"):
+        spread(1, 2, 1, whole=False)

@@ -1,0 +1,107 @@
+"""Where ranks sit, and what that makes of transfers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.pricing import price
+from planner.cost.topology import Loads, Topology, rank_ranges
+from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
+from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.profile import Profile
+from tests.solver.strategies import profiles
+
+SERVERS = hierarchical_cluster((4, 4), (16.0, 1.0))
+
+
+def test_ranks_fill_servers_in_order() -> None:
+    topology = Topology(hierarchical_cluster((2, 3, 2), (8.0, 4.0, 2.0)))
+    assert list(topology.groups) == [2, 6, 12]
+    assert [int(topology.level(0, other)) for other in range(12)] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert topology.span(range(2, 4)) == 0
+    assert topology.span(range(1, 3)) == 1
+    assert topology.span(range(5, 7)) == 2
+
+
+def test_levels_of_one_member_join_nothing() -> None:
+    cluster = Cluster(levels=(Level(size=4, bandwidth_bytes_per_s=1.0), Level(size=1, bandwidth_bytes_per_s=9.0)))
+    assert len(Topology(cluster)) == 1
+
+
+@given(first=st.integers(0, 7), one=st.integers(1, 6), other=st.integers(1, 6))
+def test_messages_spread_as_the_round_robin_says(first: int, one: int, other: int) -> None:
+    topology = Topology(hierarchical_cluster((3, 2, 4), (8.0, 4.0, 2.0)))
+    source, target = range(first, first + one), range(first + one, first + one + other)
+    counted = np.zeros((3, one))
+    minibatches = math.lcm(one, other)
+    for minibatch in range(minibatches):
+        ends = source[minibatch % one], target[minibatch % other]
+        counted[int(topology.level(*ends)), minibatch % one] += one / minibatches
+    np.testing.assert_allclose(topology.shares(source, target), counted)
+
+
+def test_fifteen_and_one_on_four_servers_of_four() -> None:
+    # Rank 15 gets a message of every minibatch: 3 of 15 from its own server, 12 of 15 over its server's link.
+    loads = Loads(Topology(SERVERS))
+    seconds = loads.add_transfer(range(15), range(15, 16), np.array([30.0, 60.0, 1.0, 1.0]))
+    assert loads.into[15] == pytest.approx(30 * (3 / 15 / 16 + 12 / 15 / 1))
+    assert loads.out[15] == pytest.approx(60 * (3 / 15 / 16 + 12 / 15 / 1))
+    assert loads.out[0] == pytest.approx(30 / 15)
+    assert loads.out[14] == pytest.approx(30 / 15 / 16)
+    assert list(loads.shared_out[0]) == pytest.approx([30 * 4 / 15] * 3 + [60 * 12 / 15])
+    busiest_s, first, end = loads.busiest_shared()
+    assert (busiest_s, first, end) == (loads.shared_out[0][3], 12, 16)
+    assert seconds == pytest.approx(90 * (3 / 15 / 16 + 12 / 15))
+
+
+def test_a_ring_crosses_each_server_once() -> None:
+    loads = Loads(Topology(SERVERS))
+    loads.add_ring(range(2, 10), 64.0)
+    moved = 2 * 7 / 64 * 64.0
+    assert loads.into[2] == loads.out[9] == moved  # at the speed of the links between servers
+    assert list(loads.shared_into[0]) == [moved, moved, moved, 0.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(profile=profiles(most_layers=4), data=st.data())
+def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile, data: st.DataObject) -> None:
+    ledger = Ledger(profile)
+    count = len(profile.layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
+    groups = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]
+    replicas = [data.draw(st.integers(1, 2)) for _ in groups]
+    schedule: ScheduleName = data.draw(st.sampled_from(["1f1b", "gpipe", "naive"]))
+    microbatches = 3 if schedule == "gpipe" else 1
+    overlap = data.draw(st.booleans())
+    levels = hierarchical_cluster((2, 2, 2), (3.0,) * 3, None, (0.5,) * 3, shared=False, overlap=overlap)
+    flat = flat_cluster(8, 3.0, None, 0.5, overlap=overlap)
+    stages = candidates(groups, replicas)
+    one = price(ledger, stages, levels, schedule=schedule, microbatches=microbatches)
+    other = price(ledger, stages, flat, schedule=schedule, microbatches=microbatches)
+    assert one.seconds_per_minibatch == pytest.approx(other.seconds_per_minibatch)
+    assert one.memory == other.memory
+
+
+@settings(max_examples=100, deadline=None)
+@given(profile=profiles(most_layers=4), data=st.data())
+def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(profile: Profile, data: st.DataObject) -> None:
+    ledger, count = Ledger(profile), len(profile.layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
+    groups = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]
+    stages = candidates(groups, [data.draw(st.integers(1, 4)) for _ in groups])
+    levels = hierarchical_cluster((4, 4), (8.0, 1.0), shared=False)
+    flat = flat_cluster(16, 1.0)
+    models: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
+    for model in models:
+        one, other = price(ledger, stages, levels, model=model), price(ledger, stages, flat, model=model)
+        assert one.seconds_per_minibatch <= other.seconds_per_minibatch * (1 + 1e-9)
+
+
+def test_ranks_of_stages_are_consecutive() -> None:
+    assert rank_ranges((3, 1, 2)) == [range(3), range(3, 4), range(4, 6)]

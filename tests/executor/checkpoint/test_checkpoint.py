@@ -1,0 +1,418 @@
+"""Checkpoints without processes: any cut reads what any other wrote, and none is ever half there."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.optim import Optimizer
+
+import planner
+from planner.errors import InputError, PlannerError
+from planner.executor.checkpoint.checkpoint import Checkpointer, DataPosition, position
+from planner.executor.checkpoint.index import INDEX, Checkpoint, complete, find, load_index, resolve
+from planner.executor.checkpoint.optimizer_state import take_state
+from planner.executor.checkpoint.read import fill_module, fill_optimizer
+from planner.executor.checkpoint.write import Restorable, write_part
+from planner.executor.health.heartbeat import Heart
+from planner.executor.job import CheckpointOptions, Job
+from planner.executor.observe.run_log import FILE, RunLog
+from planner.formats.files import save_record
+from planner.model.capture.graph import LayerGraph
+from planner.model.capture.load import capture_file
+from planner.model.file import ModelFile, load_model_file
+from planner.model.stage.stage import build_stage
+from tests.executor.models import write_model
+from tests.executor.plans import make_plan, structural_profile
+
+# A parameter that the first and the last layer share, buffers that training changes, and one that it does not.
+TIED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5)) for _ in range(4)))
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)) * self.scale)
+
+def build_model():
+    return Net()
+
+def example_batch(batch_size):
+    tokens = torch.randint(0, 11, (batch_size, 5))
+    return (tokens,), tokens
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
+"""
+
+
+def write_tied(folder: Path) -> Path:
+    path = folder / "tied.py"
+    path.write_text(TIED, encoding="utf-8")
+    return path
+
+
+class Split:
+    """A model cut somewhere, with an optimizer for each stage; a graph for each replica, whose stages share weights."""
+
+    def __init__(self, model_file: ModelFile, graphs: Sequence[LayerGraph], cuts: list[int]) -> None:
+        self.graph = graphs[0]
+        bounds = [0, *cuts, len(self.graph.layers)]
+        self.stages: list[Restorable] = []
+        for replica, graph in enumerate(graphs):
+            for stage, (start, end) in enumerate(pairwise(bounds)):
+                module = build_stage(graph, [layer.name for layer in graph.layers[start:end]])
+                trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+                optimizer = model_file.optimizer(trained) if trained else None
+                self.stages.append(Restorable(stage, replica, module, optimizer))
+
+    def scramble(self) -> None:
+        """Nothing of what was there may be left."""
+        with torch.no_grad():
+            for own in self.stages:
+                for tensor in own.module.state_dict().values():
+                    tensor.copy_(torch.randint(50, 99, tensor.shape))
+
+    def train(self) -> None:
+        """Change everything that training changes."""
+        for own in self.stages:
+            for parameter in own.module.parameters():
+                parameter.grad = torch.randn_like(parameter)  # that of a tied one is the same in all its stages
+        for own in self.stages:
+            if own.optimizer is not None and own.replica == 0:
+                own.optimizer.step()
+            with torch.no_grad():
+                for buffer in own.module.buffers():
+                    buffer.add_(1 + own.replica)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        parts = tuple(write_part(folder, own) for own in self.stages)
+        index = Checkpoint(
+            tool="test", torch="any", model="any", graph_hash=self.graph.hash, config="any", schedule="1f1b", seed=0,
+            minibatch=1, minibatch_size=1, minibatches_per_epoch=None, parts=parts,
+        )  # fmt: skip
+        save_record(index, folder / INDEX)
+
+    def restore(self, folder: Path) -> None:
+        index = load_index(folder)
+        for own in self.stages:
+            fill_module(own.module, folder, index, stage=own.stage, replica=own.replica)
+            if own.optimizer is not None:
+                fill_optimizer(own.optimizer, own.module, folder, index, stage=own.stage)
+
+    def content(self, replica: int = 0) -> dict[str, Tensor]:
+        """All that is saved, by name: the state of a tied parameter is that of the last stage that has it."""
+        found: dict[str, Tensor] = {}
+        for own in self.stages:
+            if own.replica == replica:
+                found |= {name: tensor.clone() for name, tensor in own.module.state_dict().items()}
+                found |= _optimizer_content(own.optimizer, own.module)
+        return found
+
+
+def _optimizer_content(optimizer: Optimizer | None, module: nn.Module) -> dict[str, Tensor]:
+    return {} if optimizer is None else {k: v.clone() for k, v in take_state(optimizer, module)[1].items()}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("model", ["convolutional", "blocks", "tied"])
+def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(model: str, tmp_path: Path) -> None:
+    """Weights, buffers and optimizer state to the bit, and in the end in the unsplit model."""
+    rng = random.Random(model)
+    torch.manual_seed(1)
+    path = write_tied(tmp_path) if model == "tied" else write_model(tmp_path, model, "adamw")
+    model_file = load_model_file(path)
+    graphs = [capture_file(model_file, model_file.example_batch(4)) for _ in range(2)]
+    graph = graphs[0]
+    expected: dict[str, Tensor] = {}
+    for number in range(20):
+        cuts = sorted(rng.sample(range(1, len(graph.layers)), rng.randint(0, min(4, len(graph.layers) - 1))))
+        split = Split(model_file, graphs[: rng.randint(1, 2)], cuts)
+        if number:
+            split.scramble()
+            split.restore(tmp_path / str(number - 1))
+            assert_equal(split.content(), expected)
+        split.train()
+        split.save(tmp_path / str(number))
+        expected = split.content()
+    whole = model_file.build_model()
+    planner.load_weights(whole, tmp_path / "19")
+    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    optimizer = model_file.optimizer(trained)
+    fill_optimizer(optimizer, whole, tmp_path / "19", load_index(tmp_path / "19"))
+    assert_equal({k: v.clone() for k, v in whole.state_dict().items()} | _optimizer_content(optimizer, whole), expected)
+
+
+def test_torchs_own_reader_of_safetensors_reads_a_checkpoint(tmp_path: Path) -> None:
+    storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="this torch has no such reader")
+    pytest.importorskip("safetensors", reason="which that reader needs")
+    model_file = load_model_file(write_model(tmp_path, "convolutional", "momentum"))
+    split = Split(model_file, [capture_file(model_file, model_file.example_batch(4))], [3])
+    split.train()
+    split.save(tmp_path / "checkpoint")
+    found = {name: torch.zeros_like(tensor) for name, tensor in split.content().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        reader = storage.HuggingFaceStorageReader(str(tmp_path / "checkpoint"))
+        load_distributed(found, storage_reader=reader)
+    assert_equal(found, split.content())
+
+
+def test_each_replica_gets_its_own_buffers_back_and_a_further_one_the_firsts(tmp_path: Path) -> None:
+    model_file = load_model_file(write_tied(tmp_path))
+    graphs = [capture_file(model_file, model_file.example_batch(4)) for _ in range(3)]
+    two = Split(model_file, graphs[:2], [3])
+    two.train()
+    two.save(tmp_path / "two")
+    expected = [{k: v for k, v in two.content(r).items() if "running_mean" in k} for r in range(2)]
+    assert not torch.equal(*(content["blocks.0.1.running_mean"] for content in expected))
+    three = Split(model_file, graphs, [2, 4])
+    three.scramble()
+    three.restore(tmp_path / "two")
+    for replica, source in enumerate((0, 1, 0)):
+        found = {k: v for k, v in three.content(replica).items() if "running_mean" in k}
+        assert_equal(found, expected[source])
+
+
+def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Path) -> None:
+    model_file = load_model_file(write_model(tmp_path, "convolutional", "adamw"))
+    graph = capture_file(model_file, model_file.example_batch(4))
+    split = Split(model_file, [graph], [4])
+    split.train()
+    split.save(tmp_path / "good")
+    model = model_file.build_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    damages: list[tuple[Callable[[Path], object], str]] = [
+        (Path.unlink, "cannot be read|there is no"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "truncated|is not JSON"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes|is not JSON"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"e", b"f", 1)), "is corrupt|missing|unknown|index"),
+    ]
+    files = [path.name for path in sorted((tmp_path / "good").iterdir()) if "optimizer" not in path.name]
+    assert files == [INDEX, "stage-0.weights.safetensors", "stage-1.weights.safetensors"]
+    for file in files:
+        for number, (damage, words) in enumerate(damages):
+            bad = tmp_path / f"bad-{number}-{file}"
+            shutil.copytree(tmp_path / "good", bad)
+            damage(bad / file)
+            with pytest.raises(InputError, match=words):
+                planner.load_weights(model, bad)
+    assert_equal(before, dict(model.state_dict()))
+    optimizer = model_file.optimizer(list(model.parameters()))
+    index = load_index(tmp_path / "good")
+    for path in (tmp_path / "good").glob("*.optimizer.*"):
+        damages[1][0](path)
+    with pytest.raises(InputError, match="truncated"):
+        fill_optimizer(optimizer, model, tmp_path / "good", index)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    model_file = load_model_file(write_model(tmp_path, "convolutional", "sgd"))
+    graph = capture_file(model_file, model_file.example_batch(4))
+    Split(model_file, [graph], []).save(tmp_path / "one")
+    planner.export_weights(tmp_path / "one", tmp_path / "model.safetensors")
+    small = model_file.build_model()
+    small.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    for path in (tmp_path / "one", tmp_path / "model.safetensors"):
+        with pytest.raises(InputError, match=r"'more' is only in the model"):
+            planner.load_weights(small, path)
+        with pytest.raises(InputError, match=r"' is only in '"):
+            planner.load_weights(nn.Sequential(), path)
+    wide = model_file.build_model()
+    wide.head = nn.Linear(384, 11)
+    with pytest.raises(InputError, match=r"'head\.weight' has the shape \(10, 384\).*\(11, 384\) in the model"):
+        planner.load_weights(wide, tmp_path / "one")
+    with pytest.raises(InputError, match="is no complete file of tensors"):
+        planner.load_weights(small, Path(__file__))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class _CrashError(BaseException):
+    """The process ends here."""
+
+
+def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends at its first, second, … call that changes the disk; what remains is then resumed from."""
+    path = write_model(tmp_path, "convolutional", "momentum")
+    model_file = load_model_file(path)
+    plan = make_plan(structural_profile(path, 4), (1,))
+    graph = capture_file(model_file, model_file.example_batch(4))
+    split = Split(model_file, [graph], [])
+    options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1, resume="auto")
+    job = Job(model=str(path), plan=plan, steps=50, checkpoints=options)
+    data = DataPosition(4, None)
+
+    calls = crash_at = 0
+    done = False
+
+    def counted(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == crash_at:
+                raise _CrashError
+            return function(*args, **kwargs)
+
+        return call
+
+    checkpointer = Checkpointer(job, split.stages, data, Heart())
+    checkpointer.restore()
+    checkpointer.save(5)
+    contents, minibatch = {5: split.content()}, 10
+    while not done:
+        crash_at += 1
+        calls = 0
+        with monkeypatch.context() as patch:
+            for owner, name in ((os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "unlink")):
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+            try:
+                checkpointer = Checkpointer(job, split.stages, data, Heart())
+                checkpointer.restore()
+                split.train()
+                contents[minibatch] = split.content()
+                checkpointer.save(minibatch)
+                done = True
+            except _CrashError:
+                pass
+        (found,) = complete(tmp_path / "folder")[-1:]
+        split.scramble()
+        checkpointer = Checkpointer(job, split.stages, data, Heart())
+        assert checkpointer.resumed_from == found
+        resumed = checkpointer.restore()
+        assert resumed in (minibatch - 5, minibatch)
+        assert_equal(split.content(), contents[resumed])
+        minibatch = resumed + 5
+    assert crash_at > 8
+    assert names(tmp_path / "folder") == [FILE, f"step-{minibatch - 5:08}"]
+
+
+def test_a_full_disk_keeps_the_older_checkpoints_and_training(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_model(tmp_path, "convolutional", "momentum")
+    model_file = load_model_file(path)
+    plan = make_plan(structural_profile(path, 4), (1,))
+    split = Split(model_file, [capture_file(model_file, model_file.example_batch(4))], [])
+    options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1)
+    checkpointer = Checkpointer(
+        Job(model=str(path), plan=plan, steps=50, checkpoints=options), split.stages, DataPosition(4, None), Heart()
+    )
+    checkpointer.restore()
+    losses = [(minibatch, minibatch / 2) for minibatch in range(15)]
+    checkpointer.save(5, losses[:5])
+    checkpointer.check_last()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        checkpointer.save(10, losses[:10])
+    assert "the checkpoint after minibatch 10 could not be written" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert names(tmp_path / "folder") == [FILE, "step-00000005"]
+    with pytest.raises(PlannerError, match=r"the run ended, but its last checkpoint could not .*step-00000005"):
+        checkpointer.check_last()
+    checkpointer.save(15, losses)
+    checkpointer.check_last()
+    assert names(tmp_path / "folder") == [FILE, "step-00000015"]
+    past = RunLog(tmp_path / "folder", "").begin(15, again=True)
+    assert [(loss.minibatch, loss.loss) for loss in past.losses] == losses
+
+
+def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    assert resolve(None, folder, writes=True) is None
+    assert resolve("auto", folder, writes=True) is None
+    for name in ("step-00000005", "step-00000030", "step-100000000", ".step-100000005.abc.partial", "step-notes"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / INDEX).touch()
+    newest = folder / "step-100000000"
+    assert resolve("auto", folder, writes=True) == newest
+    assert resolve(str(folder), folder, writes=True) == newest
+    assert find(folder / "step-00000005") == folder / "step-00000005"
+    with pytest.raises(InputError, match="has checkpoints of an earlier run, the newest step-100000000"):
+        resolve(None, folder, writes=True)
+    with pytest.raises(InputError, match="has a newer checkpoint than"):
+        resolve(str(folder / "step-00000005"), folder, writes=True)
+    assert resolve(str(folder / "step-00000005"), folder, writes=False) == folder / "step-00000005"
+    assert resolve(str(newest), tmp_path / "other", writes=True) == newest
+    with pytest.raises(InputError, match="there is no checkpoint"):
+        resolve(str(tmp_path / "nothing"), folder, writes=False)
+    with pytest.raises(InputError, match="there is no complete checkpoint in"):
+        find(tmp_path)
+    with pytest.raises(InputError, match="is a file, not the folder of a checkpoint"):
+        find(newest / INDEX)
+    with pytest.raises(InputError, match="is a file, not a folder for checkpoints"):
+        resolve(None, newest / INDEX, writes=True)
+
+
+@pytest.mark.parametrize(
+    ("done", "size", "per_epoch", "new_size", "new_per_epoch", "expected"),
+    [
+        (7, 4, 5, 4, 5, 7),
+        (40, 4, None, 16, None, 10),
+        (41, 4, None, 16, None, 11),  # three of the samples are left out, none is seen twice
+        (13, 4, 10, 8, 5, 7),  # 12 samples into the second epoch: the next 8 begin at 16
+        (19, 4, 10, 16, 3, 6),  # 36 of 40 samples of the second epoch: behind its last, smaller minibatch
+        (13, 8, 5, 4, 10, 26),
+    ],
+)
+def test_the_place_in_the_data_in_minibatches_of_another_size(
+    done: int, size: int, per_epoch: int | None, new_size: int, new_per_epoch: int | None, expected: int
+) -> None:
+    index = Checkpoint(
+        tool="test", torch="any", model="any", graph_hash="any", config="1", schedule="1f1b", seed=0, minibatch=done,
+        minibatch_size=size, minibatches_per_epoch=per_epoch, parts=(),
+    )  # fmt: skip
+    assert position(index, Path("any"), DataPosition(new_size, new_per_epoch)) == expected
+
+
+def test_other_data_is_refused() -> None:
+    index = Checkpoint(
+        tool="test", torch="any", model="any", graph_hash="any", config="1", schedule="1f1b", seed=0, minibatch=3,
+        minibatch_size=4, minibatches_per_epoch=9, parts=(),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"dataset\(\) has 8 minibatches, but had 9"):
+        position(index, Path("any"), DataPosition(4, 8))

@@ -1,0 +1,157 @@
+"""Optimizers' and schedulers' state by the names of the parameters, through JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim import lr_scheduler as schedulers
+
+from planner.errors import InputError
+from planner.executor.checkpoint.optimizer_state import OptimizerState, give_state, rescale_rates, take_state
+from planner.executor.checkpoint.plain import from_plain, to_plain
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: AdamW(p, lr=0.01, amsgrad=True),
+    "capturable rate": lambda p: AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adagrad": lambda p: Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, centered=True),
+}
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+def train(module: nn.Module, optimizers: list[Optimizer], steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        module(torch.randn(4, 3)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def through_json(state: OptimizerState) -> OptimizerState:
+    return OptimizerState.model_validate_json(state.model_dump_json())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_optimizers_become_one_that_goes_on_as_they_would(name: str) -> None:
+    torch.manual_seed(0)
+    split, whole = model(), model()
+    halves = [OPTIMIZERS[name](list(split[0].parameters())), OPTIMIZERS[name](list(split[1:].parameters()))]
+    train(split, halves, 3)
+    # The names of the whole model's parameters in each half.
+    named = [nn.ModuleDict({"0": split[0]}), nn.ModuleDict({"1": split[1], "2": split[2]})]
+    taken = [take_state(optimizer, module) for optimizer, module in zip(halves, named, strict=True)]
+    whole.load_state_dict(split.state_dict())
+    joined = OPTIMIZERS[name](list(whole.parameters()))
+    tensors = {key: value.clone() for _, kept in taken for key, value in kept.items()}
+    give_state(joined, whole, [through_json(state) for state, _ in taken], tensors)
+    train(split, halves, 3)
+    train(whole, [joined], 3)
+    for one, other in zip(split.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_are_found_by_their_parameters() -> None:
+    def two_groups(module: nn.Module) -> SGD:
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in module.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in module.parameters() if p.dim() > 1]},
+        ]
+        return SGD(groups, lr=0.1, weight_decay=0.3)
+
+    whole = model()
+    state, tensors = take_state(two_groups(whole), whole)
+    part = nn.ModuleDict({"1": nn.Linear(3, 3)})
+    optimizer = two_groups(part)
+    optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[1]["weight_decay"] = 7.0, 8.0
+    give_state(optimizer, part, [through_json(state)], tensors)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    whole = model()
+    state, tensors = take_state(AdamW(whole.parameters(), lr=0.1), whole)
+    with pytest.raises(InputError, match=r"has the state of AdamW, but the model file's optimizer is SGD"):
+        give_state(SGD(whole.parameters(), lr=0.1), whole, [state], tensors)
+    few, kept = take_state(AdamW(whole[0].parameters(), lr=0.1), nn.ModuleDict({"0": whole[0]}))
+    with pytest.raises(InputError, match=r"did not train '1\.weight'"):
+        give_state(AdamW(whole.parameters(), lr=0.1), whole, [few], kept)
+    rest, others = take_state(AdamW(whole[1:].parameters(), lr=0.2), nn.ModuleDict({"1": whole[1], "2": whole[2]}))
+    with pytest.raises(InputError, match=r"'1\.weight' was trained with lr = 0\.2, '0\.weight' with 0\.1"):
+        give_state(AdamW(whole.parameters(), lr=0.1), whole, [few, rest], kept | others)
+
+
+def test_what_json_cannot_hold_is_refused_with_its_place() -> None:
+    whole = model()
+    optimizer = SGD(whole.parameters(), lr=0.1)
+    optimizer.param_groups[0]["hook"] = print
+    with pytest.raises(InputError, match=r"the optimizer's 'hook' is a builtin_function_or_method"):
+        take_state(optimizer, whole)
+
+
+SCHEDULERS: list[Callable[[Optimizer], Any]] = [
+    lambda o: schedulers.StepLR(o, 2),
+    lambda o: schedulers.MultiStepLR(o, [2, 5]),
+    lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: schedulers.OneCycleLR(o, 0.3, total_steps=20),
+    lambda o: schedulers.LambdaLR(o, lambda step: 0.5**step),
+    lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.5)], [3]),
+    lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+]
+
+
+@pytest.mark.parametrize("index", range(len(SCHEDULERS)))
+def test_schedulers_go_on_where_they_were(index: int) -> None:
+    def made() -> tuple[SGD, Any]:
+        optimizer = SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+        return optimizer, SCHEDULERS[index](optimizer)
+
+    def rates(optimizer: SGD, scheduler: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            found.append(float(optimizer.param_groups[0]["lr"]))
+        return found
+
+    optimizer, scheduler = made()
+    rates(optimizer, scheduler, 4)
+    text = json.dumps([to_plain(each.state_dict(), "it") for each in (scheduler, optimizer)], allow_nan=False)
+    other_optimizer, other = made()
+    states = [from_plain(value) for value in json.loads(text)]
+    other.load_state_dict(states[0])
+    other_optimizer.load_state_dict(states[1])
+    assert rates(optimizer, scheduler, 8) == rates(other_optimizer, other, 8)
+
+
+def test_rates_follow_the_factor_of_the_plan_that_goes_on() -> None:
+    """Linear scaling: a stage of two replicas trained at twice the user's rate, one of three goes on at thrice."""
+    whole = model()
+    optimizer = SGD(whole.parameters(), lr=0.2, momentum=0.9)
+    state, tensors = take_state(optimizer, whole, 2.0)
+    other = SGD(whole.parameters(), lr=99.0)
+    give_state(other, whole, [through_json(state)], tensors, 3.0)
+    assert other.param_groups[0]["lr"] == pytest.approx(0.3)
+    scheduler = schedulers.SequentialLR(
+        optimizer, [schedulers.ConstantLR(optimizer, 1.0), schedulers.ConstantLR(optimizer, 1.0)], [3]
+    )
+    scaled = rescale_rates(scheduler.state_dict(), 1.5)
+    assert scaled["_last_lr"] == scaled["_schedulers"][1]["base_lrs"] == [pytest.approx(0.3)]
+
+
+def test_nothing_else_comes_out_of_json() -> None:
+    for value in ({"object": "os.system"}, {"tensor": ["Tensor", [], 1]}, {"tuple": 3}, {}):
+        with pytest.raises(ValueError, match="is not a value of a checkpoint"):
+            from_plain(value)
+    assert from_plain(to_plain({1: (float("inf"), [None, True])}, "it")) == {1: (float("inf"), [None, True])}

@@ -1,0 +1,155 @@
+"""Two hosts, each a network namespace with a torchrun of its own: they train as one does, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.netns import INTERFACE, Host, NetworkUnavailableError, network
+from planner.formats.plan import save_plan
+from tests.executor.models import DATASET, write_model
+from tests.executor.plans import make_plan, structural_profile
+
+TIMEOUT_S = 240
+HANG_TIMEOUT_S = 6
+ENDS_WITHIN_S = 90  # torchrun's own patience included; on a machine that does much else
+
+# Tells the test that training goes on.
+HOOK = """
+def on_update(minibatch, loss, metrics):
+    with open("progress", "w") as file:
+        file.write(str(minibatch))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model file and a plan "1-1" for it."""
+    path = write_model(tmp_path, "language", "momentum", more=DATASET.replace("SAMPLES", "40") + HOOK)
+    save_plan(make_plan(structural_profile(path, 4), (1, 1)), tmp_path / "plan.json")
+    return tmp_path
+
+
+def arguments(*more: str) -> list[str]:
+    return ["train", "language_momentum.py", "--plan", "plan.json", "--seed", "3", "--json", *more]
+
+
+@contextmanager
+def two_hosts(folder: Path, *more: str) -> Iterator[tuple[tuple[Host, ...], list[subprocess.Popen[str]]]]:
+    """`plan train` on two hosts; whatever still runs there at the end is killed with them."""
+    try:
+        with network(2) as hosts:
+            processes = [_start(folder, hosts, index, more) for index in range(2)]
+            try:
+                yield hosts, processes
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+    except NetworkUnavailableError as cause:
+        pytest.skip(f"no network namespaces here: {cause}")
+
+
+def _start(folder: Path, hosts: Sequence[Host], index: int, more: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += [
+        f"--node-rank={index}",
+        f"--master-addr={hosts[0].address}",
+        "--master-port=29511",
+        "-m",
+        "planner",
+        *arguments(*more, "--interface", INTERFACE),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    with (folder / f"out-{index}").open("w") as out, (folder / f"err-{index}").open("w") as err:
+        return hosts[index].popen(command, env=environment, cwd=folder, stdout=out, stderr=err)
+
+
+def await_training(folder: Path, processes: Sequence[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (folder / "progress").exists():
+        assert time.monotonic() < deadline, "the workers did not start"
+        assert all(process.poll() is None for process in processes), (folder / "err-0").read_text()
+        time.sleep(0.1)
+    time.sleep(HANG_TIMEOUT_S / 2)  # until the workers' pages have told of it
+
+
+def ended(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """They end in time, as failures."""
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    for process in processes:
+        assert process.wait(timeout=max(1, deadline - time.monotonic())) != 0
+
+
+def error_of(folder: Path, index: int) -> str:
+    """What a host tells."""
+    lines = (folder / f"err-{index}").read_text().splitlines()
+    return next((line for line in lines if line.startswith("error: ")), "")
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the workers of a torchrun."""
+    found = []
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        with suppress(OSError):  # which has ended by now
+            if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(int(pid))
+    return found
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_one_does(folder: Path) -> None:
+    with two_hosts(folder, "--epochs", "2", "--save-weights", "two.pt") as (_, processes):
+        codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
+    assert codes == [0, 0], (folder / "err-0").read_text() + (folder / "err-1").read_text()
+    alone = subprocess.run(
+        [sys.executable, "-m", "planner", *arguments("--epochs", "2", "--save-weights", "one.pt")],
+        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )  # fmt: skip
+    (result,) = (json.loads(text) for text in ((folder / f"out-{i}").read_text() for i in range(2)) if text.strip())
+    assert result["losses"] == json.loads(alone.stdout)["losses"]
+    one, two = (torch.load(folder / name, weights_only=True) for name in ("one.pt", "two.pt"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_on_the_second_host_ends_both(folder: Path) -> None:
+    with two_hosts(folder, "--epochs", "100000", "--hang-timeout", str(HANG_TIMEOUT_S)) as (hosts, processes):
+        await_training(folder, processes)
+        (worker,) = workers_of(processes[1])
+        os.kill(worker, signal.SIGKILL)
+        ended(processes)
+        assert_nothing_left(hosts)
+        assert re.match(r"error: worker 0 \(stage 0\), .* minibatch \d+.*", error_of(folder, 0))
+
+
+@pytest.mark.slow
+def test_a_link_that_goes_down_ends_both_hosts(folder: Path) -> None:
+    with two_hosts(folder, "--epochs", "100000", "--hang-timeout", str(HANG_TIMEOUT_S)) as (hosts, processes):
+        await_training(folder, processes)
+        subprocess.run(["ip", "-n", hosts[1].name, "link", "set", INTERFACE, "down"], check=True)
+        ended(processes)
+        assert_nothing_left(hosts)
+        place = r"error: worker 1 \(stage 1\).* minibatch \d+.*"
+        assert re.match(place + "its host or its link is down", error_of(folder, 0)), error_of(folder, 0)
+        assert re.match(place + "lost torchrun's store", error_of(folder, 1)), error_of(folder, 1)
+
+
+def assert_nothing_left(hosts: Sequence[Host]) -> None:
+    """No process runs on them."""
+    for host in hosts:
+        left = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
+        assert left.stdout == ""

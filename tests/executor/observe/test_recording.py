@@ -1,0 +1,42 @@
+"""What a recorder keeps, and that it keeps no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planner.executor.observe.recording import TraceRecorder, Window
+from planner.schedule.streams import Channel, PipelineShape, stream
+
+SHAPE = PipelineShape(((0,), (1,)), (Channel(0, 1),), "1f1b")
+
+
+def record(window: Window, minibatches: int) -> TraceRecorder:
+    recorder = TraceRecorder(0, window, torch.device("cpu"))
+    for number, instruction in enumerate(stream(SHAPE, 0, 0, minibatches)):
+        recorder.settle(instruction)
+        recorder.record(instruction, float(number), number + 0.5)
+    return recorder
+
+
+def test_the_last_minibatches_are_kept_and_memory_is_bounded() -> None:
+    recorder = record(Window.of(5), 1000)
+    units = {event.minibatch for event in recorder.events() if event.kind == "forward"}
+    assert units == set(range(995, 1000))
+    assert len(recorder._notes) <= 7 * 6
+
+
+def test_a_window_from_the_middle() -> None:
+    events = list(record(Window.of((10, 13)), 100).events())
+    for kind in ("forward", "backward", "send_activation", "receive_gradient", "update"):
+        assert sum(event.kind == kind for event in events) == 3
+    assert {event.minibatch for event in events if event.kind == "backward"} == {10, 11, 12}
+
+
+@pytest.mark.parametrize("window", [Window.of(3), Window.of((0, 3))])
+def test_a_short_run_is_noted_whole(window: Window) -> None:
+    instructions = list(stream(SHAPE, 0, 0, 2))
+    events = list(record(window, 2).events())
+    assert len(events) == len(instructions)
+    assert events[0].peer_rank is None
+    assert [event.start_s for event in events] == [float(number) for number in range(len(events))]

@@ -1,0 +1,84 @@
+"""Training data is a function of the minibatch number, the same on every worker."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from planner.errors import ModelFileError
+from planner.executor.run.data import DEFAULT_STEPS, RANDOM_BATCHES, DatasetBatches, RandomBatches, make_batches
+from planner.model.batch import Batch
+from planner.model.file import load_model_file
+from planner.schedule.instructions import Unit
+from tests.executor.models import write_model
+
+
+class Numbers(Dataset[tuple[Tensor, Tensor]]):
+    """Sample i is (i, -i)."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor(index), torch.tensor(-index)
+
+
+def samples(batch: Batch) -> list[int]:
+    assert torch.equal(batch.args[0], -batch.target)
+    return [int(sample) for sample in batch.args[0]]
+
+
+def test_an_epoch_visits_each_sample_at_most_once_and_the_next_in_another_order() -> None:
+    data = DatasetBatches(Numbers(23), microbatch_size=5, microbatches=1, seed=1, drop_last=True)
+    assert data.minibatches_per_epoch == 4, "the last three samples make no minibatch"
+    epochs = [[n for m in range(4) for n in samples(data.batch(Unit(4 * epoch + m)))] for epoch in range(2)]
+    assert all(len(set(epoch)) == 20 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_workers_that_ask_for_other_minibatches_agree() -> None:
+    one = DatasetBatches(Numbers(40), 4, 1, seed=7)
+    other = DatasetBatches(Numbers(40), 4, 1, seed=7)
+    in_order = {m: samples(one.batch(Unit(m))) for m in range(25)}
+    assert all(samples(other.batch(Unit(m))) == in_order[m] for m in (24, 3, 11, 0))
+    assert samples(DatasetBatches(Numbers(40), 4, 1, seed=8).batch(Unit(0))) != in_order[0]
+
+
+def test_microbatches_divide_the_minibatch_that_one_worker_would_see() -> None:
+    whole = DatasetBatches(Numbers(64), 12, 1, seed=0)
+    parts = DatasetBatches(Numbers(64), 4, 3, seed=0)
+    for minibatch in range(5):
+        pieces = [samples(parts.batch(Unit(minibatch, microbatch))) for microbatch in range(3)]
+        assert list(chain.from_iterable(pieces)) == samples(whole.batch(Unit(minibatch)))
+
+
+def test_a_dataset_smaller_than_a_minibatch_is_refused() -> None:
+    with pytest.raises(ModelFileError, match=r"dataset\(\) has 3 samples, fewer than one minibatch of 8"):
+        DatasetBatches(Numbers(3), 4, 2, seed=0, drop_last=True)
+
+
+def test_lengths_of_runs(tmp_path: Path) -> None:
+    data = DatasetBatches(Numbers(23), 5, 1, seed=1)
+    assert [data.minibatches(7, None), data.minibatches(None, 3), data.minibatches(None, None)] == [7, 15, 5]
+    random = make_batches(load_model_file(write_model(tmp_path, "convolutional", "sgd")), 4, 1, 0)
+    assert isinstance(random, RandomBatches)
+    assert random.minibatches(None, None) == DEFAULT_STEPS
+
+
+def test_random_batches_repeat_after_a_while_and_leave_the_generator_alone(tmp_path: Path) -> None:
+    data = make_batches(load_model_file(write_model(tmp_path, "convolutional", "sgd")), 4, 1, 0)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = [data.batch(Unit(m)).args[0] for m in range(RANDOM_BATCHES)]
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(data.batch(Unit(RANDOM_BATCHES)).args[0], first[0])
+    assert not torch.equal(first[0], first[1])

@@ -1,0 +1,266 @@
+"""Training in real processes over gloo equals references that share nothing with the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.executor.job import Job, TrainResult
+from planner.executor.run.data import BatchSource, make_batches
+from planner.formats.plan import ScheduleName
+from planner.formats.profile import Profile
+from planner.model.capture.load import capture_file
+from planner.model.file import ModelFile, load_model_file
+from planner.model.stage.deferred_weights import build_deferred, materialize
+from planner.model.stage.stage import StageModule, build_stage
+from planner.schedule.instructions import Unit
+from tests.executor.models import MODELS, OPTIMIZERS, write_model
+from tests.executor.plans import make_plan, structural_profile
+from tests.executor.processes import run_jobs
+from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
+
+BATCH_SIZE = 4
+SEED = 3
+
+Case = tuple[str, str]  # model, optimizer
+CASES: list[Case] = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+FEW: list[Case] = list(zip(MODELS, OPTIMIZERS, strict=False))  # every model and every optimizer once
+
+
+def unsplit(model_file: ModelFile) -> StageModule:
+    """The whole model as one stage, initialised as the workers do."""
+    torch.manual_seed(SEED)
+    model = model_file.build_model()  # before the batch, which draws random numbers too
+    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE), model)
+    return build_stage(graph, [layer.name for layer in graph.layers])
+
+
+def run_cases(
+    folder: Path,
+    cases: Sequence[Case],
+    replicas: tuple[int, ...],
+    minibatches: int,
+    schedule: ScheduleName = "1f1b",
+    microbatches: int = 1,
+    depths: tuple[int, ...] | None = None,
+    recompute: tuple[bool, ...] | None = None,
+    chunks: int = 1,
+    vertical_sync: bool = False,
+) -> list[tuple[ModelFile, Job, TrainResult, Weights]]:
+    """Train all cases in one set of processes; the jobs, their results and the weights at the end."""
+    jobs = []
+    for model, optimizer in cases:
+        path = write_model(folder, model, optimizer)
+        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks, vertical_sync)
+        if recompute is not None:
+            stages = (s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, recompute, strict=True))
+            plan = plan.model_copy(update={"stages": tuple(stages)})
+        weights = str(folder / f"{model}-{optimizer}.pt")
+        jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
+    results = run_jobs(jobs, folder)
+    saved = [torch.load(str(job.save_weights), weights_only=True) for job in jobs]
+    return [
+        (load_model_file(job.model), job, result, state)
+        for job, result, state in zip(jobs, results, saved, strict=True)
+    ]
+
+
+def stage_parameters(folder: Path, model_file: ModelFile, whole: StageModule, job: Job) -> list[list[str]]:
+    """The names of each stage's parameters."""
+    stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
+    profile = _profile_of(folder, model_file.path.stem.partition("_")[0])
+    owner = {name: layer.name for layer in profile.layers for name in layer.parameters}
+    return [
+        [name for name, _ in whole.named_parameters() if stage_of[owner[name]] == stage]
+        for stage in range(len(job.plan.stages))
+    ]
+
+
+@cache
+def _profile_of(folder: Path, model: str) -> Profile:
+    """The optimizer is no part of the graph."""
+    return structural_profile(write_model(folder, model, "sgd"), BATCH_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("cases", "replicas", "minibatches", "depths", "vertical_sync"),
+    [
+        pytest.param(FEW, (2, 1, 1), 10, None, True, id="2-1-1 in sync, few"),
+        pytest.param(CASES, (1, 1, 1), 9, None, True, id="1-1-1 in sync", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1), 9, (3, 1), True, id="2-1 in sync, deeper", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 2), 9, None, True, id="1-2 in sync", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 1), 9, None, False, id="1-1"),
+        pytest.param(CASES, (1, 1, 1), 9, None, False, id="1-1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1), 9, None, False, id="2-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1, 1), 10, None, False, id="2-1-1"),
+        pytest.param(CASES, (1, 2), 7, (5, 1), False, id="1-2-deeper", marks=pytest.mark.slow),
+    ],
+)
+def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
+    cases: list[Case],
+    replicas: tuple[int, ...],
+    minibatches: int,
+    depths: tuple[int, ...] | None,
+    vertical_sync: bool,
+    tmp_path: Path,
+) -> None:
+    """SGD, momentum and AdamW; BatchNorm, dropout, skips, integers; partial last rounds (9 = 4 * 2 + 1)."""
+    runs = run_cases(tmp_path, cases, replicas, minibatches, depths=depths, vertical_sync=vertical_sync)
+    for model_file, job, result, weights in runs:
+        whole = unsplit(model_file)
+        data = make_batches(model_file, BATCH_SIZE, 1, SEED)
+
+        def forward_loss(model: nn.Module, minibatch: int, data: BatchSource = data) -> Tensor:
+            assert isinstance(model, StageModule)
+            model.set_random_key(SEED, minibatch, 0)
+            loss: Tensor = model(data.batch(Unit(minibatch)), {})["loss"]
+            return loss
+
+        names = stage_parameters(tmp_path, model_file, whole, job)
+        losses, expected = delayed_updates(
+            whole, names, replicas, model_file.optimizer, forward_loss, minibatches, depths, vertical_sync=vertical_sync
+        )
+        assert [entry.loss for entry in result.losses] == losses, job.model
+        for name, tensor in expected.items():
+            assert torch.equal(weights[name], tensor), (job.model, name)
+        assert max(report.weight_versions for report in result.reports) > 1
+        if replicas == (1, 1, 1) and vertical_sync:
+            assert [report.weight_versions for report in result.reports] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("cases", "replicas", "microbatches", "minibatches"),
+    [
+        pytest.param(FEW, (2, 1), 3, 5, id="2-1 few"),
+        pytest.param(CASES, (1, 1), 4, 6, id="1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 1, 1), 3, 6, id="1-1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (2, 1), 3, 5, id="2-1", marks=pytest.mark.slow),
+        pytest.param(CASES, (1, 2), 5, 5, id="1-2", marks=pytest.mark.slow),
+    ],
+)
+def test_2bw_equals_updates_delayed_by_one_to_the_bit(
+    cases: list[Case], replicas: tuple[int, ...], microbatches: int, minibatches: int, tmp_path: Path
+) -> None:
+    """Every stage at the version that the minibatch before the last left, two versions of the weights in all."""
+    for model_file, job, result, weights in run_cases(tmp_path, cases, replicas, minibatches, "2bw", microbatches):
+        whole = unsplit(model_file)
+        data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
+
+        def forward_loss(model: nn.Module, minibatch: int, microbatch: int, data: BatchSource = data) -> Tensor:
+            assert isinstance(model, StageModule)
+            model.set_random_key(SEED, minibatch, microbatch)
+            loss: Tensor = model(data.batch(Unit(minibatch, microbatch)), {})["loss"]
+            return loss
+
+        losses, expected = double_buffered(
+            whole,
+            stage_parameters(tmp_path, model_file, whole, job),
+            replicas,
+            model_file.optimizer,
+            forward_loss,
+            minibatches,
+            microbatches,
+        )
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-6), job.model
+        for name, tensor in expected.items():
+            assert torch.equal(weights[name], tensor), (job.model, name)
+        assert max(report.weight_versions for report in result.reports) == 2
+
+
+@pytest.mark.parametrize(
+    ("cases", "schedule", "microbatches", "replicas", "chunks"),
+    [
+        pytest.param(CASES, "naive", 1, (1, 1), 1, id="naive 1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, "gpipe", 4, (1, 1), 1, id="gpipe 1-1", marks=pytest.mark.slow),
+        pytest.param(CASES, "gpipe", 3, (2, 1), 1, id="gpipe 2-1"),
+        pytest.param(CASES, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1"),
+        pytest.param(CASES, "1f1b-flush", 5, (1, 2), 1, id="1f1b-flush 1-2", marks=pytest.mark.slow),
+        pytest.param(FEW, "zb-h1", 4, (1, 1, 1), 1, id="zb-h1 1-1-1 few"),
+        pytest.param(CASES, "zb-h1", 5, (1, 2), 1, id="zb-h1 1-2", marks=pytest.mark.slow),
+        pytest.param(FEW, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers few"),
+        pytest.param(CASES, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers", marks=pytest.mark.slow),
+        pytest.param(CASES, "interleaved", 5, (2,) * 4, 2, id="interleaved 2 workers twice", marks=pytest.mark.slow),
+    ],
+)
+def test_synchronous_schedules_equal_plain_training(
+    cases: list[Case],
+    schedule: ScheduleName,
+    microbatches: int,
+    replicas: tuple[int, ...],
+    chunks: int,
+    tmp_path: Path,
+) -> None:
+    """To rounding; BatchNorm normalises each microbatch by itself, in the reference too."""
+    minibatches = 6
+    runs = run_cases(tmp_path, cases, replicas, minibatches, schedule, microbatches, chunks=chunks)
+    for model_file, job, result, weights in runs:
+        whole = unsplit(model_file)
+        data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
+
+        def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
+            assert isinstance(model, StageModule)
+            losses = []
+            for microbatch in range(microbatches):
+                model.set_random_key(SEED, minibatch, microbatch)
+                losses.append(model(data.batch(Unit(minibatch, microbatch)), {})["loss"])
+            return losses
+
+        losses, expected = plain_training(whole, model_file.optimizer, microbatch_losses, minibatches)
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4), job.model
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "replicas", "recompute"),
+    [
+        pytest.param("1f1b", 1, (1, 1), (True, True), id="1f1b 1-1"),
+        pytest.param("1f1b", 1, (2, 1), (True, False), id="1f1b 2-1", marks=pytest.mark.slow),
+        pytest.param("gpipe", 3, (1, 1), (False, True), id="gpipe 1-1", marks=pytest.mark.slow),
+    ],
+)
+def test_recomputing_changes_nothing_to_the_bit(
+    schedule: ScheduleName,
+    microbatches: int,
+    replicas: tuple[int, ...],
+    recompute: tuple[bool, ...],
+    tmp_path: Path,
+) -> None:
+    """Dropout draws the same, BatchNorm's statistics are those of one forward, gradients are of the same weights."""
+    cases = [(model, "momentum") for model in ("convolutional", "blocks")]
+    plain = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches)
+    again = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches, recompute=recompute)
+    for (_, job, one, weights), (_, _, other, other_weights) in zip(plain, again, strict=True):
+        assert one.losses == other.losses, job.model
+        assert weights.keys() == other_weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, other_weights[name]), (job.model, name)
+
+
+def test_deferred_weights_train_as_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Each worker makes its own stage's weights alone; together they are those of one construction."""
+    minibatches = 5
+    path = write_model(tmp_path, "language", "momentum")
+    plan = make_plan(_profile_of(tmp_path, "language"), (1, 1), "1f1b-flush", 2)
+    job = Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=str(tmp_path / "weights.pt"))
+    (result,) = run_jobs([job.model_copy(update={"defer_weights": True})], tmp_path)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    model_file = load_model_file(path)
+    model = build_deferred(model_file.build_model, SEED)
+    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE), model)
+    materialize(model, model_file.build_model, SEED, {name for name, _ in model.named_parameters()})
+    whole = build_stage(graph, [layer.name for layer in graph.layers])
+    data = make_batches(model_file, BATCH_SIZE, 2, SEED)
+
+    def microbatch_losses(stage: nn.Module, minibatch: int) -> list[Tensor]:
+        return [stage(data.batch(Unit(minibatch, microbatch)), {})["loss"] for microbatch in range(2)]
+
+    losses, expected = plain_training(whole, model_file.optimizer, microbatch_losses, minibatches)
+    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=name)

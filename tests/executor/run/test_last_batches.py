@@ -1,0 +1,129 @@
+"""The last minibatch of an epoch is trained with the samples that are left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.errors import ModelFileError
+from planner.executor.job import TrainingOptions
+from planner.executor.run.data import DatasetBatches
+from planner.executor.run.stages import check_sizes
+from planner.formats.plan import ScheduleName
+from planner.model.capture.load import capture_file
+from planner.model.file import load_model_file
+from planner.model.stage.stage import build_stage
+from planner.schedule.instructions import Unit
+from tests.executor import eager
+from tests.executor.models import write_model
+from tests.executor.plans import make_plan, structural_profile
+from tests.executor.reference import delayed_updates
+from tests.executor.run.test_data import Numbers, samples
+
+
+def test_an_epoch_ends_with_what_is_left() -> None:
+    data = DatasetBatches(Numbers(23), microbatch_size=5, microbatches=1, seed=1)
+    assert data.minibatches_per_epoch == 5
+    epochs = [[n for m in range(5) for n in samples(data.batch(Unit(5 * epoch + m)))] for epoch in range(2)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
+    assert [data.minibatch_size(m) for m in range(6)] == [5, 5, 5, 5, 3, 5]
+
+
+def test_what_is_left_is_divided_evenly_and_some_microbatches_may_be_empty() -> None:
+    data = DatasetBatches(Numbers(31), microbatch_size=4, microbatches=3, seed=1)
+    assert [data.size(Unit(2, m)) for m in range(3)] == [3, 2, 2]
+    assert data.last_sizes == (3, 2, 2)
+    data = DatasetBatches(Numbers(26), microbatch_size=4, microbatches=3, seed=1)
+    assert [data.size(Unit(2, m)) for m in range(3)] == [1, 1, 0]
+    whole = DatasetBatches(Numbers(26), microbatch_size=12, microbatches=1, seed=1)
+    parts = [n for m in range(2) for n in samples(data.batch(Unit(2, m)))]
+    assert parts == samples(whole.batch(Unit(2)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "replicas", "count"),
+    [
+        pytest.param("1f1b-flush", 3, (2, 1), 31, id="three, two and two samples"),
+        pytest.param("gpipe", 3, (1, 2), 26, id="one, one and none", marks=pytest.mark.slow),
+    ],
+)
+def test_synchronous_schedules_average_over_the_samples_there_are(
+    schedule: ScheduleName, microbatches: int, replicas: tuple[int, ...], count: int, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path, "language", "momentum", samples=count)
+    plan = make_plan(structural_profile(path, 4), replicas, schedule, microbatches)
+    result, weights = eager.run_one(path, plan, TrainingOptions(), epochs=2)
+    model_file = load_model_file(path)
+    model = eager.build(model_file)
+    losses = eager.train(model_file, model, eager.minibatches(model_file, 4 * microbatches, 2))
+    assert result.samples == 2 * count
+    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4)
+    eager.assert_close(weights, model)
+
+
+def test_asynchronous_1f1b_gives_each_minibatch_of_a_round_the_same_weight(tmp_path: Path) -> None:
+    """To the bit; as DistributedDataParallel does, a round averages means whatever number of samples they are of."""
+    path = write_model(tmp_path, "language", "momentum", samples=19)
+    profile = structural_profile(path, 4)
+    plan = make_plan(profile, (2, 1))
+    result, weights = eager.run_one(path, plan, TrainingOptions(), epochs=2)
+    model_file = load_model_file(path)
+    model = eager.build(model_file)
+    batches = eager.minibatches(model_file, 4, 2)
+    names = eager.stage_names(profile, plan)
+
+    def forward_loss(model: nn.Module, minibatch: int) -> Tensor:
+        return eager.loss_of(model_file, model, batches[minibatch])
+
+    losses, expected = delayed_updates(model, names, (2, 1), model_file.optimizer, forward_loss, len(batches))
+    assert len(batches) == 10
+    assert [entry.loss for entry in result.losses] == losses
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_dropping_the_last_is_still_possible() -> None:
+    data = DatasetBatches(Numbers(19), 4, 1, seed=0, drop_last=True)
+    assert data.minibatches(None, 2) == 8
+    assert data.last_sizes == ()
+    with pytest.raises(ModelFileError, match="fewer than one minibatch of 32"):
+        DatasetBatches(Numbers(19), 32, 1, seed=0, drop_last=True)
+    assert DatasetBatches(Numbers(19), 32, 1, seed=0).minibatches(None, 2) == 2
+
+
+class Normed(nn.Module):
+    """BatchNorm over the samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.first(x))
+        return result
+
+
+NORMED = """
+import torch
+from tests.executor.run.test_last_batches import Normed as build_model
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 3), torch.randn(batch_size, 4)
+
+def loss(output, target):
+    return torch.nn.functional.mse_loss(output, target)
+"""
+
+
+def test_batch_norm_of_one_sample_is_refused_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "normed.py"
+    path.write_text(NORMED, encoding="utf-8")
+    model_file = load_model_file(path)
+    graph = capture_file(model_file, model_file.example_batch(4))
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+    check_sizes([stage], [3, 2, 0])
+    with pytest.raises(ModelFileError, match="microbatches of 1 sample, of which BatchNorm cannot"):
+        check_sizes([stage], [2, 1])

@@ -1,0 +1,130 @@
+"""A backward in two parts against autograd's whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.executor.run.split_backward import input_gradients
+
+
+class Sequence(nn.Sequential):
+    """As most stages are."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh())
+
+
+class Convolutions(nn.Module):
+    """Weights that operations read without anything between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(1, 3, 3, padding=1), nn.Conv1d(3, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(torch.relu(self.first(x[:, None])))[:, 0]
+        return result
+
+
+class Shared(nn.Module):
+    """One weight twice, and another one once between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.once = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.once(torch.tanh(linear(x, self.twice))), self.twice)
+
+
+class Beside(nn.Module):
+    """A weight that reaches the output beside the input, one that does not matter, one that makes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.unused = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.scale, self.matrix = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.matrix * self.scale.exp()) + self.bias + self.bias.sin()
+
+
+class Recurrent(nn.Module):
+    """An operation of many weights and several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, num_layers=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, (hidden, _) = self.lstm(x[None])
+        result: Tensor = outputs[0] + hidden.sum(0)
+        return result
+
+
+MODULES: list[Callable[[], nn.Module]] = [Sequence, Convolutions, Shared, Beside, Recurrent]
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_both_parts_together_are_the_whole(make: Callable[[], nn.Module]) -> None:
+    """Two units, whose first parts both come before the second parts, as under zb-h1."""
+    torch.manual_seed(0)
+    module = make()
+    units = [torch.randn(4, 6) for _ in range(2)]
+    gradients = [torch.randn(4, 6) for _ in range(2)]
+    whole, rests = [unit.clone().requires_grad_() for unit in units], []
+    for x, gradient in zip(whole, gradients, strict=True):
+        torch.autograd.backward(module(x), gradient)
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad(set_to_none=True)
+    split = [unit.clone().requires_grad_() for unit in units]
+    for x, gradient in zip(split, gradients, strict=True):
+        rests.append(input_gradients([module(x)], [gradient], [x], module.parameters()))
+        assert x.grad is not None
+    for rest in rests:
+        rest.run()
+    for x, y in zip(split, whole, strict=True):
+        torch.testing.assert_close(x.grad, y.grad)
+    for name, parameter in module.named_parameters():
+        if expected[name] is None:
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+    tensors = [p.grad for p in module.parameters() if p.grad is not None]
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "no two weights share a gradient"
+
+
+def test_the_first_part_makes_no_gradient_of_a_weight_and_the_second_none_of_an_input() -> None:
+    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    x = torch.randn(4, 6, requires_grad=True)
+    output = module(x)
+    products = []
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            products.append(func is torch.ops.aten.mm.default)
+            return func(*args, **(kwargs or {}))
+
+    with Count():  # type: ignore[no-untyped-call]
+        rest = input_gradients([output], [torch.ones_like(output)], [x], module.parameters())
+        assert sum(products) == 2
+        assert all(parameter.grad is None for parameter in module.parameters())
+        rest.run()
+    assert sum(products) == 4
+
+
+def test_hooks_that_wait_for_gradients_are_called_in_the_second_part() -> None:
+    layer, seen = nn.Linear(3, 3), []
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))  # type: ignore[no-untyped-call]
+    x = torch.randn(2, 3, requires_grad=True)
+    rest = input_gradients([layer(x).sum()], [None], [x], layer.parameters())
+    assert seen == []
+    rest.run()
+    assert sorted(seen) == ["bias", "weight"]

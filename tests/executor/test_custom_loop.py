@@ -1,0 +1,137 @@
+"""A script of one's own under torchrun trains as the command does, and as plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.errors import InputError
+from planner.formats.plan import Plan, save_plan
+from planner.model.file import load_model_file
+from tests.executor import custom_loop_script, eager
+from tests.executor.models import write_model
+from tests.executor.plans import make_plan, structural_profile
+from tests.executor.rounds import Weights, delayed_rounds
+
+SAMPLES = 30
+TIMEOUT_S = 240
+
+
+def run_script(folder: Path, workers: int) -> list[dict[str, list[float | None]]]:
+    """What each worker reports."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command += [custom_loop_script.__file__, str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return [json.loads((folder / f"report-{rank}.json").read_text("utf-8")) for rank in range(workers)]
+
+
+def make_memory_plan(folder: Path) -> Plan:
+    """For the model that the script builds."""
+    source = """
+import torch
+from torch import nn
+def build_model():
+    return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+def example_batch(size):
+    return torch.randn(size, 6), torch.randn(size, 1)
+loss = nn.functional.mse_loss
+"""
+    path = folder / "memory.py"
+    path.write_text(source, encoding="utf-8")
+    return make_plan(structural_profile(path, 4), (1, 1), "1f1b-flush", 2)
+
+
+def test_ones_own_loop(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "language", "momentum", samples=SAMPLES)
+    profile = structural_profile(path, 4)
+    flush, asynchronous = make_plan(profile, (1, 1), "1f1b-flush", 2), make_plan(profile, (1, 1))
+    save_plan(flush, tmp_path / "flush.plan")
+    save_plan(asynchronous, tmp_path / "asynchronous.plan")
+    save_plan(make_memory_plan(tmp_path), tmp_path / "memory.json")
+    first, last = run_script(tmp_path, 2)
+    assert {loss for losses in first.values() for loss in losses} == {None}, "only the last stage knows losses"
+    model_file = load_model_file(path)
+
+    model = eager.build(model_file)
+    losses = eager.train(model_file, model, eager.minibatches(model_file, 8, 1))
+    seen = last["flush"]
+    changes = custom_loop_script.CHANGES
+    assert [seen[changes], seen[-1]] == [None, None], "nothing is left to drain"
+    assert [*seen[:changes], *seen[changes + 1 : -1]] == pytest.approx(losses, rel=1e-4)
+    eager.assert_close(torch.load(tmp_path / "flush.weights", weights_only=True), model)
+
+    losses, expected = in_two_parts(path, asynchronous)
+    assert [loss for loss in last["asynchronous"] if loss is not None] == losses
+    weights = torch.load(tmp_path / "asynchronous.weights", weights_only=True)
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+    assert_in_memory(torch.load(tmp_path / "memory.weights", weights_only=True))
+
+
+def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
+    """Delayed updates whose delay begins anew after the drain; SGD's momentum goes on."""
+    model_file = load_model_file(path)
+    model = eager.build(model_file)
+    batches = eager.minibatches(model_file, 4, 1)
+    names = eager.stage_names(structural_profile(path, 4), plan)
+    kept: dict[str, torch.optim.Optimizer] = {}
+    losses: list[float] = []
+    weights: Weights = {}
+    for part in (batches[: custom_loop_script.CHANGES], batches[custom_loop_script.CHANGES :]):
+
+        def make_optimizer(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = model_file.optimizer(parameters)
+            key = next(iter(parameters))
+            if key in kept:
+                optimizer.load_state_dict(kept[key].state_dict())
+            kept[key] = optimizer
+            return optimizer
+
+        found, weights = delayed_rounds(
+            model,
+            names,
+            (1, 1),
+            [stage.in_flight for stage in plan.stages],
+            1,
+            make_optimizer,
+            lambda model, minibatch, part=part: eager.loss_of(model_file, model, part[minibatch]),  # type: ignore[misc]
+            len(part),
+            lambda optimizer, parameters, count: optimizer.step(),
+        )
+        losses += found
+        model.load_state_dict(weights)
+    return losses, weights
+
+
+def assert_in_memory(weights: Weights) -> None:
+    """The model of the script, trained without a pipeline; its BatchNorm counts minibatches, not their halves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator, norm = torch.Generator().manual_seed(1), nn.BatchNorm1d(6)
+    for _ in range(4):
+        inputs, target = torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)
+        optimizer.zero_grad()
+        for half in (slice(4), slice(4, 8)):
+            torch.autograd.backward(nn.functional.mse_loss(model(inputs[half]), target[half]) / 2)
+        optimizer.step()
+        norm(inputs)
+    model[0].load_state_dict({**model[0].state_dict(), **dict(norm.named_buffers())})
+    eager.assert_close(weights, model)
+
+
+def test_outside_of_torchrun_there_is_no_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    path = write_model(tmp_path, "language", "sgd")
+    with pytest.raises(InputError, match="the environment has no RANK"):
+        planner.pipeline(make_plan(structural_profile(path, 4), (1, 1)), path)

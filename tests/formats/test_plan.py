@@ -1,0 +1,76 @@
+"""What makes a plan valid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.errors import PlanError
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan, config_of, load_plan, save_plan
+from planner.solver import solve
+from tests.formats.test_profile import set_at
+from tests.samples import layer, profile
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A 2-1 plan: the second layer holds all the weights, the first two thirds of the time."""
+    model = profile(layer("a", 2, 4, output_bytes=1), layer("b", 1, 2, weight_bytes=1000))
+    return solve(model, flat_cluster(3, 10.0))
+
+
+def test_what_was_saved_is_loaded(plan: Plan, tmp_path: Path) -> None:
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+
+
+def test_properties(plan: Plan) -> None:
+    assert plan.config == "2-1"
+    assert plan.replicas == (2, 1)
+    assert plan.workers == 3
+    assert config_of((13, 2, 1)) == "13-2-1"
+    memory = plan.stages[1].memory
+    assert memory.total_bytes == memory.weights_bytes + memory.gradients_bytes + memory.communication_bytes
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [
+        (["config"], "1-2", "config '1-2' contradicts the stages"),
+        (["stages", 0, "ranks"], [0, 2], "are not 0 to 2, each once"),
+        (["stages", 0, "layers"], ["a", "b"], "layer 'b' is in two stages"),
+        (["stages", 0, "layers"], [], "stages[0].layers"),
+        (["stages", 0, "in_flight"], 0, "stages[0].in_flight = 0"),
+        (["cluster", "levels", 0, "size"], 2, "3 workers do not fit a cluster of 2 GPUs"),
+        (["transfers", 0, "target"], 0, "transfer 0 -> 0 is not from a stage to a later one"),
+        (["microbatches"], 4, "schedule 1f1b has one microbatch per minibatch, not 4"),
+        (["schedule"], "2bw", "schedule 2bw gives every replica of 2-1 a microbatch of each minibatch"),
+        (["schedule"], "chimera", "schedule = 'chimera'"),
+        (["predicted", "seconds_per_minibatch"], -1, "predicted.seconds_per_minibatch = -1"),
+        (["schema_version"], 2, "schema_version 2, this version reads 1"),
+        (["colour"], "red", "colour = 'red': unknown field"),
+    ],
+)
+def test_wrong_content_is_named(
+    plan: Plan, tmp_path: Path, place: list[str | int], value: object, complaint: str
+) -> None:
+    content = json.loads(plan.model_dump_json())
+    set_at(content, place, value)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError) as caught:
+        load_plan(path)
+    assert complaint in caught.value.message
+    assert "plan solve" in caught.value.hint
+
+
+def test_a_transfer_occurs_once(plan: Plan, tmp_path: Path) -> None:
+    content = json.loads(plan.model_dump_json())
+    content["transfers"] *= 2
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="occurs twice"):
+        load_plan(path)

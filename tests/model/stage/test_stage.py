@@ -1,0 +1,152 @@
+"""A stage holds its own weights under their names, and checks what it is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import CaptureError, ModelFileError
+from planner.model.batch import Batch
+from planner.model.capture.capture import capture
+from planner.model.capture.graph import LayerGraph
+from planner.model.stage.stage import build_stage
+from tests.model.models import CASES
+from tests.model.splitting import cut_evenly
+
+
+def _graph(case: str) -> LayerGraph:
+    return capture(CASES[case].build(), CASES[case].batch(4), CASES[case].loss)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stages", [1, 3, 7])
+def test_stages_hold_the_models_state_between_them(case: str, stages: int) -> None:
+    graph = _graph(case)
+    state = graph.model.state_dict()
+    parts = [build_stage(graph, names).state_dict() for names in cut_evenly(graph, stages)]
+    assert {name for part in parts for name in part} == set(state)
+    for part in parts:
+        for name, tensor in part.items():
+            assert tensor.data_ptr() == state[name].data_ptr()
+    if stages == 1:
+        assert list(parts[0]) == list(state)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_the_models_own(case: str) -> None:
+    graph = _graph(case)
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+    theirs = dict(graph.model.named_parameters())
+    assert [name for name, _ in stage.named_parameters()] == list(theirs)
+    for name, parameter in stage.named_parameters():
+        assert parameter is theirs[name]
+    assert {n for n, _ in graph.model.named_buffers()} <= {n for n, _ in stage.named_buffers()}
+
+
+def test_a_stage_holds_only_what_it_uses() -> None:
+    graph = _graph("vgg")
+    stage = build_stage(graph, ["classifier.3", "classifier.4"])
+    assert [name for name, _ in stage.named_parameters()] == ["classifier.3.weight", "classifier.3.bias"]
+    assert [spec.name for spec in stage.received] == ["dropout"]
+    assert [spec.name for spec in stage.sent] == ["relu"]
+    assert not stage.needs_batch
+    assert not stage.has_loss
+
+
+def test_tied_weights_are_in_both_stages_under_both_names() -> None:
+    graph = _graph("gpt2")
+    names = [layer.name for layer in graph.layers]
+    first, last = build_stage(graph, names[:4]), build_stage(graph, names[-3:])
+    for stage in (first, last):
+        state = stage.state_dict()
+        assert state["wte.weight"].data_ptr() == state["lm_head.weight"].data_ptr()
+        assert "wte.weight" in dict(stage.named_parameters())
+        assert "lm_head.weight" not in dict(stage.named_parameters())
+
+
+def test_a_skip_is_relayed_by_the_stages_that_use_it() -> None:
+    graph = _graph("unet")
+    names = [layer.name for layer in graph.layers]
+    cut = [names[:1], names[1:2], names[2:3], names[3:4], names[4:5], names[5:]]
+    stages = [build_stage(graph, part) for part in cut]
+    received = [[spec.name for spec in stage.received] for stage in stages]
+    sent = [[spec.name for spec in stage.sent] for stage in stages]
+    # down1's value is used by max_pool2d, which hands it on, and by up2.
+    assert received == [[], ["relu"], ["max_pool2d"], ["relu_1"], ["relu", "add"], ["cat"]]
+    assert sent == [["relu"], ["relu", "max_pool2d"], ["relu_1"], ["add"], ["cat"], []]
+
+
+def test_the_stage_with_the_loss_reads_the_target() -> None:
+    graph = _graph("vgg")
+    names = [layer.name for layer in graph.layers]
+    last = build_stage(graph, names[-1:])
+    assert last.has_loss
+    assert last.needs_batch
+    with pytest.raises(ModelFileError, match="got none"):
+        last(None, {"linear_2": torch.zeros(4, 10)})
+
+
+def test_module_names_may_be_those_of_the_stage() -> None:
+    class Awkward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.received, self._observer, self._parts = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self._parts(self._observer(self.received(x)))
+            return result
+
+    batch = Batch((torch.randn(4, 6),), {}, torch.randint(0, 4, (4,)))
+    graph = capture(Awkward(), batch, nn.functional.cross_entropy)
+    names = [layer.name for layer in graph.layers]
+    stage = build_stage(graph, names, observable=True)
+    stage.set_observer(None)
+    assert list(stage.state_dict()) == list(graph.model.state_dict())
+    assert list(stage(batch, {})) == ["loss"]
+    assert list(build_stage(graph, names[:2])(batch, {})) == ["linear_1"]
+
+
+def test_moving_a_stage_moves_its_weights_alone() -> None:
+    graph = _graph("resnet")
+    names = [layer.name for layer in graph.layers]
+    stage = build_stage(graph, names[:5]).to("meta")
+    assert {tensor.device.type for tensor in stage.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (Batch((torch.randn(4, 3, 8, 9),), {}, torch.zeros(4, dtype=torch.long)), "shape"),
+        (Batch((torch.randn(4, 3, 8, 8).double(),), {}, torch.zeros(4, dtype=torch.long)), "float64"),
+        (Batch((torch.randn(4, 3, 8, 8),), {}, torch.zeros(5, dtype=torch.long)), "target"),
+        (Batch((torch.randn(4, 3, 8, 8), 1), {}, torch.zeros(4, dtype=torch.long)), r"are \(\(\*, \*\), {}, \*\)"),
+    ],
+)
+def test_batches_unlike_the_example_are_refused(batch: Batch, words: str) -> None:
+    graph = _graph("vgg")
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+    with pytest.raises(ModelFileError, match=words):
+        stage(batch, {})
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["features.0", "features.3"], "do not follow"),
+        (["features.2", "features.0"], "do not follow"),
+        (["nothing"], "no layer 'nothing'"),
+        ([], "do not follow"),
+    ],
+)
+def test_layers_that_make_no_stage(names: list[str], words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        build_stage(_graph("vgg"), names)
+
+
+def test_a_stage_computes_in_generated_code() -> None:
+    """The saved graph must be gone: an interpreter would look every operation up."""
+    graph = _graph("vgg")
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+    assert not any(isinstance(module, torch.fx.GraphModule) for module in stage.modules())
+    assert "forward" in stage._parts.code.__name__

@@ -1,0 +1,117 @@
+"""Calibration finds the shares that a device achieves from a profile measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner.errors import InputError
+from planner.formats.profile import Profile, save_profile
+from planner.model.file import load_model_file
+from planner.profiler.estimated.calibrate import calibrated, fit, load_calibration
+from planner.profiler.estimated.devices import COMPUTE_CLASSES, DEVICES, DeviceSpec
+from planner.profiler.estimated.estimate import estimate_profile, profile_of_trace
+from planner.profiler.estimated.trace import trace_step
+from planner.profiler.measured.profile import profile_model
+
+# Products of many sizes, so that arithmetic, memory and launches each decide for some.
+MODEL = """
+import torch
+from torch import nn
+
+def build_model():
+    widths = [64, 2048, 2048, 256, 4096, 32, 1024, 1024, 16]
+    layers = []
+    for before, after in zip(widths, widths[1:]):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 64), torch.randint(0, 16, (batch_size,))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+def as_measured(profile: Profile) -> Profile:
+    provenance = profile.provenance.model_copy(update={"source": "measured"})
+    return profile.model_copy(update={"provenance": provenance})
+
+
+def test_known_shares_are_recovered(folder: Path) -> None:
+    table = DEVICES["cpu"]
+    truth = replace(
+        table,
+        achieved_arithmetic={**table.achieved_arithmetic, "gemm": 0.21},
+        achieved_bandwidth={**table.achieved_bandwidth, "gemm": 0.83, "pointwise": 0.4, "update": 0.7},
+        launch_s=2.5e-5,
+    )
+    model_file = load_model_file(folder / "model.py")
+    trace = trace_step(model_file, 64)
+    fitted = fit(table, [(trace, profile_of_trace(model_file, trace, truth, "float32"))])
+    assert fitted.achieved_arithmetic["gemm"] == pytest.approx(0.21, rel=0.03)
+    assert fitted.achieved_bandwidth["pointwise"] == pytest.approx(0.4, rel=0.1)
+    assert fitted.achieved_bandwidth["update"] == pytest.approx(0.7, rel=0.03)
+    assert fitted.launch_s == pytest.approx(2.5e-5, rel=0.03)
+    assert totals(trace.layer_seconds(fitted)) == pytest.approx(totals(trace.layer_seconds(truth)), rel=0.02)
+    assert fitted.achieved_arithmetic["attention"] == table.achieved_arithmetic["attention"]  # nothing says otherwise
+
+
+def totals(times: tuple[list[float], list[float], list[float]]) -> list[float]:
+    return [float(np.sum(part)) for part in times]
+
+
+def test_noise_does_not_lead_it_astray(folder: Path) -> None:
+    truth = replace(DEVICES["cpu"], launch_s=1e-4, achieved_arithmetic=dict.fromkeys(COMPUTE_CLASSES, 0.05))
+    model_file = load_model_file(folder / "model.py")
+    trace = trace_step(model_file, 64)
+    measured = profile_of_trace(model_file, trace, truth, "float32")
+    noise = np.random.default_rng(0).lognormal(0, 0.1, len(measured.layers))
+    layers = tuple(
+        layer.model_copy(
+            update={"forward_s": layer.forward_s * float(factor), "backward_s": layer.backward_s / float(factor)}
+        )
+        for layer, factor in zip(measured.layers, noise, strict=True)
+    )
+    fitted = fit(DEVICES["cpu"], [(trace, measured.model_copy(update={"layers": layers}))])
+    assert totals(trace.layer_seconds(fitted)) == pytest.approx(totals(trace.layer_seconds(truth)), rel=0.1)
+
+
+def test_the_profile_names_what_it_is_calibrated_on(folder: Path) -> None:
+    model_file = load_model_file(folder / "model.py")
+    measured = profile_model(model_file, 8, seconds=0.05, repeats=3)
+    save_profile(measured, folder / "cpu.json")
+    profile = estimate_profile(model_file, 16, device="cpu", calibration=[load_calibration(folder / "cpu.json")])
+    assert profile.device.name.endswith(f"calibrated on {folder.name}")
+    assert profile.device.memory_bytes == measured.device.memory_bytes
+    assert profile.provenance.source == "estimated"
+
+
+def test_without_profiles_the_table_stands() -> None:
+    spec: DeviceSpec = DEVICES["h100"]
+    assert calibrated(spec, [], "float32") is spec
+
+
+def test_profiles_that_say_nothing_about_the_device(folder: Path) -> None:
+    model_file = load_model_file(folder / "model.py")
+    estimated = estimate_profile(model_file, 8, device="cpu")
+    save_profile(estimated, folder / "estimated.json")
+    with pytest.raises(InputError, match=r"estimated\.json' is estimated, not measured"):
+        load_calibration(folder / "estimated.json")
+    save_profile(as_measured(estimated), folder / "cpu.json")
+    calibration = load_calibration(folder / "cpu.json")
+    with pytest.raises(InputError, match="cannot calibrate NVIDIA"):
+        estimate_profile(model_file, 8, device="v100", calibration=[calibration])
+    (folder / "model.py").write_text(MODEL.replace("2048, 2048", "2048, 1024"))
+    with pytest.raises(InputError, match=r"not of the model in '.*model\.py'"):
+        estimate_profile(model_file, 8, device="cpu", calibration=[load_calibration(folder / "cpu.json")])

@@ -1,0 +1,353 @@
+"""Estimated profiles: operations counted by hand, bytes as measured, and times that behave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.errors import InputError, ModelFileError
+from planner.formats.profile import MemoryFormat, Profile
+from planner.model.file import ModelFile, load_model_file
+from planner.profiler.estimated.devices import (
+    COMPUTE_CLASSES,
+    DEVICES,
+    DTYPES,
+    MEMORY_CLASSES,
+    OP_CLASSES,
+    DeviceSpec,
+    DType,
+    device_spec,
+    parse_dtype,
+)
+from planner.profiler.estimated.estimate import estimate_profile
+from planner.profiler.estimated.trace import StepTrace, trace_step
+from planner.profiler.measured.profile import profile_model
+from tests.executor.models import MODELS, write_model
+from tests.profiler.measured.test_profile import MODEL as TIED
+
+CHAIN = """
+import torch
+from torch import nn
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, stride=2)
+        self.act = nn.ReLU()
+        self.next = nn.Conv2d(8, 4, 1, bias=False)
+        self.lstm = nn.LSTM(16, 5, batch_first=True)
+        self.head = nn.Linear(5, 7)
+
+    def forward(self, images):
+        x = self.next(self.act(self.conv(images)))
+        return self.head(self.lstm(x.flatten(2))[0])
+
+def build_model():
+    return Chain()
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 3, 8, 8), torch.randint(0, 7, (batch_size, 4))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+BLOCKS = """
+class Flat(nn.Module):
+    def __init__(self, lstm):
+        super().__init__()
+        self.lstm = lstm
+
+    def forward(self, x):
+        return self.lstm(x.flatten(2))[0]
+
+def blocks(model):
+    return [model.conv, model.act, model.next, Flat(model.lstm), model.head]
+"""
+BATCH = 6
+PIXELS = BATCH * 4 * 4  # after the first convolution
+STEPS = BATCH * 4  # of the LSTM
+
+
+def written(folder: Path, source: str, name: str = "net.py") -> ModelFile:
+    path = folder / name
+    path.write_text(source)
+    return load_model_file(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written(folder := tmp_path_factory.mktemp("estimate"), CHAIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chain(folder: Path) -> StepTrace:
+    return trace_step(load_model_file(folder / "net.py"), BATCH)
+
+
+def counting(what: str) -> DeviceSpec:
+    """A device on which a second is a floating-point operation, a byte or a launch."""
+    never = 1e30
+    return replace(
+        DEVICES["cpu"],
+        peak_flops_per_s=dict.fromkeys(DTYPES, 1.0 if what == "flops" else never),
+        bandwidth_bytes_per_s=1.0 if what == "bytes" else never,
+        achieved_arithmetic=dict.fromkeys(COMPUTE_CLASSES, 1.0),
+        achieved_bandwidth=dict.fromkeys(OP_CLASSES, 1.0),
+        launch_s=1.0 if what == "launches" else 0.0,
+    )
+
+
+def counts(trace: StepTrace, what: str) -> dict[str, tuple[float, float, float]]:
+    names = [layer.name for layer in trace.graph.layers]
+    return dict(zip(names, zip(*trace.layer_seconds(counting(what)), strict=True), strict=True))
+
+
+def test_operations_are_counted(chain: StepTrace) -> None:
+    flops = counts(chain, "flops")
+    conv = 2 * PIXELS * 8 * 3 * 9
+    assert flops["conv"][:2] == pytest.approx((conv, conv))  # the images need no gradient
+    following = 2 * PIXELS * 4 * 8
+    assert flops["next"][:2] == pytest.approx((following, 2 * following))
+    step = 2 * STEPS * 4 * 5 * (16 + 5)
+    assert flops["lstm"][:2] == pytest.approx((step, 2 * step))
+    head = 2 * STEPS * 7 * 5
+    assert flops["head"][:2] == pytest.approx((head, 2 * head))
+    assert flops["act"][:2] == pytest.approx((0, 0), abs=1e-9)
+
+
+def test_bytes_are_counted(chain: StepTrace) -> None:
+    moved = counts(chain, "bytes")
+    images, weights, outputs = BATCH * 3 * 64, 8 * 3 * 9 + 8, PIXELS * 8
+    assert moved["conv"][0] == pytest.approx(4 * (images + weights + outputs))
+    assert moved["act"][:2] == pytest.approx((4 * 2 * outputs, 4 * 3 * outputs))  # backward: gradient, result, gradient
+    assert moved["next"][2] == pytest.approx(4 * 3 * 4 * 8)  # SGD reads a gradient and a weight, and writes the weight
+
+
+def test_launches_are_counted(chain: StepTrace) -> None:
+    launches = counts(chain, "launches")
+    assert launches["act"][:2] == (1, 1)
+    assert launches["conv"] == (1, 1, 2)  # weight and bias are updated
+    # Two for each of the four steps, besides those over all of them.
+    assert launches["lstm"][0] >= 8
+
+
+def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> None:
+    model_file = written(tmp_path, TIED)
+    measured = profile_model(model_file, BATCH, seconds=0.01, repeats=1)
+    estimated = estimate_profile(model_file, BATCH, device="cpu")
+    assert without_times(estimated) == without_times(measured)
+    assert estimated.graph_hash == measured.graph_hash
+
+
+def without_times(profile: Profile, but: str = "") -> Profile:
+    """And without workspaces, which are measured only; `but` names a layer whose saved bytes do not count either."""
+    parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
+    parts += ["accumulate_s", "accumulate_thread_s"]
+    times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(("workspace_bytes", "update_workspace_bytes"), 0)
+    saved = {layer.name: 0 if layer.name == but else layer.saved_bytes for layer in profile.layers}
+    layers = tuple(layer.model_copy(update={**times, "saved_bytes": saved[layer.name]}) for layer in profile.layers)
+    same = {"provenance": None, "device": None, "whole_step": None}
+    return profile.model_copy(update={"layers": layers, **same})
+
+
+def test_attention_is_captured_as_on_a_real_device(tmp_path: Path) -> None:
+    """Its result lies in memory otherwise on the meta device: operations and hash of the graph would be others."""
+    source = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.qkv(x).split(8, 2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().reshape(x.shape) + torch.ones(8, device=x.device))
+
+def build_model():
+    return Net()
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 5, 8), torch.randint(0, 3, (batch_size, 5))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+"""
+    model_file = written(tmp_path, source)
+    measured = profile_model(model_file, 2, seconds=0.01, repeats=1)
+    assert without_times(estimate_profile(model_file, 2, device="h100")) == without_times(measured)
+
+
+def test_what_an_lstm_keeps_is_near_to_what_is_measured(chain: StepTrace, tmp_path: Path) -> None:
+    measured = profile_model(
+        written(tmp_path, CHAIN.replace("LSTM(16, 5", "LSTM(16, 128").replace("(5, 7)", "(128, 7)")), 8
+    )
+    estimated = estimate_profile(load_model_file(tmp_path / "net.py"), 8, device="cpu")
+    kept = [next(layer.saved_bytes for layer in p.layers if layer.name == "lstm") for p in (estimated, measured)]
+    assert kept[0] == pytest.approx(kept[1], rel=0.15)
+
+
+def test_larger_batches_take_longer(folder: Path) -> None:
+    traces = [trace_step(load_model_file(folder / "net.py"), size) for size in (2, 64, 512)]
+    for name, spec in DEVICES.items():
+        forward, backward, update = (
+            [sum(part) for part in times]
+            for times in zip(*(trace.layer_seconds(spec) for trace in traces), strict=True)
+        )
+        assert forward == sorted(forward), name
+        assert backward == sorted(backward), name
+        assert forward[0] < forward[-1], name
+        assert update == pytest.approx([update[0]] * 3)
+
+
+def test_it_says_that_it_is_estimated(folder: Path) -> None:
+    profile = estimate_profile(load_model_file(folder / "net.py"), BATCH, device="V100")
+    assert profile.provenance.source == "estimated"
+    assert profile.provenance.repeats is None
+    assert profile.whole_step is None
+    assert profile.device.kind == "cuda"
+    assert profile.device.memory_bytes == 16 * 2**30
+    assert "V100" in profile.device.name
+    assert profile.dtype == "float32"
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) -> None:
+    """The graph has the same hash, so that a plan from the estimate trains under autocast."""
+    model_file = written(tmp_path, TIED)
+    half = estimate_profile(model_file, BATCH, device="h100", dtype=dtype)
+    assert half.autocast == dtype
+    assert half.dtype == "float32"  # of the weights
+    measured = profile_model(model_file, BATCH, seconds=0.01, repeats=1, dtype=dtype)
+    # Without data, BatchNorm's statistics are taken to be kept in half precision.
+    assert without_times(half, but="norm") == without_times(measured, but="norm")
+    single = estimate_profile(model_file, BATCH, device="h100")
+    by_name = {layer.name: layer for layer in half.layers}
+    for layer in single.layers:
+        other = by_name[layer.name]
+        assert other.weight_bytes == layer.weight_bytes
+        if layer.name in ("up", "down", "head"):  # not frozen, whose sum is single
+            assert [value.output_bytes * 2 for value in other.outputs] == [v.output_bytes for v in layer.outputs]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("memory_format", [None, "channels-last"])
+def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat | None, tmp_path: Path) -> None:
+    """Blocks among them: those of this model decide by values, so that they are run."""
+    model_file = load_model_file(write_model(tmp_path, model, "momentum"))
+    measured = profile_model(model_file, 4, seconds=0.01, repeats=1, memory_format=memory_format)
+    estimated = estimate_profile(model_file, 4, device="h100", memory_format=memory_format)
+    assert without_times(estimated) == without_times(measured)
+    assert estimated.memory_format == memory_format
+    assert all(layer.forward_s > 0 for layer in estimated.layers)
+
+
+def test_blocks_that_do_not_look_at_values_compute_nothing(tmp_path: Path) -> None:
+    """The example batch has two samples at first; all the samples asked for would be 400 GB."""
+    source = CHAIN + BLOCKS
+    profile = estimate_profile(written(tmp_path, source), 500_000_000, device="h100")
+    assert [layer.name for layer in profile.layers] == ["conv", "act", "next", "blocks.3", "head", "loss"]
+    small = estimate_profile(written(tmp_path, CHAIN, "captured.py"), BATCH, device="cpu")
+    blocks = estimate_profile(load_model_file(tmp_path / "net.py"), BATCH, device="cpu")
+    times = [{layer.name: (layer.forward_s, layer.backward_s) for layer in p.layers} for p in (blocks, small)]
+    assert times[0]["conv"] == pytest.approx(times[1]["conv"])
+    assert times[0]["blocks.3"] == pytest.approx(times[1]["lstm"], rel=0.15)  # one launch
+
+
+def test_tensor_cores_are_used_when_asked_for(tmp_path: Path) -> None:
+    source = TIED.replace("nn.Embedding(32, 8)", "nn.Embedding(32, 4096)").replace("(8, 16)", "(4096, 4096)")
+    source = source.replace("(16)", "(4096)").replace("(16, 8)", "(4096, 4096)").replace("(8, 8)", "(4096, 4096)")
+    model_file = written(tmp_path, source.replace("(8, 32,", "(4096, 32,"))
+    profiles = [estimate_profile(model_file, 4096, device="a100", dtype=dtype) for dtype in ("float32", "tf32")]
+    single, tf32 = (next(layer.forward_s for layer in p.layers if layer.name == "down") for p in profiles)
+    assert single / tf32 == pytest.approx(156 / 19.5, rel=0.1)
+
+
+def test_models_that_look_at_numbers_are_built_in_memory(tmp_path: Path) -> None:
+    source = TIED.replace(
+        "    return Net()", "    net = Net()\n    assert float(net.up.weight.abs().sum()) > 0\n    return net"
+    )
+    profile = estimate_profile(written(tmp_path, source), BATCH, device="cpu")
+    assert profile.tied_parameters == (("embedding.weight", "head.weight"),)
+
+
+def test_nothing_is_computed_or_kept(tmp_path: Path) -> None:
+    """Three hundred terabytes of weights: the meta device does not care."""
+    source = CHAIN.replace("Linear(5, 7)", "Linear(5, 15_000_000_000_000)")
+    profile = estimate_profile(written(tmp_path, source), 2, device="h200")
+    assert next(layer.weight_bytes for layer in profile.layers if layer.name == "head") == 4 * 6 * 15 * 10**12
+
+
+@pytest.mark.parametrize("name", list(DEVICES))
+def test_the_table_makes_sense(name: str) -> None:
+    spec = DEVICES[name]
+    assert set(spec.achieved_arithmetic) == set(COMPUTE_CLASSES)
+    assert set(spec.achieved_bandwidth) == set(OP_CLASSES)
+    assert all(0 < share <= 3 for share in (*spec.achieved_arithmetic.values(), *spec.achieved_bandwidth.values()))
+    single = spec.peak("float32")
+    assert 1e11 <= single <= spec.peak("tf32") <= spec.peak_flops_per_s.get("float16", 1e16)
+    # Machine balance: operations per byte have been between 5 and 50 in single precision.
+    assert 5 <= single / spec.bandwidth_bytes_per_s <= 50
+    assert (spec.memory_bytes is None) == (spec.kind == "cpu")
+
+
+def test_classes_are_named_once() -> None:
+    assert len(set(OP_CLASSES)) == len(COMPUTE_CLASSES) + len(MEMORY_CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "words"),
+    [("v1000", "float32", "v100-pcie"), ("v100", "bfloat16", "float16"), ("titan-x", "float16", "tf32")],
+)
+def test_unknown_devices_and_types(device: str, dtype: DType, words: str) -> None:
+    with pytest.raises(InputError) as error:
+        device_spec(device, dtype)
+    assert device in error.value.message
+    assert words in error.value.hint
+
+
+def test_names_of_types() -> None:
+    assert [parse_dtype(text) for text in ("bf16", "fp16", "tf32", "float32")] == [
+        "bfloat16",
+        "float16",
+        "tf32",
+        "float32",
+    ]
+    with pytest.raises(InputError, match="'int8'"):
+        parse_dtype("int8")
+
+
+def test_optimizers_that_look_at_numbers_are_refused(tmp_path: Path) -> None:
+    source = CHAIN + (
+        "\nclass Careful(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        if float(self.param_groups[0]['params'][0].grad.norm()) < 1e9:\n"
+        "            super().step(closure)\n"
+        "\ndef optimizer(parameters):\n"
+        "    return Careful(parameters, lr=0.1)\n"
+    )
+    with pytest.raises(InputError, match=r"optimizer in .*net\.py.* looks at numbers"):
+        estimate_profile(written(tmp_path, source), BATCH, device="cpu")
+
+
+def test_a_step_that_fails_is_said_as_when_it_is_measured(tmp_path: Path) -> None:
+    source = CHAIN.replace("self.next(self.act(self.conv(images)))", "self.next(self.act(self.conv(images)).add_(1))")
+    words = "training step of the model fails: RuntimeError: one of the variables"
+    with pytest.raises(ModelFileError, match=words):
+        estimate_profile(written(tmp_path, source), 2, device="cpu")
+    with pytest.raises(ModelFileError, match=words):
+        profile_model(written(tmp_path, source), 2, repeats=1)
+
+
+def test_mistakes_in_the_model_file_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="batch size 0"):
+        estimate_profile(written(tmp_path, CHAIN), 0, device="cpu")
+    with pytest.raises(ModelFileError, match=r"net\.py:\d+: ZeroDivisionError"):
+        estimate_profile(written(tmp_path, CHAIN.replace("return Chain()", "return 1 / 0")), 2, device="cpu")

@@ -1,0 +1,133 @@
+"""Links between real processes, on one machine and between network namespaces with shaped links."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from benchmarks.netns import NetworkUnavailableError, network
+from planner.cli.main import main
+from planner.errors import InputError
+from planner.formats.cluster import load_cluster
+from planner.profiler.links.levels import exchanges, measure_cluster
+
+TIMEOUT_S = 120
+COMMAND = [sys.executable, "-m", "planner", "profile", "--links"]
+
+
+def _environment(rank: int, hosts: int, workers: int, master: str, port: int, interface: str) -> dict[str, str]:
+    """What torchrun sets."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(hosts * workers),
+        "LOCAL_RANK": str(rank % workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _finish(workers: list[subprocess.Popen[str]]) -> None:
+    try:
+        for worker in workers:
+            output, _ = worker.communicate(timeout=TIMEOUT_S)
+            assert worker.returncode == 0, output
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2)])
+def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two "hosts" of two workers each are two levels; `plan solve` takes what is written."""
+    path = tmp_path / "cluster.json"
+    port = _free_port()
+    with ExitStack() as stack:
+        _finish(
+            [
+                stack.enter_context(
+                    subprocess.Popen(
+                        [*COMMAND, "-o", str(path)],
+                        env=os.environ | _environment(rank, hosts, workers, "127.0.0.1", port, "lo"),
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+                for rank in range(hosts * workers)
+            ]
+        )
+    cluster = load_cluster(path)
+    assert [level.size for level in cluster.levels] == ([2] if hosts == 1 else [2, 2])
+    for level in cluster.levels:
+        assert 1e7 < level.bandwidth_bytes_per_s < 1e12
+        assert 1e6 < (level.all_reduce_bandwidth_bytes_per_s or 0) < 1e12
+        assert 0 < level.latency_s < 1
+    profile = str(Path(__file__).parents[2] / "profiles" / "vgg16" / "cpu.json")
+    plan = str(tmp_path / "plan.json")
+    assert main(["solve", "--profile", profile, "--cluster", str(path), "-o", plan]) == 0
+    assert "vgg16" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_links_between_hosts(tmp_path: Path) -> None:
+    """Two hosts of two workers on links of 200 Mbit/s: the workers of a host share its link."""
+    path = tmp_path / "cluster.json"
+    try:
+        with network(2, "200mbit") as hosts, ExitStack() as stack:
+            _finish(
+                [
+                    stack.enter_context(
+                        hosts[rank // 2].popen(
+                            [*COMMAND, "-o", str(path)],
+                            env=_environment(rank, 2, 2, hosts[0].address, 29511, "eth0"),
+                            stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+                    for rank in range(4)
+                ]
+            )
+    except NetworkUnavailableError as cause:
+        pytest.skip(f"no network namespaces here: {cause}")
+    inner, outer = load_cluster(path).levels
+    assert (inner.size, outer.size) == (2, 2)
+    # The shaper counts headers, and lets a burst of 1 MB through.
+    assert 0.7 * 25e6 < outer.bandwidth_bytes_per_s < 1.3 * 25e6
+    assert 0.6 * 25e6 < (outer.all_reduce_bandwidth_bytes_per_s or 0) < 1.3 * 25e6
+    assert inner.bandwidth_bytes_per_s > outer.bandwidth_bytes_per_s
+
+
+def test_what_is_measured_at_once() -> None:
+    inner, outer = exchanges(hosts=3, workers=2)
+    assert [one.pairs for one in inner] == [((0, 1), (2, 3), (4, 5))]
+    assert [one.pairs for one in outer] == [((0, 2), (1, 3)), ((2, 4), (3, 5))]
+    assert {one.sharing for one in outer} == {2}
+
+
+def test_outside_torchrun_the_hint_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="torchrun did not start") as caught:
+        measure_cluster()
+    assert "torchrun --nnodes 2" in caught.value.hint
+
+
+def test_links_and_a_model_are_two_things(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "model.py", "--links"]) == 2
+    assert "--links measures no model" in capsys.readouterr().err
+    assert main(["profile"]) == 2
+    assert "no model file" in capsys.readouterr().err

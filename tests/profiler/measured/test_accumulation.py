@@ -1,0 +1,124 @@
+"""What it takes to add to gradients: whose time it is, and that noise makes none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.formats.profile import load_profile, save_profile
+from planner.model.file import load_model_file
+from planner.profiler.estimated.estimate import estimate_profile
+from planner.profiler.measured.accumulation import AddingTimes
+from planner.profiler.measured.clock import CpuClock
+from planner.profiler.measured.profile import profile_model
+
+WIDTH = 2048
+MODEL = f"""
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, {WIDTH}), nn.ReLU(), nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, 1))
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 8), torch.randn(batch_size, 1)
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+class Counter(CpuClock):
+    """A clock whose marks are as far apart as it is told, and twice as far in the thread's time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.steps: Iterator[float] = iter(())
+
+    def mark(self) -> tuple[float, float]:
+        self.now += next(self.steps, 0.0)
+        return self.now, 2 * self.now
+
+
+def test_times_are_differences_of_medians_and_never_negative() -> None:
+    """Layers of 24, 0, 16 and 36 bytes: even steps keep the gradients of the first, odd ones those of the last two."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    last = nn.Linear(2, 3)
+    layers = [dict(first.named_parameters()), {}, dict(second.named_parameters()), dict(last.named_parameters())]
+    clock = Counter()
+    times = AddingTimes(clock, layers)
+    seen: list[list[bool]] = []
+
+    def step() -> None:
+        parameters = [parameter for layer in layers for parameter in layer.values()]
+        seen.append([parameter.grad is not None for parameter in parameters])
+        last(second(first(torch.ones(1, 2)))).sum().backward()
+
+    def note(of_last: float, of_second: float, of_first: float) -> None:
+        # Two marks for each weight, those of the last layer first, in which there are two weights, then one, then two.
+        clock.steps = iter([0.0, of_last, 0.0, of_last, 0.0, of_second, 0.0, of_first, 0.0, of_first])
+        times.note(step)
+
+    step()
+    assert times.times() is None
+    note(1.0, 1.0, 6.0)
+    assert times.times() is None
+    for of_last, of_second, of_first in ((5.0, 0.5, 2.0), (2.0, 1.0, 5.0), (50.0, 0.5, 3.0), (2.0, 1.0, 70.0)):
+        note(of_last, of_second, of_first)
+    assert seen[1:] == [[True, True, False, False, False], [False, False, True, True, True]] * 2 + [seen[1]]
+    found = times.times()
+    assert found is not None
+    expected = [2 * (6.0 - 2.5), 0.0, 0.0, 2 * (27.5 - 2.0)]  # of the third, noise would make -0.5
+    assert [each.seconds for each in found] == pytest.approx(expected)
+    assert [each.thread_seconds for each in found] == pytest.approx([2 * seconds for seconds in expected])
+
+
+def test_gradients_and_hooks_are_left_as_they_were() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    times = AddingTimes(CpuClock(), [dict(model.named_parameters())])
+    for _ in range(2):
+        times.note(lambda: model(torch.ones(1, 2)).sum().backward())
+    # The first step made them anew, the second one added.
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
+    assert times.times() is not None
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    seen: list[Tensor] = []
+    model.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(seen) == 1
+
+
+def test_layers_with_many_weights_take_time_to_add_and_those_without_take_none(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    profile = profile_model(load_model_file(path), 2, seconds=0.5, repeats=10)
+    adding = {layer.name: layer.accumulate_s for layer in profile.layers}
+    small, none, large, _, loss = adding.values()
+    # 17 MB against 74 kB; the hooks alone take microseconds.
+    assert large > 1e-4
+    assert large > 4 * small
+    assert none == loss == 0.0
+    assert all((layer.accumulate_thread_s or 0.0) >= 0.0 for layer in profile.layers)
+    assert profile.layers[2].accumulate_thread_s is not None
+    save_profile(profile, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+
+
+def test_an_estimate_reads_both_and_writes_the_sum(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    layers = estimate_profile(load_model_file(path), 2, device="v100").layers
+    moved = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+    assert layers[2].accumulate_s >= moved / 900e9
+    assert layers[2].accumulate_s == pytest.approx(moved / 900e9 / 0.75, rel=0.5)
+    assert layers[1].accumulate_s == 0.0

@@ -1,0 +1,120 @@
+"""Times of layers that are compiled together: shares by run, and a sum that is the whole's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from planner.cli.main import main
+from planner.errors import InputError
+from planner.formats.cluster import flat_cluster
+from planner.model.file import load_model_file
+from planner.profiler.measured import profile
+from planner.profiler.measured.compiled import CompiledTimes, as_compiled, saved_as_compiled, starts_of_runs
+from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.steps import StepTimes
+from planner.profiler.measured.verify import verify
+from planner.report.tables.profile import profile_report
+from planner.solver import solve
+from tests.executor.models import write_model
+
+
+def test_runs_take_about_equal_time() -> None:
+    assert starts_of_runs([1, 1, 1, 1, 1, 1, 1, 1], most=4) == [0, 2, 4, 6]
+    assert starts_of_runs([8, 1, 1, 1, 1, 1, 1, 1, 1], most=2) == [0, 1]
+    assert starts_of_runs([1, 1, 6, 1, 1], most=3) == [0, 2, 3]
+    assert starts_of_runs([1, 2, 3], most=8) == [0, 1, 2]
+    assert starts_of_runs([0.0] * 10, most=4) == [0, 3, 6, 9]
+    assert starts_of_runs([3], most=4) == [0]
+
+
+def _times(forward: float, backward: float) -> StepTimes:
+    return StepTimes([forward] * 3, [backward] * 3, [], [forward / 2] * 3, [backward / 2] * 3)
+
+
+def test_a_layer_has_its_share_of_its_run_and_the_sum_is_the_whole() -> None:
+    layers = [_times(2, 1), _times(6, 3), _times(4, 8)]
+    measured = CompiledTimes(
+        starts=[0, 2], runs=[_times(4, 3), _times(4, 7)], whole=_times(6, 10), saved_bytes=[90, 10],
+        exchanged_bytes=[10, 10], uncompiled=_times(12, 12),
+    )  # fmt: skip
+    scaled = as_compiled(layers, measured)
+    # The first run takes half of the uncompiled forward, the second all of it, together 8; the whole takes 6.
+    assert [median(layer.forward_s) for layer in scaled] == pytest.approx([0.75, 2.25, 3])
+    assert [median(layer.backward_s) for layer in scaled] == pytest.approx([0.75, 2.25, 7])
+    assert [median(layer.forward_thread_s) for layer in scaled] == pytest.approx([0.375, 1.125, 1.5])
+    assert saved_as_compiled([10, 20, 0], measured) == [30, 60, 10]
+
+
+@pytest.mark.parametrize(
+    ("runs", "whole", "exchanged", "expected"),
+    [
+        ((4, 4, 4), 10, (30, 40, 10), (3.25, 3, 3.75)),  # 2 s too much, shared by the bytes
+        ((4, 4, 4), 15, (30, 40, 10), (5, 5, 5)),  # the whole is slower: nothing was saved at the ends
+        ((2, 6, 2), 8, (0, 0, 0), (1.6, 4.8, 1.6)),  # nothing is exchanged
+        ((1, 9), 5, (99, 1), (5 / 19, 5 - 5 / 19)),  # no run loses more than half before all are scaled
+    ],
+)
+def test_what_runs_exchange_is_not_in_the_whole(
+    runs: tuple[float, ...], whole: float, exchanged: tuple[int, ...], expected: tuple[float, ...]
+) -> None:
+    layers = [_times(1, 1) for _ in runs]
+    measured = CompiledTimes(
+        list(range(len(runs))), [_times(run, run) for run in runs], _times(whole, whole), [0] * len(runs),
+        list(exchanged), _times(9, 9),
+    )  # fmt: skip
+    scaled = as_compiled(layers, measured)
+    assert [median(layer.forward_s) for layer in scaled] == pytest.approx(expected, rel=0.02)
+    assert sum(median(layer.backward_s) for layer in scaled) == pytest.approx(whole)
+
+
+def test_devices_without_thread_time() -> None:
+    def of_gpu(forward: float, backward: float) -> StepTimes:
+        return StepTimes([forward], [backward])
+
+    measured = CompiledTimes([0], [of_gpu(1, 0)], of_gpu(1, 0), [0], [0], of_gpu(2, 0))
+    (layer,) = as_compiled([of_gpu(2, 0)], measured)
+    assert (layer.forward_s, layer.backward_s, layer.forward_thread_s) == ([1.0], [0.0], [])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute:UserWarning"
+)
+@pytest.mark.parametrize("model", ["convolutional", "blocks"])
+def test_compiled_profile_plan_and_stages(model: str, tmp_path: Path) -> None:
+    file = load_model_file(write_model(tmp_path, model, "momentum"))
+    plain = profile_model(file, 4, seconds=0.1, repeats=3)
+    compiled = profile_model(file, 4, seconds=0.1, repeats=3, compiled=True)
+    assert compiled.graph_hash == plain.graph_hash
+    assert compiled.compiled is not None
+    assert set(compiled.compiled.runs) <= {layer.name for layer in compiled.layers}
+    assert compiled.compiled.runs[0] == compiled.layers[0].name
+    whole = compiled.whole_step
+    assert whole is not None
+    assert sum(layer.forward_s for layer in compiled.layers) == pytest.approx(whole.forward_s)
+    assert sum(layer.backward_s for layer in compiled.layers) == pytest.approx(whole.backward_s)
+    assert "compiled apart" in profile_report(compiled)
+    plan = solve(compiled, flat_cluster(2, 1e12), depth="published")
+    assert plan.compiled
+    assert all(time.measured_s > 0 for time in verify(file, compiled, [s.layers for s in plan.stages], seconds=0.1))
+    torch._dynamo.reset()
+
+
+def test_a_machine_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device_type: str) -> None:
+        raise InputError(f"torch.compile does not work for {device_type} on this machine", hint="install g++")
+
+    monkeypatch.setattr(profile, "check_compiler", refuse)
+    file = load_model_file(write_model(tmp_path, "language", "sgd"))
+    with pytest.raises(InputError, match="does not work for cpu"):
+        profile_model(file, 4, compiled=True)
+
+
+def test_it_cannot_be_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path, "language", "sgd")
+    assert main(["profile", str(path), "--estimate", "--compile"]) == 2
+    assert "--compile cannot be estimated" in capsys.readouterr().err

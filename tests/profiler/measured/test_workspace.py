@@ -1,0 +1,130 @@
+"""Workspaces: what layers allocate beyond what is kept, and the peaks that the cost model makes of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+from planner.cost.work import working_bytes
+from planner.model.batch import Batch
+from planner.model.capture.capture import capture
+from planner.model.file import load_model_file
+from planner.model.stage.stage import build_stage
+from planner.profiler.measured.saved import saved_bytes
+from planner.profiler.measured.update import update_workspaces
+from planner.profiler.measured.workspace import workspace_bytes
+
+BATCH, WIDTH, MANY = 64, 256, 40
+ROWS = BATCH * WIDTH * 4  # bytes of a batch of activations
+
+
+class Spread(nn.Module):
+    """Needs many times its input in between, and keeps nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, MANY).view(x.shape[0], MANY, -1).sum(dim=1)
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Spread(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+class Branches(nn.Module):
+    """A value that is used again after others were made, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.out = nn.Linear(16 * 8 * 8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x.view(-1, 3, 8, 8)).relu()
+        z: Tensor = self.out(torch.flatten(self.two(y).sigmoid() * y, 1))
+        return z
+
+
+def measured(model: nn.Module, batch: Batch) -> tuple[list[str], list[int], list[int], list[int]]:
+    """Layers, and by layer what is saved, the gradients of its weights, and its workspace."""
+    graph = capture(model, batch, lambda output, target: ((output - target) ** 2).mean())
+    stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True)
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    gradients = [sum(sizes[name] for name in layer.parameters) for layer in graph.layers]
+    saved = saved_bytes(stage, batch)
+    found = workspace_bytes(stage, batch, saved, gradients)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return [layer.name for layer in graph.layers], saved, gradients, found
+
+
+def test_what_a_layer_works_in_is_its_own() -> None:
+    names, _, _, found = measured(chain(), Batch((torch.randn(BATCH, WIDTH),), {}, torch.randn(BATCH, WIDTH)))
+    spread = names.index("1")
+    # The copies and their sum; going back, the gradient of each copy: at least once, and a few activations beside them.
+    assert MANY * ROWS <= found[spread] <= (2 * MANY + 8) * ROWS
+    assert max(bytes_ for index, bytes_ in enumerate(found) if index != spread) <= 8 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"), [(chain, (BATCH, WIDTH)), (Branches, (BATCH, 3 * 8 * 8))], ids=["chain", "branches"]
+)
+def test_the_peak_of_the_formula_is_that_of_the_allocator(model: type[nn.Module], inputs: tuple[int, int]) -> None:
+    """Against the plain model, run without marks: the most that was ever allocated."""
+    torch.manual_seed(0)
+    plain = model()
+    batch = Batch((torch.randn(*inputs),), {}, torch.randn(inputs[0], WIDTH))
+    columns = [np.array(each, dtype=np.float64) for each in measured(plain, batch)[1:]]
+    saved, gradients, workspaces = columns
+    working, _ = working_bytes(saved, gradients, workspaces, np.zeros_like(saved))
+    predicted = saved.sum() + gradients.sum() + working[-1]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(use_kineto=False, profile_memory=True) as recorded:
+        step_batch = batch.args[0].clone(), batch.target.clone()
+        ((plain(step_batch[0]) - step_batch[1]) ** 2).mean().backward()
+    assert recorded.kineto_results is not None
+    events = [each for each in recorded.kineto_results.events() if each.name() == "[memory]"]
+    sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    assert predicted == pytest.approx(max(np.cumsum(sizes)), rel=0.03)
+
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+
+def build_model():
+    return nn.Linear(1000, 1000)
+
+
+def example_batch(batch_size):
+    return (torch.randn(batch_size, 1000),), torch.randn(batch_size, 1000)
+
+
+def loss(output, target):
+    return (output - target).square().mean()
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=DECAY)
+"""
+
+
+@pytest.mark.parametrize(("decay", "tensors"), [(0.0, 0), (0.1, 1)])
+def test_a_step_with_weight_decay_works_in_a_tensor_of_the_weights_size(
+    tmp_path: Path, decay: float, tensors: int
+) -> None:
+    """One process, one tensor at a time: the gradient and the decay are added in a fresh one."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL_FILE.replace("DECAY", str(decay)), encoding="utf-8")
+    model_file = load_model_file(path)
+    linear = model_file.build_model()
+    for parameter in linear.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trained = dict(linear.named_parameters())
+    found = update_workspaces(model_file, [trained, {"bias": trained["bias"]}, {}], torch.device("cpu"))
+    assert found == pytest.approx([tensors * 4 * 1000 * 1000, 0, 0], abs=1000)

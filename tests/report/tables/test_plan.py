@@ -1,0 +1,60 @@
+"""Plans and profiles as tables."""
+
+from __future__ import annotations
+
+from planner.formats.cluster import flat_cluster
+from planner.report.tables.plan import layer_range, plan_report
+from planner.report.tables.profile import profile_report
+from planner.solver import solve
+from tests.samples import layer, profile
+
+MODEL = profile(
+    layer("a", 2, 4, output_bytes=1000), layer("b", 0.5, 1, output_bytes=10), layer("c", 0.5, 1, weight_bytes=10**6)
+)
+
+
+def test_a_plan_shows_its_stages_and_its_prediction() -> None:
+    text = plan_report(solve(MODEL, flat_cluster(3, 1e4, 10**9, 1e-3)))
+    for part in (
+        "2-1 on 3 GPUs",
+        "b .. c (2)",
+        "0, 1",
+        "limited by",
+        "samples/s, ",
+        "simulated",
+        "above the cost model's bound of 3 s",
+    ):
+        assert part in text
+    assert "less than data parallel" in text
+    assert "1 GB each" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_plan_that_leaves_gpus_says_why() -> None:
+    text = plan_report(solve(profile(layer("a", 1, 2, weight_bytes=10**6)), flat_cluster(8, 1.0)))
+    assert "7 of 8 GPUs would not make it faster" in text
+
+
+def test_layer_ranges() -> None:
+    assert layer_range(("only",)) == "only"
+    assert layer_range(("first", "second", "third")) == "first .. third (3)"
+
+
+def test_a_profile_shows_layers_and_sums() -> None:
+    text = profile_report(MODEL)
+    assert "sum of layers 9 s: forward 3 s, backward 6 s, update 0 s" in " ".join(text.split())
+    assert "4 samples of float32" in text
+    assert len(text.splitlines()) > len(MODEL.layers)
+
+
+def test_adding_gradients_up_is_shown_where_it_takes_time() -> None:
+    assert "adding up" not in profile_report(MODEL)
+    layers = tuple(each.model_copy(update={"accumulate_s": 0.25}) for each in MODEL.layers)
+    adding = MODEL.model_copy(update={"layers": layers})
+    text = profile_report(adding)
+    assert "750 ms more where a microbatch finds some" in text
+    assert "adding up" in text
+    cluster = flat_cluster(2, 1e4)
+    divided = plan_report(solve(adding, cluster, schedule="gpipe", microbatches=4))
+    assert "adding up" in divided
+    assert "adding up" not in plan_report(solve(adding, cluster))

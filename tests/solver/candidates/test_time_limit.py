@@ -1,0 +1,90 @@
+"""A time limit ends whatever is going on, and leaves a plan with an honest bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.plan import Plan, ScheduleName
+from planner.formats.profile import Profile
+from planner.report.tables.plan import plan_report
+from planner.schedule.streams import Channel, PipelineShape
+from planner.simulator.engine import Engine
+from planner.simulator.pipeline import Pipeline, StageTimes
+from planner.solver import solve
+from planner.solver.candidates.budget import Tally
+from planner.solver.candidates.deadline import Deadline
+from planner.solver.levels.best_first import BestFirst
+from tests.samples import layer, profile
+
+CHAIN = profile(*(layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n) for n in range(40)))
+LEVELS = hierarchical_cluster((4, 2), (20.0, 5.0))
+
+
+@dataclass(frozen=True)
+class Looks(Deadline):
+    """Passes when it has been looked at so often."""
+
+    at_s: float | None = None
+    looks: int = 0
+    number: count[int] = field(default_factory=count)
+
+    @property
+    def passed(self) -> bool:
+        return next(self.number) >= self.looks
+
+
+def straight(stages: int) -> Pipeline:
+    shape = PipelineShape(
+        tuple((stage,) for stage in range(stages)), tuple(Channel(s, s + 1) for s in range(stages - 1)), "1f1b"
+    )
+    bytes_ = {(stage, stage + 1): (1, 1) for stage in range(stages - 1)}
+    return Pipeline(shape, flat_cluster(stages, 3.0), (StageTimes(1.0, 2.0, 0.0),) * stages, bytes_, (0,) * stages)
+
+
+def test_a_simulation_ends_at_the_deadline() -> None:
+    whole = Tally.unlimited()
+    assert whole.steady_s(straight(6)) is not None
+    hurried = Tally(Looks(looks=5), left=10.0**6)
+    assert hurried.steady_s(straight(6), needed=True) is None
+    executed = 10**6 - hurried.left
+    assert 0 < executed < 300  # two backwards of the first stage of six, after it has admitted six
+    assert whole.exhausted
+    assert not hurried.exhausted
+
+
+def test_a_simulation_ends_with_what_may_be_executed() -> None:
+    tally = Tally(left=100)
+    assert tally.steady_s(straight(6)) is None
+    assert tally.left <= 0
+    assert tally.over
+    assert not tally.exhausted
+    assert tally.steady_s(straight(6), needed=True) is not None  # there is nothing else to go by
+
+
+@pytest.mark.parametrize("cluster", [flat_cluster(8, 5.0), LEVELS], ids=["flat", "levels"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved"])
+def test_without_time_there_is_a_plan_and_nothing_is_simulated(
+    cluster: Cluster, schedule: ScheduleName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurried = solved(CHAIN, cluster, schedule, 0.0)
+    best = solved(CHAIN, cluster, schedule, None)
+    assert hurried.solver.lower_bound_s <= best.predicted.seconds_per_minibatch * (1 + 1e-9)
+    assert hurried.solver.simulated == 0
+    assert hurried.predicted.by == "cost model"
+    assert "time limit" in plan_report(hurried)
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Engine, "run", never)
+    monkeypatch.setattr(BestFirst, "_next", never)
+    assert solved(CHAIN, cluster, schedule, 0.0).config == hurried.config
+
+
+def solved(model: Profile, cluster: Cluster, schedule: ScheduleName, limit_s: float | None) -> Plan:
+    microbatches = 1 if schedule == "1f1b" else 8
+    return solve(model, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=limit_s)

@@ -1,0 +1,131 @@
+"""Bounds for graphs with too many cuts to list, and what is found in them all the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
+from planner.cost.asynchronous import Link, RecomputeRule, cost_model, link_of
+from planner.cost.double_buffered import asynchronous_model
+from planner.cost.layer_costs import Ledger
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.profile import Profile
+from planner.solver import solve
+from planner.solver.chain.search import Search
+from planner.solver.chain.states import Chain
+from planner.solver.graph import branches
+from planner.solver.graph.branches import search_beyond
+from planner.solver.graph.lattice import to_bits
+from planner.solver.graph.orders import around, depth_first, fewest_live_bytes
+from planner.solver.graph.windows import Windows
+from planner.solver.reference.brute import brute_force
+from planner.solver.task import Task
+from tests.samples import layer, profile
+from tests.solver.strategies import profiles
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "microbatches"),
+    [("resource", "1f1b", 1), ("pipedream", "1f1b", 1), ("paper", "1f1b", 1), ("resource", "2bw", 3)],
+)
+@settings(max_examples=60, deadline=None)
+@given(
+    model=profiles(most_layers=5, measured=True),
+    gpus=st.integers(1, 4),
+    bandwidth=st.sampled_from([0.5, 2.0, 8.0]),
+    memory=st.one_of(st.none(), st.integers(1, 200)),
+    recompute=st.sampled_from(["auto", "never", "always"]),
+)
+def test_no_plan_is_faster_than_the_bound(
+    name: CostModelName,
+    schedule: ScheduleName,
+    microbatches: int,
+    model: Profile,
+    gpus: int,
+    bandwidth: float,
+    memory: int | None,
+    recompute: RecomputeRule,
+) -> None:
+    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth, memory)
+    best = brute_force(ledger, cluster, model=name, schedule=schedule, microbatches=microbatches, recompute=recompute)
+    windows = Windows(ledger, asynchronous_model(name, schedule, microbatches, link_of(cluster)))
+    bound_s = windows.bound_s(gpus, memory, recompute, 1e6)
+    if best is not None:
+        assert bound_s <= best.price.seconds_per_minibatch * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["resource", "pipedream", "paper"])
+def test_on_a_chain_the_bound_is_the_optimum(name: CostModelName) -> None:
+    draw = random.Random(1)
+    chain = profile(
+        *(
+            layer(f"l{i}", draw.uniform(1, 5), draw.uniform(1, 9), draw.randint(1, 90), draw.randint(0, 99))
+            for i in range(40)
+        )
+    )
+    ledger, model = Ledger(chain), cost_model(name, Link(50.0))
+    best = Search(Chain(ledger), model, 12, None).best()
+    assert best is not None
+    bound_s = Windows(ledger, model).bound_s(12, None, "auto", 2 * best.seconds)
+    assert best.seconds * (1 - 1e-3) <= bound_s <= best.seconds
+
+
+@settings(max_examples=100, deadline=None)
+@given(model=profiles(most_layers=5), gpus=st.integers(2, 4), bandwidth=st.sampled_from([0.5, 2.0, 8.0]))
+def test_what_is_found_among_cuts_too_many_to_list_is_honest(model: Profile, gpus: int, bandwidth: float) -> None:
+    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth)
+    priced, chain = cost_model("resource", Link(bandwidth)), Chain(ledger)
+    known = Search(chain, priced, gpus, None).best()
+    assert known is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branches, "MOST_DOWNSETS", 1)
+        beyond = search_beyond(ledger, priced, gpus, None, chain, known)
+    best = brute_force(ledger, cluster)
+    assert best is not None
+    best_s, found_s = best.price.seconds_per_minibatch, (beyond.path or known).seconds
+    assert beyond.bound_s <= best_s * (1 + 1e-9)
+    assert best_s <= found_s * (1 + 1e-9) <= known.seconds * (1 + 2e-9)
+
+
+@given(model=profiles(most_layers=6))
+def test_orders_are_topological_and_what_is_near_a_cut_is_a_cut(model: Profile) -> None:
+    ledger = Ledger(model)
+    for order in (depth_first(ledger), fewest_live_bytes(ledger)):
+        place = {layer: index for index, layer in enumerate(layer for group in order for layer in group)}
+        assert sorted(place) == list(range(len(model.layers)))
+        assert all(place[value.producer] < place[user] for value in ledger.traffic for user in value.users)
+        cut = Chain(ledger, order).layers(0, len(order) // 2)
+        for bits in to_bits(around(ledger, [cut], 20), len(model.layers)):
+            inside = {index for index, bit in enumerate(bits) if bit}
+            assert all(v.producer in inside for v in ledger.traffic if inside & set(v.users))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [4, 16])
+def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) -> None:
+    """1,220 layers and more cuts than could be listed."""
+    model, cluster = nasnet_like(), flat_cluster(gpus, 1.25e9)
+    ledger = Ledger(model)
+    plan = solve(model, cluster, cost_model="pipedream")  # under which nobody waits, and busy times decide
+    assert plan.solver.lower_bound_s < plan.predicted.bottleneck.busy_s < plan.solver.lower_bound_s * 1.35
+    for order in (None, depth_first(ledger), fewest_live_bytes(ledger)):
+        path = Search(Chain(ledger, order), cost_model("pipedream", link_of(cluster)), gpus, None).best()
+        assert path is not None
+        assert plan.predicted.bottleneck.busy_s <= path.seconds * (1 + 1e-9)
+    again = solve(model, cluster, cost_model="pipedream")
+    assert again.stages == plan.stages
+
+
+@pytest.mark.parametrize("model", [unet_like(), encoder_decoder_like(layers=4)], ids=lambda model: model.model)
+@pytest.mark.parametrize("name", ["resource", "pipedream"])
+def test_long_skips_and_shared_outputs_are_solved_exactly(model: Profile, name: CostModelName) -> None:
+    task = Task(Chain(Ledger(model)), flat_cluster(8, 1.25e9), name, "1f1b", 1, "auto")
+    path = task.best()
+    assert path is not None
+    _, path, bound_s = task.beyond_the_order(path)
+    assert bound_s >= path.seconds * (1 - 1e-9)

@@ -1,0 +1,380 @@
+"""The integer programs: the optimum of the search and of brute force, and what only they can express."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pulp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost.asynchronous import cost_model, link_of
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.pricing import price
+from planner.cost.synchronous import SynchronousModel
+from planner.errors import InputError
+from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
+from planner.formats.constraints import Constraints
+from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.profile import Profile
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.chain.search import Search
+from planner.solver.chain.states import Chain
+from planner.solver.chain.synchronous import SynchronousSearch
+from planner.solver.integer.ilp import solve_ilp
+from planner.solver.integer.milp import MilpName, Outcome, installed, run
+from planner.solver.integer.request import Request
+from planner.solver.reference.brute import brute_force, downsets
+from tests.samples import layer, profile
+from tests.solver.strategies import profiles
+
+memories = st.one_of(st.none(), st.integers(1, 200))
+bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
+latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
+SOLVERS: tuple[MilpName, ...] = ("HiGHS", "CBC")
+
+
+@pytest.fixture(params=SOLVERS)
+def solver(request: pytest.FixtureRequest) -> MilpName:
+    """Each solver that is installed; CBC comes with PuLP."""
+    name: MilpName = request.param
+    if name not in installed():
+        pytest.skip(f"{name} is not installed")
+    return name
+
+
+def flow_equals_search_and_brute_force(
+    model: Profile,
+    cluster: Cluster,
+    name: CostModelName,
+    schedule: ScheduleName,
+    microbatches: int,
+    solver: MilpName | None = None,
+) -> None:
+    ledger = Ledger(model)
+    request = Request(ledger, cluster, name, schedule, microbatches)
+    answer = solve_ilp(request, NO_HURRY, solver)
+    expected = brute_force(ledger, cluster, model=name, schedule=schedule, microbatches=microbatches)
+    if expected is None:
+        assert answer is None
+        return
+    assert answer is not None
+    assert answer.optimal
+    assert answer.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+    cost = request.priced(answer.stages)
+    assert cost.seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
+    assert cluster.memory_bytes is None or all(m.total_bytes <= cluster.memory_bytes for m in cost.memory)
+    gpus = sum(stage.replicas for stage in answer.stages)
+    if schedule in ("1f1b", "2bw"):
+        assert (gpus, len(answer.stages)) == (expected.gpus, len(expected.stages))
+    if Chain(ledger).complete:
+        link = link_of(cluster)
+        if schedule == "1f1b":
+            path = Search(Chain(ledger), cost_model(name, link), cluster.gpus, cluster.memory_bytes).best()
+        elif schedule == "2bw":
+            return
+        else:
+            drained = SynchronousModel(link, schedule, microbatches)
+            path = SynchronousSearch(Chain(ledger), drained, cluster.gpus, cluster.memory_bytes).best()
+        assert path is not None
+        assert path.seconds == pytest.approx(answer.seconds, rel=1e-9)
+
+
+instances = st.tuples(profiles(most_layers=5), st.integers(1, 4), bandwidths, latencies, memories, st.integers(1, 6))
+Instance = tuple[Profile, int, float, float, int | None, int]
+MODELS: list[tuple[CostModelName, ScheduleName]] = [
+    ("resource", "1f1b"),
+    ("pipedream", "1f1b"),
+    ("paper", "1f1b"),
+    ("resource", "gpipe"),
+    ("resource", "1f1b-flush"),
+    ("resource", "naive"),
+    ("resource", "2bw"),
+]
+
+
+def _ask(instance: Instance, name: CostModelName, schedule: ScheduleName, solver: MilpName | None = None) -> None:
+    model, gpus, bandwidth, latency, memory, microbatches = instance
+    microbatches = microbatches if schedule in ("gpipe", "1f1b-flush", "2bw") else 1
+    cluster = flat_cluster(gpus, bandwidth, memory, latency)
+    flow_equals_search_and_brute_force(model, cluster, name, schedule, microbatches, solver)
+
+
+@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@settings(max_examples=30, deadline=None)
+@given(instance=instances)
+def test_flow_finds_what_search_and_brute_force_find(
+    name: CostModelName, schedule: ScheduleName, instance: Instance
+) -> None:
+    _ask(instance, name, schedule)
+
+
+@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@settings(max_examples=5, deadline=None)
+@given(instance=instances)
+def test_cbc_finds_the_same(name: CostModelName, schedule: ScheduleName, instance: Instance) -> None:
+    _ask(instance, name, schedule, "CBC")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@settings(max_examples=300, deadline=None)
+@given(
+    instance=st.tuples(profiles(most_layers=5), st.integers(1, 5), bandwidths, latencies, memories, st.integers(1, 8))
+)
+def test_flow_finds_what_search_and_brute_force_find_many_times(
+    name: CostModelName, schedule: ScheduleName, instance: Instance
+) -> None:
+    _ask(instance, name, schedule)
+
+
+# What only integer programs express, against every plan there is, written from the meaning of the constraints.
+
+
+def every_plan(ledger: Ledger, cluster: Cluster) -> Iterator[tuple[Candidate, ...]]:
+    """All chains of cuts, with all replica counts of all kinds that the GPUs allow."""
+    everything = frozenset(range(len(ledger.profile.layers)))
+    cuts = downsets(ledger)
+    kinds: tuple[Kind | None, ...] = cluster.kinds or (None,)
+    counts = [kind.count for kind in cluster.kinds] or [cluster.gpus]
+
+    def extend(before: frozenset[int], left: list[int]) -> Iterator[tuple[Candidate, ...]]:
+        for after in cuts:
+            if not before < after:
+                continue
+            for number, kind in enumerate(kinds):
+                for replicas in range(1, left[number] + 1):
+                    stage = Candidate(before, after - before, replicas, kind=kind)
+                    if after == everything:
+                        yield (stage,)
+                        continue
+                    rest = [count - replicas * (n == number) for n, count in enumerate(left)]
+                    yield from ((stage, *others) for others in extend(after, rest))
+
+    return extend(frozenset(), counts)
+
+
+def respects(ledger: Ledger, stages: tuple[Candidate, ...], constraints: Constraints) -> bool:
+    """By definition."""
+    home = {ledger.profile.layers[n].name: number for number, stage in enumerate(stages) for n in stage.layers}
+    names = [each.name for each in ledger.profile.layers]
+    following = dict(pairwise(names))
+    return (
+        all(home[name] == stage for name, stage in constraints.stage_of.items())
+        and all(len({home[name] for name in group}) <= 1 for group in constraints.together)
+        and all(home[name] == home[following.get(name, name)] for name in constraints.no_cut_after)
+    )
+
+
+def fastest(
+    ledger: Ledger, cluster: Cluster, constraints: Constraints, schedule: ScheduleName, microbatches: int
+) -> float:
+    """Seconds of the best plan that fits and respects the constraints; infinite when there is none."""
+    best = math.inf
+    for stages in every_plan(ledger, cluster):
+        if not respects(ledger, stages, constraints):
+            continue
+        cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)
+        limits = [cluster.memory_of(stage.kind) for stage in stages]
+        if all(limit is None or m.total_bytes <= limit for m, limit in zip(cost.memory, limits, strict=True)):
+            best = min(best, cost.seconds_per_minibatch)
+    return best
+
+
+@st.composite
+def constrained(draw: st.DrawFn) -> tuple[Profile, Cluster, Constraints]:
+    model = draw(profiles(most_layers=4))
+    names = [each.name for each in model.layers]
+    some = st.lists(st.sampled_from(names), max_size=2, unique=True)
+    gpus = draw(st.integers(1, 4))
+    kinds: tuple[Kind, ...] = ()
+    if gpus > 1 and draw(st.booleans()):
+        first = draw(st.integers(1, gpus - 1))
+        speeds = st.sampled_from([0.5, 1.0, 3.0])
+        kinds = tuple(
+            Kind(count=count, speed=draw(speeds), memory_bytes=draw(memories)) for count in (first, gpus - first)
+        )
+    cluster = Cluster(
+        levels=(Level(size=gpus, bandwidth_bytes_per_s=draw(bandwidths), latency_s=draw(latencies)),),
+        memory_bytes=draw(memories),
+        kinds=kinds,
+    )
+    constraints = Constraints(
+        stage_of={name: draw(st.integers(0, 2)) for name in draw(some)},
+        together=(tuple(draw(some)), tuple(draw(some))),
+        no_cut_after=tuple(draw(some)),
+    )
+    return model, cluster, constraints
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush"])
+@settings(max_examples=60, deadline=None)
+@given(instance=constrained(), microbatches=st.integers(1, 5))
+def test_constraints_and_kinds_against_every_plan(
+    schedule: ScheduleName, instance: tuple[Profile, Cluster, Constraints], microbatches: int
+) -> None:
+    model, cluster, constraints = instance
+    microbatches = 1 if schedule == "1f1b" else microbatches
+    ledger = Ledger(model)
+    request = Request(ledger, cluster, "resource", schedule, microbatches, "never", constraints)
+    answer = solve_ilp(request, NO_HURRY)
+    expected = fastest(ledger, cluster, constraints, schedule, microbatches)
+    if answer is None:
+        assert expected == math.inf
+        return
+    assert respects(ledger, answer.stages, constraints)
+    assert answer.seconds == pytest.approx(expected, rel=1e-9)
+    assert request.priced(answer.stages).seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
+    ranks = [rank for stage in answer.stages for rank in stage.ranks]
+    assert len(set(ranks)) == len(ranks)
+    for stage in answer.stages:
+        assert all(cluster.kind_of(rank) == stage.kind for rank in stage.ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=profiles(most_layers=5),
+    gpus=st.integers(1, 3),
+    bandwidth=bandwidths,
+    latency=latencies,
+    memory=memories,
+    speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
+    mixed=st.booleans(),
+    pinned=st.booleans(),
+)
+def test_placements_that_are_not_contiguous_against_all_of_them(
+    model: Profile,
+    gpus: int,
+    bandwidth: float,
+    latency: float,
+    memory: int | None,
+    speeds: list[float],
+    mixed: bool,
+    pinned: bool,
+) -> None:
+    kinds = tuple(Kind(count=1, speed=speed) for speed in speeds[:gpus]) if mixed else ()
+    level = Level(size=gpus, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
+    cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
+    first = model.layers[0].name
+    constraints = Constraints(contiguous=False, stage_of={first: gpus - 1} if pinned else {})
+    ledger = Ledger(model)
+    answer = solve_ilp(Request(ledger, cluster, "max-load", constraints=constraints), NO_HURRY)
+    joined = constraints.groups(model)
+    best = math.inf
+    for devices in product(range(gpus), repeat=len(model.layers)):
+        if pinned and devices[0] != gpus - 1:
+            continue
+        if any(len({devices[n] for n in group}) > 1 for group in joined):
+            continue
+        loads, held = [0.0] * gpus, [0] * gpus
+        for n, each in enumerate(model.layers):
+            speed = kinds[devices[n]].speed if kinds else 1.0
+            loads[devices[n]] += (each.forward_s + each.backward_s + each.update_s) / speed
+            held[devices[n]] += each.weight_bytes + each.gradient_bytes + each.optimizer_bytes
+            held[devices[n]] += each.buffer_bytes + each.saved_bytes
+        for value in ledger.traffic:
+            others = {devices[user] for user in value.users} - {devices[value.producer]}
+            for device in (*others, *([devices[value.producer]] if others else [])):
+                moved = value.output_bytes + value.gradient_bytes
+                loads[device] += moved / bandwidth + (1 + (value.gradient_bytes > 0)) * latency
+                held[device] += 2 * moved
+        if memory is None or max(held) <= memory:
+            best = min(best, max(loads))
+    if answer is None:
+        assert best == math.inf
+        return
+    assert answer.seconds == pytest.approx(best, rel=1e-6)
+
+
+def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
+    model = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"))
+    cluster = Cluster(
+        levels=(Level(size=4, bandwidth_bytes_per_s=1e9),), kinds=(Kind(count=2, speed=2.0), Kind(count=2))
+    )
+    constraints = Constraints(gpu_of={"a": 3, "c": 1})
+    answer = solve_ilp(Request(Ledger(model), cluster, constraints=constraints), NO_HURRY, solver)
+    assert answer is not None
+    assert 3 in answer.stages[0].ranks
+    assert 1 in answer.stages[-1].ranks
+
+
+def test_when_time_runs_out_the_plan_comes_with_a_bound(solver: MilpName) -> None:
+    layers = [layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7) for n in range(24)]
+    model = profile(*layers).model_copy(update={"graph_hash": None})
+    request = Request(Ledger(model), flat_cluster(6, 5.0), "max-load", constraints=Constraints(contiguous=False))
+    answer = solve_ilp(request, Deadline.after(1.0), solver)
+    assert answer is not None
+    perfect_s = sum(each.forward_s + each.backward_s for each in layers) / 6
+    assert perfect_s * (1 - 1e-6) <= answer.bound_s <= answer.seconds
+    assert answer.optimal == (answer.bound_s == answer.seconds)
+
+
+def test_what_is_not_expressible_is_refused_in_one_sentence() -> None:
+    ledger = Ledger(profile(layer("a", output_bytes=1), layer("b")))
+    levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
+    for request, message in (
+        (Request(ledger, Cluster(levels=levels)), "clusters of one level"),
+        (Request(ledger, flat_cluster(2, 1.0), constraints=Constraints(contiguous=False)), "no price in the cost"),
+        (Request(ledger, flat_cluster(2, 1.0), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
+    ):
+        with pytest.raises(InputError, match=message):
+            solve_ilp(request, NO_HURRY)
+
+
+def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(problem: object, name: str, limit_s: float | None) -> Outcome:
+        return Outcome("unknown")
+
+    monkeypatch.setattr("planner.solver.integer.ilp_assign.run", nothing)
+    model = profile(*(layer(name, output_bytes=1) for name in "abcd"))
+    request = Request(Ledger(model), flat_cluster(2, 1e9), "max-load", constraints=Constraints(contiguous=False))
+    answer = solve_ilp(request, Deadline.after(10.0))
+    assert answer is not None
+    assert not answer.optimal
+    assert answer.bound_s == pytest.approx(6.0)
+    assert answer.seconds == pytest.approx(6.0)
+    pinned = replace(request, constraints=Constraints(contiguous=False, stage_of={"a": 1}))
+    with pytest.raises(TimeoutError):
+        solve_ilp(pinned, Deadline.after(10.0))
+
+
+def test_what_solvers_say_is_taken_at_its_word_only_where_it_holds(solver: MilpName) -> None:
+    """Infeasible programs have values, and programs out of time a status called Optimal."""
+    problem = pulp.LpProblem("impossible", pulp.LpMinimize)
+    half = problem.add_variable("x", cat=pulp.LpBinary)
+    problem.setObjective(pulp.lpSum([half]))
+    problem += 2 * half == 1
+    assert run(problem, solver).status == "infeasible"
+    problem = pulp.LpProblem("long", pulp.LpMinimize)
+    longest = problem.add_variable("T", 0)
+    problem.setObjective(pulp.lpSum([longest]))
+    sizes = [(n * 7919) % 997 / 7 + 10 for n in range(80)]
+    chosen = [[problem.add_variable(f"x{n}_{d}", cat=pulp.LpBinary) for d in range(9)] for n in range(80)]
+    for row in chosen:
+        problem += pulp.lpSum(row) == 1
+    for d in range(9):
+        problem += pulp.lpSum(size * row[d] for size, row in zip(sizes, chosen, strict=True)) <= longest
+    outcome = run(problem, solver, 1.0)
+    assert outcome.status in ("feasible", "unknown")
+    assert outcome.bound <= sum(sizes) / 9 * (1 + 1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=profiles(most_layers=5), gpus=st.integers(1, 4), bandwidth=bandwidths, memory=memories)
+def test_models_that_can_be_trained_keep_their_order_and_other_cuts_bound_it(
+    model: Profile, gpus: int, bandwidth: float, memory: int | None
+) -> None:
+    model = model.model_copy(update={"graph_hash": "0123"})
+    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth, memory)
+    answer = solve_ilp(Request(ledger, cluster), NO_HURRY)
+    along, any_order = (brute_force(ledger, cluster, in_order=in_order) for in_order in (True, False))
+    if along is None or any_order is None:
+        assert answer is None
+        return
+    assert answer is not None
+    assert answer.seconds == pytest.approx(along.price.seconds_per_minibatch, rel=1e-9)
+    assert answer.bound_s == pytest.approx(any_order.price.seconds_per_minibatch, rel=1e-9)
