@@ -110,7 +110,7 @@ def test_an_imported_profile_is_written_as_it_was_read(path: Path, tmp_path: Pat
     _assert_alike(_written(read, tmp_path), read)
 
 
-ANCHORS = Path(__file__).parents[2] / "shared" / "anchors" / "pipedream"
+ANCHORS = Path(__file__).parents[3] / "shared" / "anchors" / "pipedream"
 
 
 @pytest.mark.parametrize("name", ["alexnet", "gnmt", "inception_v3", "resnet50", "vgg16"])
@@ -124,7 +124,7 @@ def test_published_profiles_survive_the_round_trip(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "gpt2", "lstm_lm"])
 def test_our_own_profiles_as_graph_txt(name: str, tmp_path: Path) -> None:
     """Updates count as backward; each value of a layer with several can be told apart."""
-    own = load_profile(Path(__file__).parents[1] / "profiles" / name / "cpu.json")
+    own = load_profile(Path(__file__).parents[2] / "profiles" / name / "cpu.json")
     read = _written(own, tmp_path)
     named = [one for one in read.layers if one.op != "__getitem__"]
     assert [one.op for one in named] == [one.op for one in own.layers]

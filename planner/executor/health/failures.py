@@ -21,7 +21,7 @@ from planner.executor.job import Failure, Job
 from planner.formats.files import save_record
 
 GRACE_S = 3.0  # how long a worker that lost its peer waits before it ends, so that the first cause is seen first
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent.parent, Path(os.__file__).parent)
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2], Path(os.__file__).parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 

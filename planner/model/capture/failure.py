@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from planner.errors import CaptureError, LayerError, PlannerError
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch._export")
 _FUNCTION_HINTS = {
     "CheckpointFunction": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",

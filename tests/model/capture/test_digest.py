@@ -24,7 +24,7 @@ for spec in sys.argv[1:]:
 
 def hash_of(spec: str, batch_size: int) -> str:
     """Of a model file's graph, captured with this batch size."""
-    file = load_model_file(Path(__file__).parents[2] / spec)
+    file = load_model_file(Path(__file__).parents[3] / spec)
     return capture(file.build_model(), file.example_batch(batch_size), file.loss).hash
 
 
@@ -32,7 +32,7 @@ def test_hash_is_the_same_in_every_process() -> None:
     torch.manual_seed(2)
     theirs = subprocess.run(
         [sys.executable, "-c", PROGRAM, *SPECS],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env={"PYTHONHASHSEED": "5", "PATH": ""},
         capture_output=True,
         text=True,

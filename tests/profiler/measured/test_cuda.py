@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def test_profile_on_a_gpu() -> None:
-    path = Path(__file__).parents[2] / "profiles" / "lstm_lm" / "model.py"
+    path = Path(__file__).parents[3] / "profiles" / "lstm_lm" / "model.py"
     profile = profile_model(load_model_file(f"{path}:build_tiny"), 8, device="cuda", seconds=1.0)
     assert profile.device.kind == "cuda"
     assert profile.whole_step is not None

@@ -28,7 +28,7 @@ from planner.solver import solve
 from tests.samples import layer, profile
 from tests.simulator.plans import equal_layers, plan_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EVIL = ('</script><script>alert("1")</script>', '<img src="x">', "<!-- é & \u2028 𝛼 'quoted'")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 

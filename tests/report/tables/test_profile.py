@@ -12,7 +12,7 @@ from planner.formats.profile import load_profile
 from planner.report.svg.profile import profile_svg
 from planner.report.tables.profile import profile_report
 
-PROFILES = Path(__file__).parents[2] / "profiles"
+PROFILES = Path(__file__).parents[3] / "profiles"
 
 
 def _names(report: str) -> list[str]:

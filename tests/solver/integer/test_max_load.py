@@ -27,7 +27,7 @@ from tests.samples import layer, profile
 from tests.solver.integer.test_ilp import every_plan
 from tests.solver.strategies import profiles
 
-WORKLOADS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "dnn-partitioning"
+WORKLOADS = Path(__file__).resolve().parents[4] / "shared" / "anchors" / "dnn-partitioning"
 HOST = Kind(count=1, speed=0.1, memory_bytes=2**60, pays_transfers=False)
 
 

@@ -18,7 +18,7 @@ from planner.solver.chain.states import Chain
 from planner.solver.levels.local_search import Descents
 from tests.samples import layer, profile
 
-PROFILES = File(__file__).parents[2] / "profiles"
+PROFILES = File(__file__).parents[3] / "profiles"
 
 
 def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[Path, float], Descents]:

@@ -18,7 +18,7 @@ from planner.solver.reference import baselines
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
-MEASURED = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*/cpu.json"))
+MEASURED = sorted((Path(__file__).resolve().parents[3] / "profiles").glob("*/cpu.json"))
 SIX = profile(*(layer(f"l{i}", 1.0 + i, 0.0, output_bytes=1, weight_bytes=10 * i) for i in range(6)))
 
 
