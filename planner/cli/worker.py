@@ -17,7 +17,7 @@ from planner.executor.job import LAUNCHER_VARIABLE, Evaluation, Job, TrainResult
 
 if TYPE_CHECKING:
     from planner.errors import PlannerError
-    from planner.executor.health.heartbeat import Heart
+    from planner.executor.health.heartbeat import Heartbeat
     from planner.executor.observe.measure import Progress
     from planner.formats.timeline import Timeline
 
@@ -48,22 +48,22 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     _use_interface(job)
     _show_warnings(job)
     on_progress = _ProgressLine() if job.show_progress else None
-    heart = _start_heart(job)
+    heartbeat = _start_heartbeat(job)
     watch = None
     try:
         if job.failure_folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
             from planner.executor.health.remote_watch import RemoteWatch
 
-            watch = RemoteWatch(job, heart, _tell_and_end)
+            watch = RemoteWatch(job, heartbeat, _tell_and_end)
         if job.baseline == "data-parallel":
             from planner.executor.data_parallel import train_data_parallel
 
-            return 0, train_data_parallel(job, on_progress, heart)
+            return 0, train_data_parallel(job, on_progress, heartbeat)
         from planner.executor.run.train import train_worker
 
-        return 0, train_worker(job, on_progress, heart, _timeline_writer(job))
+        return 0, train_worker(job, on_progress, heartbeat, _timeline_writer(job))
     except Exception as error:
-        failure = failure_of(job, error, heart)
+        failure = failure_of(job, error, heartbeat)
         leave_failure(job, failure)
         told = error_of(failure) if watch is None else watch.explained(failure)
         if told is not None and job.failure_folder is None:
@@ -106,22 +106,22 @@ def _timeline_writer(job: Job) -> Callable[[Timeline], None]:
     return write
 
 
-def _start_heart(job: Job) -> Heart:
+def _start_heartbeat(job: Job) -> Heartbeat:
     """Where this process tells what it does; its launcher may also ask it by a signal for the place in its code."""
     from planner.executor.health.failures import beat_path
-    from planner.executor.health.heartbeat import Heart
+    from planner.executor.health.heartbeat import Heartbeat
     from planner.executor.health.local_watch import DUMP_SIGNAL, dump_path
 
     rank = int(os.environ["RANK"])
     stages = tuple(index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks)
     if job.failure_folder is None:
-        return Heart(stages=stages)
+        return Heartbeat(stages=stages)
     folder = Path(job.failure_folder)
     # Never closed: the handler writes to it for as long as the process lives.
     faulthandler.register(DUMP_SIGNAL, file=dump_path(folder, rank).open("w"), all_threads=False)
-    heart = Heart(beat_path(folder, rank), stages)
-    heart.enter("starting")
-    return heart
+    heartbeat = Heartbeat(beat_path(folder, rank), stages)
+    heartbeat.enter("starting")
+    return heartbeat
 
 
 def _tell_and_end(error: PlannerError | None) -> NoReturn:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
 from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
-from planner.executor.health.heartbeat import Heart
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.observe.memory import PeakMemory
@@ -104,7 +104,7 @@ class Rounds:
 
 
 def train_data_parallel(
-    job: Job, on_progress: ProgressCallback | None = None, heart: Heart | None = None
+    job: Job, on_progress: ProgressCallback | None = None, heartbeat: Heartbeat | None = None
 ) -> TrainResult | None:
     """Train the plan's model with DistributedDataParallel, with the plan's minibatches: see `Rounds`.
 
@@ -115,12 +115,12 @@ def train_data_parallel(
     if job.plan.microbatch_size is None:
         raise PlanError("the plan does not know its minibatch size", hint="profile a model file: plan profile model.py")
     torch.set_num_threads(job.plan.device.threads or 1)
-    heart = heart if heart is not None else Heart()
-    heart.enter("joining the other workers", meeting=True)
+    heartbeat = heartbeat if heartbeat is not None else Heartbeat()
+    heartbeat.enter("joining the other workers", meeting=True)
     place = local_place()
     join_group(place, message_timeout(job.run_options.hang_timeout_s))
     try:
-        return _train(job, load_model_file(job.model), place, heart, job.plan.microbatch_size, on_progress)
+        return _train(job, load_model_file(job.model), place, heartbeat, job.plan.microbatch_size, on_progress)
     finally:
         dist.destroy_process_group()
 
@@ -129,7 +129,7 @@ def _train(
     job: Job,
     model_file: ModelFile,
     place: Place,
-    heart: Heart,
+    heartbeat: Heartbeat,
     batch_size: int,
     on_progress: ProgressCallback | None,
 ) -> TrainResult | None:
@@ -170,7 +170,7 @@ def _train(
     for round_ in range(rounds):
         began = time.perf_counter()
         for part in work.parts(data, round_, rank):
-            heart.enter(f"training minibatch {part.unit.minibatch}")
+            heartbeat.enter(f"training minibatch {part.unit.minibatch}")
             torch.manual_seed(job.seed * 1_000_003 + part.unit.minibatch * work.per_minibatch + part.unit.microbatch)
             batch = data.batch(part.unit).to(device)
             with nullcontext() if part.last else ddp.no_sync():
@@ -185,7 +185,7 @@ def _train(
         log.completions.append(Completion(time.perf_counter(), log.busy_s))
         if report is not None:
             report(log)
-    heart.enter("waiting for the last worker", meeting=True)
+    heartbeat.enter("waiting for the last worker", meeting=True)
     dist.barrier()
     seconds = time.perf_counter() - start
     steady = steady_state(log.completions, start_up=5, drain=0, per_round=1)

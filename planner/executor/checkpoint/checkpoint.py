@@ -37,7 +37,7 @@ from planner.executor.checkpoint.index import (
 from planner.executor.checkpoint.read import fill_module, fill_optimizer, scheduler_state
 from planner.executor.checkpoint.write import Restorable, has_part, write_part
 from planner.executor.communication.collect import broadcast_bytes, encode_losses, gather_bytes, merge_losses
-from planner.executor.health.heartbeat import Heart
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job
 from planner.executor.observe.run_log import Past, RunLog
 from planner.executor.run.setup import message_timeout
@@ -81,16 +81,16 @@ class Checkpointer:
         job: with the folder, how many to keep, and what to go on from.
         stages: this worker's.
         data: where minibatches are in the data.
-        heart: told what the worker does.
+        heartbeat: told what the worker does.
     """
 
-    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heart: Heart) -> None:
+    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
         self._job = job
         self._stages = stages
         self._data = data
         self._folder = Path(job.checkpoints.folder)
         self._rank = dist.get_rank()
-        self._heart = heart
+        self._heartbeat = heartbeat
         timeout = message_timeout(job.run_options.hang_timeout_s)
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self._problem: str | None = None  # of the last checkpoint
@@ -115,7 +115,7 @@ class Checkpointer:
         if path is None:
             self._begin_log(0)
             return 0
-        self._heart.enter("reading the checkpoint")
+        self._heartbeat.enter("reading the checkpoint")
         index = load_index(path)
         check_fits(index, path, self._job.plan, self._job.seed)
         for own in self._stages:
@@ -150,7 +150,7 @@ class Checkpointer:
         """
         began_s = time.perf_counter()
         folder = self._folder / partial_name(minibatch, self._start.token)
-        self._heart.enter("writing a checkpoint")
+        self._heartbeat.enter("writing a checkpoint")
         parts: tuple[StagePart, ...] = ()
         problem = None
         try:
@@ -165,10 +165,10 @@ class Checkpointer:
             problem=problem,
         )
         self._told = [len(losses), len(evaluations)]
-        self._heart.enter("waiting for the checkpoint's other parts", meeting=True)
+        self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(written.model_dump_json().encode(), _CPU, self._group)
         if self._rank == 0:
-            self._heart.enter("completing a checkpoint")
+            self._heartbeat.enter("completing a checkpoint")
             self._complete(minibatch, folder, [_Written.model_validate_json(reply) for reply in replies])
         self.seconds += time.perf_counter() - began_s
 
@@ -188,7 +188,7 @@ class Checkpointer:
 
     def _agree(self) -> _Start:
         """Rank 0 looks for the checkpoint to go on from; all make sure that they see the folder that it sees."""
-        self._heart.enter("looking for checkpoints", meeting=True)
+        self._heartbeat.enter("looking for checkpoints", meeting=True)
         writes = self._job.checkpoints.every is not None
         start = _Start(token=uuid.uuid4().hex[:8], resume=None)
         if self._rank == 0:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import InputError, LayerError, PlannerError, WorkerError
-from planner.executor.health.heartbeat import Beat, Heart, State
+from planner.executor.health.heartbeat import Beat, Heartbeat, State
 from planner.executor.job import Failure, Job
 from planner.formats.files import save_record
 
@@ -50,10 +50,10 @@ class WorkerTraceback(Exception):  # noqa: N818 - not an error of its own: text 
     """The traceback of another process."""
 
 
-def failure_of(job: Job, error: BaseException, heart: Heart | None = None) -> Failure:
+def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = None) -> Failure:
     """What this process, a worker that `error` ends, has to say."""
     rank = int(os.environ.get("RANK", "0"))
-    beat = heart.read() if heart is not None else None
+    beat = heartbeat.read() if heartbeat is not None else None
     known = error if isinstance(error, PlannerError) else None
     message = known.message if known else f"{_reason(error)}{_at(_place(error, job))}"
     if isinstance(known, LayerError):

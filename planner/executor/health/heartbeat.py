@@ -70,7 +70,7 @@ class Beat:
 
     @classmethod
     def read(cls, page: bytes) -> Beat | None:
-        """What `Heart` wrote; None before its first beat."""
+        """What `Heartbeat` wrote; None before its first beat."""
         pid, beats, state, stage, peer_rank, peer_stage, minibatch, microbatch, slowest_s, activity = _PAGE.unpack_from(
             page
         )
@@ -128,7 +128,7 @@ class Beat:
                 return f"in the {words} of {unit}"
 
 
-class Heart:
+class Heartbeat:
     """Writes the page of this worker.
 
     Args:

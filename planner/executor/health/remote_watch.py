@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from planner.errors import PlannerError, WorkerError
 from planner.executor.health.failures import GRACE_S, error_of, innermost
 from planner.executor.health.hangs import Hang, Sign, Watch
-from planner.executor.health.heartbeat import Beat, Heart
+from planner.executor.health.heartbeat import Beat, Heartbeat
 from planner.executor.job import Failure, Job
 
 _CONNECT = timedelta(seconds=60)
@@ -64,14 +64,14 @@ class RemoteWatch:
 
     Args:
         job: that they run.
-        heart: this worker's.
+        heartbeat: this worker's.
         end_process: tells of the error, if there is one, and ends the process from a thread: the main thread waits in
             a library that nothing can wake.
     """
 
-    def __init__(self, job: Job, heart: Heart, end_process: Callable[[PlannerError | None], NoReturn]) -> None:
+    def __init__(self, job: Job, heartbeat: Heartbeat, end_process: Callable[[PlannerError | None], NoReturn]) -> None:
         self._job = job
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._end_process = end_process
         self._rank = int(os.environ["RANK"])
         self._everyone = set(range(job.plan.workers))
@@ -132,7 +132,7 @@ class RemoteWatch:
         frame = sys._current_frames().get(self._main or 0)
         stack = [] if frame is None else [(f.filename, f.lineno or 0, f.name) for f in extract_stack(frame)]
         place = innermost(stack, self._job)
-        page = self._heart.page.hex()
+        page = self._heartbeat.page.hex()
         return json.dumps({"page": page, "sequence": sequence, "cpu_s": time.process_time(), "place": place})
 
     def _judge(self, ranks: Sequence[int], pages: Sequence[bytes]) -> Hang | None:
@@ -178,7 +178,7 @@ class RemoteWatch:
         stage = next(index for index, stage in enumerate(self._job.plan.stages) if self._rank in stage.ranks)
         self._end_process(
             WorkerError(
-                f"worker {self._rank} (stage {stage}), {self._heart.read().describe()}: lost torchrun's store at "
+                f"worker {self._rank} (stage {stage}), {self._heartbeat.read().describe()}: lost torchrun's store at "
                 f"{self._bulletin.place}: {reason}",
                 hint="its host, or the link to it, is down; or another worker failed first: see the first host",
             )

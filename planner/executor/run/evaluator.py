@@ -20,7 +20,7 @@ from torch import Tensor
 from planner.executor.communication.collect import gather_bytes
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import LinkGroups, Links
-from planner.executor.health.heartbeat import Heart
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation
 from planner.executor.run.data import EvaluationBatches
 from planner.executor.run.setup import Place
@@ -76,7 +76,7 @@ class Evaluator:
         rank: this worker's.
         place: where it computes.
         new_group: makes a process group; all workers make an evaluator at the same time.
-        heart: where the worker tells what it does.
+        heartbeat: where the worker tells what it does.
         buffers: of this worker's replicated stages.
     """
 
@@ -89,14 +89,14 @@ class Evaluator:
         rank: int,
         place: Place,
         new_group: NewGroup,
-        heart: Heart,
+        heartbeat: Heartbeat,
         buffers: Sequence[ReplicatedBuffers] = (),
     ) -> None:
         self._stages = stages
         self._model_file = model_file
         self._data = data
         self._rank = rank
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._buffers = buffers
         self._place = place
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(stages.transfers))
@@ -115,7 +115,7 @@ class Evaluator:
     def run(self, minibatch: int) -> Evaluation | None:
         """Evaluate after `minibatch` minibatches; the result on the worker that `reports`."""
         totals: dict[str, float] = {}
-        self._heart.enter("preparing to evaluate", meeting=True)
+        self._heartbeat.enter("preparing to evaluate", meeting=True)
         for buffers in self._buffers:
             buffers.fetch()
         with torch.no_grad(), torch.random.fork_rng(devices=self._cuda_devices()):
@@ -137,7 +137,7 @@ class Evaluator:
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
         for instruction in evaluation_stream(self._shape, self._rank, self._data.batches):
             assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
-            self._heart.begin(instruction, evaluating=True)
+            self._heartbeat.begin(instruction, evaluating=True)
             values = known.setdefault((instruction.stage, instruction.unit), {})
             match instruction:
                 case ReceiveActivation():

@@ -19,7 +19,7 @@ from planner.executor.communication.gradients import GradientAverager
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import LinkGroups, Links
 from planner.executor.communication.shared import SharedGradients, shared_parameters
-from planner.executor.health.heartbeat import Heart
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, TrainResult
 from planner.executor.observe.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.observe.memory import PeakMemory
@@ -60,7 +60,7 @@ from planner.schedule.shape import shape_of
 def train_worker(
     job: Job,
     on_progress: ProgressCallback | None = None,
-    heart: Heart | None = None,
+    heartbeat: Heartbeat | None = None,
     on_timeline: Callable[[Timeline], None] | None = None,
 ) -> TrainResult | None:
     """Run this process's part of `job`; the environment is torchrun's.
@@ -68,7 +68,7 @@ def train_worker(
     Args:
         job: the same for all workers.
         on_progress: told of every update, on the last stage.
-        heart: of this process.
+        heartbeat: of this process.
         on_timeline: given what all workers did, on rank 0, where the job asks for a trace.
 
     Returns:
@@ -81,10 +81,10 @@ def train_worker(
     check_schedule(job.plan)
     torch.set_num_threads(job.plan.device.threads or 1)
     place = local_place()
-    heart = heart if heart is not None else Heart()
-    heart.enter("building its model")
-    run = TrainingRun(job, load_model_file(job.model), place, heart)
-    heart.enter("joining the other workers", meeting=True)
+    heartbeat = heartbeat if heartbeat is not None else Heartbeat()
+    heartbeat.enter("building its model")
+    run = TrainingRun(job, load_model_file(job.model), place, heartbeat)
+    heartbeat.enter("joining the other workers", meeting=True)
     join_group(place, message_timeout(job.run_options.hang_timeout_s))
     try:
         check_same_job(job, place.wire)
@@ -100,7 +100,7 @@ class TrainingRun:
         job: the same for all workers.
         model_file: of `job.model`.
         place: where this worker computes.
-        heart: where it tells what it does.
+        heartbeat: where it tells what it does.
         data: in place of the model file's dataset.
     """
 
@@ -109,11 +109,11 @@ class TrainingRun:
         job: Job,
         model_file: ModelFile,
         place: Place,
-        heart: Heart | None = None,
+        heartbeat: Heartbeat | None = None,
         data: BatchSource | None = None,
     ) -> None:
         self.job = job
-        self.heart = heart if heart is not None else Heart()
+        self.heartbeat = heartbeat if heartbeat is not None else Heartbeat()
         self.plan = job.plan
         self.place = place
         self.rank = int(os.environ["RANK"])
@@ -168,7 +168,7 @@ class TrainingRun:
 
     def _compile(self, model_file: ModelFile) -> None:
         """Now, because a worker that compiled in the middle of a run would look as if it stood still."""
-        self.heart.enter("compiling its stages")
+        self.heartbeat.enter("compiling its stages")
         check_compiler(self.place.compute.type)
         with torch.random.fork_rng():
             for size in {self.microbatch_size, *filter(None, self.data.last_sizes)}:
@@ -199,14 +199,14 @@ class TrainingRun:
             stages,
             links,
             on_update=self._progress(on_progress),
-            heart=self.heart,
+            heartbeat=self.heartbeat,
             recorder=recorder,
             stop_on_nan=options.stop_on_nan,
             joint_norm=self._joint_norm(),
         )
         evaluator = self._evaluator(replicas)
         self._make_random_batches()
-        self.heart.enter("waiting for the others to start", meeting=True)
+        self.heartbeat.enter("waiting for the others to start", meeting=True)
         dist.barrier()
         start = time.perf_counter()
         for first, last in self._segments():
@@ -215,7 +215,7 @@ class TrainingRun:
             self._train(worker, evaluator, on_progress, first, last)
             if self.job.checkpoints.every is not None and checkpointer is not None:
                 checkpointer.save(last, worker.log.losses, [] if evaluator is None else evaluator.done)
-        self.heart.enter("waiting for the last messages", meeting=True)
+        self.heartbeat.enter("waiting for the last messages", meeting=True)
         links.drain()
         dist.barrier()
         done = [] if evaluator is None else evaluator.done
@@ -228,7 +228,7 @@ class TrainingRun:
             checkpointer.check_last()
         result = None if gathered is None else gathered.result(self.job, self.data, self.first, seconds, checkpointer)
         if recorder is not None:
-            self.heart.enter("gathering the trace", meeting=True)
+            self.heartbeat.enter("gathering the trace", meeting=True)
             timeline = gather_timeline(
                 recorder, self.plan, self.minibatches, window, self.place.wire, self.shape.accumulate
             )
@@ -242,7 +242,7 @@ class TrainingRun:
         replicas = self._replica_groups()
         links = self._links(groups, lambda: ())
         stages = {stage: self._replica(stage, replicas.get(stage)) for stage in self.stages}
-        return Worker(stages, links, heart=self.heart, joint_norm=self._joint_norm()), stages, links
+        return Worker(stages, links, heartbeat=self.heartbeat, joint_norm=self._joint_norm()), stages, links
 
     def _links(self, groups: LinkGroups, instructions: Callable[[], Iterable[Instruction]]) -> Links:
         return Links(
@@ -260,7 +260,7 @@ class TrainingRun:
         needing = [stage for stage, module in self.modules.items() if module.needs_batch]
         if not self.data.random or not needing:
             return
-        self.heart.enter("making random data")
+        self.heartbeat.enter("making random data")
         for minibatch in range(self.first, min(self.first + RANDOM_BATCHES, self.minibatches)):
             for unit in (Unit(minibatch, microbatch) for microbatch in range(self.plan.microbatches)):
                 if any(self.shape.rank_of(stage, unit) == self.rank for stage in needing):
@@ -317,7 +317,7 @@ class TrainingRun:
             self.rank,
             self.place,
             self._new_group,
-            self.heart,
+            self.heartbeat,
             buffers,
         )
 
@@ -338,7 +338,7 @@ class TrainingRun:
         ]
         per_epoch = None if self.data.random else self.data.minibatches(None, 1)
         size = self.microbatch_size * self.plan.microbatches
-        checkpointer = Checkpointer(self.job, own, DataPosition(size, per_epoch), self.heart)
+        checkpointer = Checkpointer(self.job, own, DataPosition(size, per_epoch), self.heartbeat)
         self.first = checkpointer.restore()
         if self.first > self.minibatches:
             raise InputError(
@@ -399,7 +399,7 @@ class TrainingRun:
             {n: tensor for module in mine for n, tensor in module.state_dict().items()}, self.place.wire
         )
         if self.rank == 0:
-            self.heart.enter("writing the weights")
+            self.heartbeat.enter("writing the weights")
             save_state(state, path)
 
     def _progress(self, on_progress: ProgressCallback | None) -> Callable[[Update, WorkerLog], None] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from planner.executor.health.failures import LossNotFiniteError
-from planner.executor.health.heartbeat import Heart
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.run.joint import JointNorm
 from planner.executor.run.replica import StageReplica
 from planner.schedule.instructions import (
@@ -88,7 +88,7 @@ class Worker:
         messenger: sends and receives.
         on_update: called after each optimizer step with the instruction.
         recorder: for a trace.
-        heart: is told of every instruction before it runs.
+        heartbeat: is told of every instruction before it runs.
         stop_on_nan: raise when a loss is no finite number.
         joint_norm: for gradients that are clipped by the norm of all stages' together.
     """
@@ -100,7 +100,7 @@ class Worker:
         *,
         on_update: Callable[[Update, WorkerLog], None] | None = None,
         recorder: Recorder | None = None,
-        heart: Heart | None = None,
+        heartbeat: Heartbeat | None = None,
         stop_on_nan: bool = False,
         joint_norm: JointNorm | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class Worker:
         self._messenger = messenger
         self._on_update = on_update
         self._recorder = recorder
-        self._heart = heart if heart is not None else Heart()
+        self._heartbeat = heartbeat if heartbeat is not None else Heartbeat()
         self._stop_on_nan = stop_on_nan
         self._joint_norm = joint_norm
         self._due: list[Update] = []  # updates of this worker's stages that wait for those of the others
@@ -117,7 +117,7 @@ class Worker:
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Execute `instructions` in order."""
         for instruction in instructions:
-            self._heart.begin(instruction)
+            self._heartbeat.begin(instruction)
             start_s = time.perf_counter()
             self._execute(instruction)
             if self._recorder is not None:
@@ -176,9 +176,9 @@ class Worker:
         norm = None
         if self._joint_norm is not None:
             share = sum(stage.norm_share() for stage in self._stages.values())
-            self._heart.enter("waiting for all gradients' norm", meeting=True)
+            self._heartbeat.enter("waiting for all gradients' norm", meeting=True)
             norm = self._joint_norm.sum(share)
-            self._heart.begin(instruction)
+            self._heartbeat.begin(instruction)
         for each in self._due:
             self._stages[each.stage].update(each.round, each.kept, norm)
             if self._on_update is not None:

@@ -24,7 +24,7 @@ from planner.executor.checkpoint.index import INDEX, Checkpoint, complete, find,
 from planner.executor.checkpoint.optimizer_state import take_state
 from planner.executor.checkpoint.read import fill_module, fill_optimizer
 from planner.executor.checkpoint.write import Restorable, write_part
-from planner.executor.health.heartbeat import Heart
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import CheckpointOptions, Job
 from planner.executor.observe.run_log import FILE, RunLog
 from planner.formats.files import save_record
@@ -295,7 +295,7 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
 
         return call
 
-    checkpointer = Checkpointer(job, split.stages, data, Heart())
+    checkpointer = Checkpointer(job, split.stages, data, Heartbeat())
     checkpointer.restore()
     checkpointer.save(5)
     contents, minibatch = {5: split.content()}, 10
@@ -307,7 +307,7 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
             try:
-                checkpointer = Checkpointer(job, split.stages, data, Heart())
+                checkpointer = Checkpointer(job, split.stages, data, Heartbeat())
                 checkpointer.restore()
                 split.train()
                 contents[minibatch] = split.content()
@@ -317,7 +317,7 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
                 pass
         (found,) = complete(tmp_path / "folder")[-1:]
         split.scramble()
-        checkpointer = Checkpointer(job, split.stages, data, Heart())
+        checkpointer = Checkpointer(job, split.stages, data, Heartbeat())
         assert checkpointer.resumed_from == found
         resumed = checkpointer.restore()
         assert resumed in (minibatch - 5, minibatch)
@@ -336,7 +336,7 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     split = Split(model_file, [capture_file(model_file, model_file.example_batch(4))], [])
     options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1)
     checkpointer = Checkpointer(
-        Job(model=str(path), plan=plan, steps=50, checkpoints=options), split.stages, DataPosition(4, None), Heart()
+        Job(model=str(path), plan=plan, steps=50, checkpoints=options), split.stages, DataPosition(4, None), Heartbeat()
     )
     checkpointer.restore()
     losses = [(minibatch, minibatch / 2) for minibatch in range(15)]

@@ -10,7 +10,7 @@ import pytest
 
 from planner.executor.health.failures import beat_path, place_in_dump, read_beat
 from planner.executor.health.hangs import Hang, Sign, Watch
-from planner.executor.health.heartbeat import Beat, Heart, State
+from planner.executor.health.heartbeat import Beat, Heartbeat, State
 from planner.executor.job import Job
 from planner.schedule.instructions import (
     AllReduce,
@@ -33,10 +33,10 @@ RECEIVE = ReceiveActivation(1, Unit(17), 0, 0)  # what stage 1 on rank 1 waits f
 
 def beat_of(*instructions: Instruction) -> Beat:
     """A worker's page after it began the last of `instructions`."""
-    heart = Heart(stages=(0, 1))
+    heartbeat = Heartbeat(stages=(0, 1))
     for instruction in instructions:
-        heart.begin(instruction)
-    return heart.read()
+        heartbeat.begin(instruction)
+    return heartbeat.read()
 
 
 def judge(beats: dict[int, Beat], *, ranks: tuple[tuple[int, ...], ...] = ((0,), (1,)), **signs: str) -> Hang | None:
@@ -59,44 +59,44 @@ def judge(beats: dict[int, Beat], *, ranks: tuple[tuple[int, ...], ...] = ((0,),
     ],
 )
 def test_a_page_says_what_its_worker_does(tmp_path: Path, instruction: Instruction, words: str) -> None:
-    heart = Heart(beat_path(tmp_path, 1), (instruction.stage,))
+    heartbeat = Heartbeat(beat_path(tmp_path, 1), (instruction.stage,))
     assert read_beat(tmp_path, 1) is None, "it has not begun"
-    heart.begin(instruction)
+    heartbeat.begin(instruction)
     beat = read_beat(tmp_path, 1)
     assert beat is not None
-    assert beat == heart.read()
+    assert beat == heartbeat.read()
     assert beat.describe() == words
     assert beat.stage == instruction.stage
 
 
 def test_an_update_is_told_by_the_workers_last_minibatch() -> None:
-    heart = Heart(stages=(0,))
-    heart.begin(Backward(0, Unit(11)))
-    heart.begin(Update(0, 5))
-    assert heart.read().describe() == "in the update after minibatch 11"
+    heartbeat = Heartbeat(stages=(0,))
+    heartbeat.begin(Backward(0, Unit(11)))
+    heartbeat.begin(Update(0, 5))
+    assert heartbeat.read().describe() == "in the update after minibatch 11"
 
 
 def test_a_phase_and_an_evaluation_are_told_apart_from_training() -> None:
-    heart = Heart(stages=(0,))
-    heart.begin(SendActivation(0, Unit(4), 1, 1))
-    heart.enter("writing a checkpoint")
-    assert heart.read().describe() == "while writing a checkpoint"
-    assert heart.read().state is State.PREPARING
-    heart.begin(SendActivation(0, Unit(9), 1, 1), evaluating=True)
-    assert heart.read().describe() == "sending the activations of minibatch 9 of the evaluation to worker 1"
-    assert heart.read().sent == {(0, True): Unit(4)}
-    heart.begin(Forward(0, Unit(2)), evaluating=True)
-    assert heart.read().describe() == "in the forward of minibatch 2 of the evaluation"
+    heartbeat = Heartbeat(stages=(0,))
+    heartbeat.begin(SendActivation(0, Unit(4), 1, 1))
+    heartbeat.enter("writing a checkpoint")
+    assert heartbeat.read().describe() == "while writing a checkpoint"
+    assert heartbeat.read().state is State.PREPARING
+    heartbeat.begin(SendActivation(0, Unit(9), 1, 1), evaluating=True)
+    assert heartbeat.read().describe() == "sending the activations of minibatch 9 of the evaluation to worker 1"
+    assert heartbeat.read().sent == {(0, True): Unit(4)}
+    heartbeat.begin(Forward(0, Unit(2)), evaluating=True)
+    assert heartbeat.read().describe() == "in the forward of minibatch 2 of the evaluation"
 
 
 def test_a_page_remembers_what_was_sent_and_the_slowest_instruction() -> None:
-    heart = Heart(stages=(0, 2))
-    heart.begin(SendActivation(0, Unit(4), 1, 1))
-    heart.begin(SendActivation(2, Unit(1, 3), 1, 1))
-    heart.begin(SendGradient(2, Unit(0), 1, 1))
+    heartbeat = Heartbeat(stages=(0, 2))
+    heartbeat.begin(SendActivation(0, Unit(4), 1, 1))
+    heartbeat.begin(SendActivation(2, Unit(1, 3), 1, 1))
+    heartbeat.begin(SendGradient(2, Unit(0), 1, 1))
     time.sleep(0.02)
-    heart.begin(Forward(0, Unit(5)))
-    beat = heart.read()
+    heartbeat.begin(Forward(0, Unit(5)))
+    beat = heartbeat.read()
     assert beat.sent == {(0, True): Unit(4), (2, True): Unit(1, 3), (2, False): Unit(0)}
     assert beat.slowest_s >= 0.02
 
@@ -167,15 +167,15 @@ def test_a_replica_that_does_not_come_to_the_all_reduce_is_named() -> None:
 
 
 def test_a_worker_that_uses_its_processor_is_preparing_and_one_that_does_not_hangs() -> None:
-    heart = Heart()
-    heart.enter("building its model")
-    others = Heart()
+    heartbeat = Heartbeat()
+    heartbeat.enter("building its model")
+    others = Heartbeat()
     others.enter("joining the other workers", meeting=True)
     watch = Watch([(0,), (1,)], TIMEOUT_S)
     for second in range(60):
-        signs = {0: Sign(heart.read(), cpu_s=0.5 * second), 1: Sign(others.read(), cpu_s=1.0)}
+        signs = {0: Sign(heartbeat.read(), cpu_s=0.5 * second), 1: Sign(others.read(), cpu_s=1.0)}
         assert watch.look(signs, float(second)) is None
-    hang = watch.look({0: Sign(heart.read(), cpu_s=29.6), 1: Sign(others.read(), cpu_s=1.0)}, 75.0)
+    hang = watch.look({0: Sign(heartbeat.read(), cpu_s=29.6), 1: Sign(others.read(), cpu_s=1.0)}, 75.0)
     assert hang is not None
     assert hang.rank == 0
     assert "while building its model" in hang.message
