@@ -109,10 +109,10 @@ class Ledger:
     def at_work(self) -> Floats | None:
         """Each layer's saved bytes, gradients, workspace and that of its update; None where these are not known.
 
-        Stages of a model that was captured have their layers in the profile's order, of others in any.
+        A trainable model's stages have their layers in the profile's order, those of an imported profile in any.
         """
         layers = self.profile.layers
-        if self.profile.graph_hash is None or not any(layer.workspace_bytes for layer in layers):
+        if not self.profile.trainable or not any(layer.workspace_bytes for layer in layers):
             return None
         names = ("saved_bytes", "gradient_bytes", "workspace_bytes", "update_workspace_bytes")
         return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)

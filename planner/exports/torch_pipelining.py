@@ -159,7 +159,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         InputError: without a model file.
     """
     replicas = equal_replicas(plan, SYSTEM)
-    if plan.graph_hash is None or plan.microbatch_size is None:
+    if not plan.trainable or plan.microbatch_size is None:
         raise PlanError(
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",

@@ -129,7 +129,7 @@ class Plan(Record):
     schema_version: Literal[1] = 1
     model: str
     profile_digest: str
-    graph_hash: str | None  # None: from an imported profile, cannot be trained
+    graph_hash: str | None  # as in the profile
     autocast: Autocast | None = None  # stages run under torch.autocast
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
@@ -146,6 +146,11 @@ class Plan(Record):
     predicted: Prediction
     solver: SolverReport
     cluster: Cluster
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there is a model to train: a plan from an imported profile has none."""
+        return self.graph_hash is not None
 
     @property
     def workers(self) -> int:

@@ -121,7 +121,7 @@ class Profile(Record):
 
     schema_version: Literal[1] = 1
     model: str
-    graph_hash: str | None = None  # of the captured graph; None for imported profiles, which are plan-only
+    graph_hash: str | None = None  # of the captured graph; None for imported profiles
     device: Device
     dtype: str | None = None
     autocast: Autocast | None = None  # measured, and to be trained, under torch.autocast
@@ -157,6 +157,11 @@ class Profile(Record):
             if name not in position:
                 raise ValueError(f"no_cut_after names the unknown layer '{name}'")
         return self
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there is a model to train behind the profile: an imported profile has costs only."""
+        return self.graph_hash is not None
 
     @property
     def digest(self) -> str:

@@ -144,7 +144,7 @@ class Task:
     @property
     def keeps_order(self) -> bool:
         """Whether stages must be runs of consecutive layers: the executor builds no others."""
-        return self.space.ledger.profile.graph_hash is not None
+        return self.space.ledger.profile.trainable
 
     def over_all_cuts(self) -> Task | None:
         """The same task over every cut of the graph, or None where those are too many."""

@@ -61,7 +61,7 @@ def build_modules(
         PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
             stages share a weight whose copies the schedule cannot keep equal.
     """
-    if plan.graph_hash is None or plan.microbatch_size is None:
+    if not plan.trainable or plan.microbatch_size is None:
         raise PlanError(
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",

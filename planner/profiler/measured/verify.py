@@ -69,7 +69,7 @@ def verify(
         PlanError: when the model is another than the profile's.
         InputError: when the device is not there, or the profile knows no batch size.
     """
-    if profile.graph_hash is None or profile.microbatch_size is None:
+    if not profile.trainable or profile.microbatch_size is None:
         raise InputError(
             f"the profile of '{profile.model}' is imported, so there is no model whose stages could be measured",
             hint="leave --verify out, or profile your model file with: plan profile model.py",

@@ -30,7 +30,7 @@ class Request:
     @property
     def keeps_order(self) -> bool:
         """Whether stages must be runs of consecutive layers: the executor builds no others."""
-        return self.ledger.profile.graph_hash is not None
+        return self.ledger.profile.trainable
 
     @property
     def simulated(self) -> bool:
