@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from planner.executor.checkpoint.checkpoint import Checkpointer
+from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
 from planner.executor.job import Evaluation, Job, Loss, TrainResult, WorkerReport
 from planner.executor.observe.measure import steady_state

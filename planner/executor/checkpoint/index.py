@@ -54,7 +54,7 @@ class StagePart(Record):
     aliases: dict[str, str]
     optimizer: OptimizerState | None = None
     optimizer_file: TensorFile | None = None
-    extras: dict[str, Any]  # of learning rate schedules and the like; see planner.executor.checkpoint.plain
+    extras: dict[str, Any]  # of learning rate schedules and the like; see planner.executor.checkpoint.json_values
 
 
 class Checkpoint(Record):

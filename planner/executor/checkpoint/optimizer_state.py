@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import InputError
-from planner.executor.checkpoint.plain import from_plain, to_plain
+from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.formats.files import Record
 
 
-class Group(Record):
+class ParameterGroup(Record):
     """Parameters with the same hyperparameters."""
 
     parameters: tuple[str, ...]
-    hyperparameters: dict[str, Any]  # see planner.executor.checkpoint.plain
+    hyperparameters: dict[str, Any]  # see planner.executor.checkpoint.json_values
 
 
 class ParameterState(Record):
@@ -36,7 +36,7 @@ class OptimizerState(Record):
 
     kind: str  # the optimizer's class
     learning_rate_factor: float = 1.0  # of the user's, by which the rates here are larger
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     states: dict[str, ParameterState]
 
 
@@ -65,14 +65,14 @@ def take_state(
     for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         own = [names[id(parameter)] for parameter in group["params"]]
         numbered.update(zip(packed_group["params"], own, strict=True))
-        groups.append(Group(parameters=tuple(own), hyperparameters=_hyperparameters(packed_group)))
+        groups.append(ParameterGroup(parameters=tuple(own), hyperparameters=_hyperparameters(packed_group)))
     tensors: dict[str, Tensor] = {}
     states: dict[str, ParameterState] = {}
     for number, state in packed["state"].items():
         name = numbered[number]
         kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         tensors.update({tensor_name(name, key): value for key, value in kept.items()})
-        values = {k: to_plain(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
+        values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
         states[name] = ParameterState(tensors=tuple(kept), values=values)
     kind = type(optimizer).__name__
     state = OptimizerState(kind=kind, learning_rate_factor=learning_rate_factor, groups=tuple(groups), states=states)
@@ -111,7 +111,7 @@ def give_state(
                 hint="give the model file the optimizer() that the run began with",
             )
         for group in part.groups:
-            values = {key: from_plain(value) for key, value in group.hyperparameters.items()}
+            values = {key: from_json(value) for key, value in group.hyperparameters.items()}
             values = rescale_rates(values, learning_rate_factor / part.learning_rate_factor)
             hyperparameters |= {first.get(name, name): values for name in group.parameters}
         states |= {first.get(name, name): (name, state) for name, state in part.states.items()}
@@ -124,7 +124,7 @@ def give_state(
             if name in states:
                 saved_name, state = states[name]
                 kept = {key: tensors[tensor_name(saved_name, key)] for key in state.tensors}
-                packed["state"][number] = kept | {key: from_plain(value) for key, value in state.values.items()}
+                packed["state"][number] = kept | {key: from_json(value) for key, value in state.values.items()}
     optimizer.load_state_dict(packed)
 
 
@@ -145,7 +145,7 @@ def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
 
 def _hyperparameters(packed_group: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: to_plain(value, f"the optimizer's '{key}'")
+        key: to_json(value, f"the optimizer's '{key}'")
         for key, value in packed_group.items()
         if key not in ("params", "param_names")
     }

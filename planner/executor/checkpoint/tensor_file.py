@@ -50,14 +50,14 @@ _SYNC_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigest:
     """What is in a file: enough to know later that nothing else is."""
 
     size_bytes: int
     sha256: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """Write `tensors`, each moved to the CPU when its turn comes, and wait until the disk has them.
 
     Raises:
@@ -85,11 +85,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
                 unsynced = 0
         file.flush()
         os.fsync(file.fileno())
-    return Written(size, sha.hexdigest())
+    return FileDigest(size, sha.hexdigest())
 
 
 def read_tensors(
-    path: Path, names: Collection[str] | None = None, expected: Written | None = None
+    path: Path, names: Collection[str] | None = None, expected: FileDigest | None = None
 ) -> dict[str, Tensor]:
     """The tensors called `names`, or all, copied from the file.
 
@@ -129,7 +129,7 @@ def _pieces(ordered: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
             yield content[start : start + _PIECE_BYTES]
 
 
-def _check(path: Path, descriptor: int, expected: Written) -> None:
+def _check(path: Path, descriptor: int, expected: FileDigest) -> None:
     """The file must be the one that was written, before anything is taken from it."""
     sha, size = hashlib.sha256(), 0
     while piece := os.pread(descriptor, _PIECE_BYTES, size):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.index import find, load_index
-from planner.executor.checkpoint.read import read_weights
+from planner.executor.checkpoint.read_parts import read_weights
 from planner.executor.checkpoint.tensor_file import read_tensors, write_tensors
 from planner.formats.files import replacing
 

@@ -1,6 +1,6 @@
 """Point-to-point messages between workers: receives are posted ahead, sends never wait.
 
-Activations and gradients each have a process group of their own, so the two directions of a link never queue behind
+Activations and gradients each have a process group of their own, so the two directions of a route never queue behind
 each other. Source, order and size of every message follow from the plan: nothing is negotiated.
 """
 
@@ -41,7 +41,7 @@ class _Posted:
 
 
 class _Inbox:
-    """The messages of one link, in the order of the stream."""
+    """The messages of one route, in the order of the stream."""
 
     def __init__(
         self,
@@ -129,10 +129,10 @@ class LinkGroups:
                 own[source, target, forward, True] = new_group(ranks)
         return cls(new_group(None), new_group(None), own)
 
-    def of(self, link: Link) -> dist.ProcessGroup:
-        """The group of a link's messages."""
-        group = self.own.get((link.source, link.target, link.forward, link.shared))
-        return group or (self.activations if link.forward else self.gradients)
+    def of(self, route: Route) -> dist.ProcessGroup:
+        """The group of a route's messages."""
+        group = self.own.get((route.source, route.target, route.forward, route.shared))
+        return group or (self.activations if route.forward else self.gradients)
 
 
 class Links:
@@ -170,15 +170,15 @@ class Links:
         self._groups = groups
         self._instructions = instructions
         self._layout_of = layout_of
-        self._sent: dict[Link, deque[tuple[dist.Work, Tensor]]] = {}
-        self._inboxes: dict[Link, _Inbox] = {}
+        self._sent: dict[Route, deque[tuple[dist.Work, Tensor]]] = {}
+        self._inboxes: dict[Route, _Inbox] = {}
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
         """The values of `receive`; waits until they are here."""
         if receive.peer_rank == self._rank:
             return self._within.pop(receive)
-        return self._inbox(link_of(receive)).take(receive)
+        return self._inbox(route_of(receive)).take(receive)
 
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`; returns at once."""
@@ -187,35 +187,35 @@ class Links:
             own = {n: value.clone() if isinstance(send, SendShared) else value for n, value in values.items()}
             self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
-        link = link_of(send)
-        if link.shared:
+        route = route_of(send)
+        if route.shared:
             # As large as weights, and one per round: no more are kept than rounds that this stage is ahead by.
-            _finish(self._sent.get(link, deque()), self._ahead(send.stage), send.peer_rank)
+            _finish(self._sent.get(route, deque()), self._ahead(send.stage), send.peer_rank)
         buffer = pack(self._layout_of(send), send.unit, values, self._place.wire)
-        work = dist.isend(buffer, send.peer_rank, self._groups.of(link), tag=link.tag)
+        work = dist.isend(buffer, send.peer_rank, self._groups.of(route), tag=route.tag)
         assert work is not None
         # The buffer must live until the transfer ends, which gloo reports only to those who wait for it.
-        pending = self._sent.setdefault(link, deque())
+        pending = self._sent.setdefault(route, deque())
         pending.append((work, buffer))
         _finish(pending, self._keep, send.peer_rank)
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
-        for link, pending in self._sent.items():
-            _finish(pending, 0, link.peer_rank)
+        for route, pending in self._sent.items():
+            _finish(pending, 0, route.peer_rank)
 
-    def _inbox(self, link: Link) -> _Inbox:
-        if link not in self._inboxes:
-            upcoming = (i for i in self._instructions() if isinstance(i, Receive) and link_of(i) == link)
-            ahead = 1 if link.shared else POSTED
-            inbox = _Inbox(self._groups.of(link), link.tag, upcoming, self._layout_of, self._place, ahead)
-            self._inboxes[link] = inbox
+    def _inbox(self, route: Route) -> _Inbox:
+        if route not in self._inboxes:
+            upcoming = (i for i in self._instructions() if isinstance(i, Receive) and route_of(i) == route)
+            ahead = 1 if route.shared else POSTED
+            inbox = _Inbox(self._groups.of(route), route.tag, upcoming, self._layout_of, self._place, ahead)
+            self._inboxes[route] = inbox
             inbox.post_ahead()
-        return self._inboxes[link]
+        return self._inboxes[route]
 
 
 @dataclass(frozen=True)
-class Link:
+class Route:
     """What keeps messages in order: one direction between two stages, from or to one peer."""
 
     forward: bool  # from the earlier of the two stages to the later
@@ -231,16 +231,16 @@ class Link:
         return (self.shared * 10_000 + self.source) * 10_000 + self.target
 
 
-def link_of(message: Receive | Send) -> Link:
-    """The link that a message takes."""
+def route_of(message: Receive | Send) -> Route:
+    """The route that a message takes."""
     shared = isinstance(message, (ReceiveShared, SendShared))
-    return _link(message.stage, message.peer_stage, message.peer_rank, isinstance(message, Send), shared)
+    return _route(message.stage, message.peer_stage, message.peer_rank, isinstance(message, Send), shared)
 
 
 @cache
-def _link(stage: int, peer_stage: int, peer_rank: int, sends: bool, shared: bool) -> Link:
+def _route(stage: int, peer_stage: int, peer_rank: int, sends: bool, shared: bool) -> Route:
     source, target = sorted((stage, peer_stage))
-    return Link((stage == source) == sends, sends, source, target, peer_rank, shared)
+    return Route((stage == source) == sends, sends, source, target, peer_rank, shared)
 
 
 def _finish(pending: deque[tuple[dist.Work, Tensor]], keep: int, peer: int) -> None:

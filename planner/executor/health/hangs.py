@@ -58,7 +58,7 @@ class _Seen:
     moved_s: float  # when it last did
 
 
-class Watch:
+class HangDetector:
     """Judges the signs that come in.
 
     Args:

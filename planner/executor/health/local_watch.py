@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from planner.executor.health.failures import place_in_dump, read_beat
-from planner.executor.health.hangs import Hang, Sign, Watch
+from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat
 from planner.executor.job import Job
 from planner.formats.files import save_record
@@ -27,14 +27,14 @@ class LocalWatch(threading.Thread):
         super().__init__(name="hang watch", daemon=True)
         self._folder = folder
         self._job = job
-        self._watch = Watch([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
+        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
         self._ended = threading.Event()
         self._starting: dict[int, int] = {}  # process ids by rank, of those that have no page yet
 
     def run(self) -> None:
         """Until one hangs: leave its failure and kill it. Its launcher then ends the others."""
         while not self._ended.wait(min(INTERVAL_S, self._job.run_options.hang_timeout_s / 5)):
-            hang = self._watch.look(self._signs(), time.monotonic())
+            hang = self._detector.look(self._signs(), time.monotonic())
             if hang is not None:
                 self._end(hang)
                 return

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from planner.errors import PlannerError, WorkerError
 from planner.executor.health.failures import GRACE_S, error_of, innermost
-from planner.executor.health.hangs import Hang, Sign, Watch
+from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat
 from planner.executor.job import Failure, Job
 
@@ -75,7 +75,7 @@ class RemoteWatch:
         self._end_process = end_process
         self._rank = int(os.environ["RANK"])
         self._everyone = set(range(job.plan.workers))
-        self._watch = Watch([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
+        self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
         self._interval_s = min(2.0, job.run_options.hang_timeout_s / 10)
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
@@ -151,7 +151,7 @@ class RemoteWatch:
             silent = now - since > self._job.run_options.hang_timeout_s / 2
             frozen = "does not respond: it is stopped, or its host or its link is down" if silent else None
             signs[rank] = Sign(beat, told["cpu_s"], frozen)
-        return self._watch.look(signs, now)
+        return self._detector.look(signs, now)
 
     def _end(self, hang: Hang, page: bytes | None) -> None:
         place = json.loads(page)["place"] if hang.busy and page is not None else None

@@ -1,6 +1,6 @@
 """The losses of a run beside its checkpoints, so that they are known when its workers have been started again.
 
-    losses.jsonl     a `_Header`, then for every checkpoint a line, an `_Entry`, with what came since the one before
+    losses.jsonl     a `_Header`, then for every checkpoint a line, an `_LogLine`, with what came since the one before
 
 Whatever the length of the run, each loss is written once, and is on the disk before the checkpoint is complete: of the
 minibatches before a checkpoint none is missing.
@@ -31,7 +31,7 @@ class _Header(Record):
     run: str
 
 
-class _Entry(Record):
+class _LogLine(Record):
     """What a run came to between two checkpoints."""
 
     minibatch: int  # minibatches done
@@ -98,7 +98,7 @@ class RunLog:
         Raises:
             OSError: when the disk is full; what was there before stays, and what was noted is written the next time.
         """
-        entry = _Entry(minibatch=minibatch, losses=tuple(self._losses), evaluations=tuple(self._evaluations))
+        entry = _LogLine(minibatch=minibatch, losses=tuple(self._losses), evaluations=tuple(self._evaluations))
         with self._path.open("r+b") as file:
             file.truncate(self._size)  # half a line, where the disk was full
             file.seek(self._size)
@@ -109,7 +109,7 @@ class RunLog:
         self._losses.clear()
         self._evaluations.clear()
 
-    def _read(self, first: int) -> list[_Entry]:
+    def _read(self, first: int) -> list[_LogLine]:
         """The entries of the same run up to the checkpoint after `first` minibatches; none of another run."""
         try:
             # What follows the last line is half a line, if anything.
@@ -119,7 +119,7 @@ class RunLog:
                 return []
             entries = []
             for line in lines:
-                entry = _Entry.model_validate_json(line)
+                entry = _LogLine.model_validate_json(line)
                 if entry.minibatch > first:  # of checkpoints that were never complete
                     break
                 entries.append(entry)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import InputError, PlanError
-from planner.executor.checkpoint.checkpoint import Checkpointer, DataPosition
-from planner.executor.checkpoint.write import Restorable
+from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
+from planner.executor.checkpoint.write_parts import Restorable
 from planner.executor.communication.collect import gather_state, save_state
 from planner.executor.communication.gradients import GradientAverager
 from planner.executor.communication.layouts import Layouts

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
 
 from planner.errors import InputError
+from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.checkpoint.optimizer_state import OptimizerState, give_state, rescale_rates, take_state
-from planner.executor.checkpoint.plain import from_plain, to_plain
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),
@@ -127,9 +127,9 @@ def test_schedulers_go_on_where_they_were(index: int) -> None:
 
     optimizer, scheduler = made()
     rates(optimizer, scheduler, 4)
-    text = json.dumps([to_plain(each.state_dict(), "it") for each in (scheduler, optimizer)], allow_nan=False)
+    text = json.dumps([to_json(each.state_dict(), "it") for each in (scheduler, optimizer)], allow_nan=False)
     other_optimizer, other = made()
-    states = [from_plain(value) for value in json.loads(text)]
+    states = [from_json(value) for value in json.loads(text)]
     other.load_state_dict(states[0])
     other_optimizer.load_state_dict(states[1])
     assert rates(optimizer, scheduler, 8) == rates(other_optimizer, other, 8)
@@ -153,5 +153,5 @@ def test_rates_follow_the_factor_of_the_plan_that_goes_on() -> None:
 def test_nothing_else_comes_out_of_json() -> None:
     for value in ({"object": "os.system"}, {"tensor": ["Tensor", [], 1]}, {"tuple": 3}, {}):
         with pytest.raises(ValueError, match="is not a value of a checkpoint"):
-            from_plain(value)
-    assert from_plain(to_plain({1: (float("inf"), [None, True])}, "it")) == {1: (float("inf"), [None, True])}
+            from_json(value)
+    assert from_json(to_json({1: (float("inf"), [None, True])}, "it")) == {1: (float("inf"), [None, True])}

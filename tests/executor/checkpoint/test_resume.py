@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.executor.checkpoint.index import complete, load_index
-from planner.executor.checkpoint.plain import from_plain
+from planner.executor.checkpoint.json_values import from_json
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions, TrainResult
 from planner.executor.run.loss_scaler import FIRST_SCALE
 from planner.formats.plan import Plan, ScheduleName
@@ -165,7 +165,7 @@ def test_whatever_a_run_keeps_goes_on(cases: Sequence[Kept], tmp_path: Path) -> 
         kept = [part.extras for part in load_index(complete(Path(stopped.checkpoints.folder))[0]).parts]
         assert all(("scheduler" in extras) == ("scheduler" in case.more) for extras in kept)
         if case.float16:
-            scales = [from_plain(extras["loss scale"])["scale"] for extras in kept]
+            scales = [from_json(extras["loss scale"])["scale"] for extras in kept]
             assert all(scale < FIRST_SCALE for scale in scales), "some scales had overflowed"
 
 

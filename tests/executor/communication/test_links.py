@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.executor.communication.links import LinkGroups, link_of
+from planner.executor.communication.links import LinkGroups, route_of
 from planner.schedule.instructions import ReceiveActivation, ReceiveGradient, SendActivation, Unit
 from planner.schedule.streams import Channel, PipelineShape
 
@@ -32,15 +32,15 @@ def make_groups(shape: PipelineShape, *, tags: bool) -> tuple[LinkGroups, list[l
 def test_two_groups_do_with_tags_or_one_pair_of_stages(shape: PipelineShape, tags: bool) -> None:
     groups, made = make_groups(shape, tags=tags)
     assert made == [None, None]
-    activation = groups.of(link_of(ReceiveActivation(1, Unit(0), 0, 0)))
-    assert activation == groups.activations != groups.of(link_of(ReceiveGradient(0, Unit(0), 1, 1)))
+    activation = groups.of(route_of(ReceiveActivation(1, Unit(0), 0, 0)))
+    assert activation == groups.activations != groups.of(route_of(ReceiveGradient(0, Unit(0), 1, 1)))
 
 
 def test_without_tags_each_pair_of_stages_of_the_same_workers_has_groups_of_its_own() -> None:
     """Two workers exchange the values of stages 0-1, 1-2 and 2-3 in an order that only each pair agrees on."""
     groups, made = make_groups(INTERLEAVED, tags=False)
     assert made == [[0, 1]] * 6 + [None, None]
-    there = link_of(SendActivation(0, Unit(0), 1, 1))
-    here = link_of(ReceiveActivation(1, Unit(0), 0, 0))
+    there = route_of(SendActivation(0, Unit(0), 1, 1))
+    here = route_of(ReceiveActivation(1, Unit(0), 0, 0))
     assert groups.of(there) == groups.of(here)
-    assert groups.of(here) != groups.of(link_of(ReceiveActivation(2, Unit(0), 1, 1)))
+    assert groups.of(here) != groups.of(route_of(ReceiveActivation(2, Unit(0), 1, 1)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.executor.health.failures import beat_path, place_in_dump, read_beat
-from planner.executor.health.hangs import Hang, Sign, Watch
+from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat, State
 from planner.executor.job import Job
 from planner.schedule.instructions import (
@@ -41,11 +41,11 @@ def beat_of(*instructions: Instruction) -> Beat:
 
 def judge(beats: dict[int, Beat], *, ranks: tuple[tuple[int, ...], ...] = ((0,), (1,)), **signs: str) -> Hang | None:
     """The verdict when `beats` have not changed for longer than the time-out; `frozen_1="..."` marks rank 1."""
-    watch = Watch(ranks, TIMEOUT_S)
+    detector = HangDetector(ranks, TIMEOUT_S)
     seen = {rank: Sign(beat, frozen=signs.get(f"frozen_{rank}")) for rank, beat in beats.items()}
-    assert watch.look(seen, 0.0) is None
-    assert watch.look(seen, TIMEOUT_S - 1) is None, "not yet"
-    return watch.look(seen, TIMEOUT_S + 1)
+    assert detector.look(seen, 0.0) is None
+    assert detector.look(seen, TIMEOUT_S - 1) is None, "not yet"
+    return detector.look(seen, TIMEOUT_S + 1)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_a_worker_that_computes_without_end_is_named_and_not_the_one_that_waits_
 
 
 def test_the_one_that_waits_is_not_named_though_it_began_to_wait_earlier() -> None:
-    watch = Watch([(0,), (1,)], TIMEOUT_S)
+    detector = HangDetector([(0,), (1,)], TIMEOUT_S)
     waiting = Sign(beat_of(RECEIVE))
-    watch.look({0: Sign(beat_of(Update(0, 3))), 1: waiting}, 0.0)
+    detector.look({0: Sign(beat_of(Update(0, 3))), 1: waiting}, 0.0)
     both = {0: Sign(beat_of(Update(0, 3), Forward(0, Unit(17)))), 1: waiting}
-    assert watch.look(both, 4.0) is None
-    assert watch.look(both, TIMEOUT_S + 1) is None, "rank 1 is late, but rank 0 may still send"
-    hang = watch.look(both, TIMEOUT_S + 5)
+    assert detector.look(both, 4.0) is None
+    assert detector.look(both, TIMEOUT_S + 1) is None, "rank 1 is late, but rank 0 may still send"
+    hang = detector.look(both, TIMEOUT_S + 5)
     assert hang is not None
     assert hang.rank == 0
 
@@ -140,20 +140,20 @@ def test_a_message_that_was_sent_and_does_not_arrive_is_the_links_fault() -> Non
 
 
 def test_nobody_is_named_while_the_one_waited_for_moves() -> None:
-    watch = Watch([(0,), (1,)], TIMEOUT_S)
+    detector = HangDetector([(0,), (1,)], TIMEOUT_S)
     waiting = Sign(beat_of(RECEIVE))
     for second in range(40):
         moving = Sign(dataclasses.replace(beat_of(Forward(0, Unit(17))), beats=second + 1))
-        assert watch.look({0: moving, 1: waiting}, float(second)) is None
+        assert detector.look({0: moving, 1: waiting}, float(second)) is None
 
 
 def test_the_slowest_instruction_so_far_is_allowed_for() -> None:
     slow = dataclasses.replace(beat_of(Forward(0, Unit(1))), slowest_s=30.0)
-    watch = Watch([(0,), (1,)], TIMEOUT_S)
+    detector = HangDetector([(0,), (1,)], TIMEOUT_S)
     signs = {0: Sign(slow), 1: Sign(beat_of(RECEIVE))}
-    assert watch.look(signs, 0.0) is None
-    assert watch.look(signs, 39.0) is None
-    assert watch.look(signs, 41.0) is not None
+    assert detector.look(signs, 0.0) is None
+    assert detector.look(signs, 39.0) is None
+    assert detector.look(signs, 41.0) is not None
 
 
 def test_a_replica_that_does_not_come_to_the_all_reduce_is_named() -> None:
@@ -171,11 +171,11 @@ def test_a_worker_that_uses_its_processor_is_preparing_and_one_that_does_not_han
     heartbeat.enter("building its model")
     others = Heartbeat()
     others.enter("joining the other workers", meeting=True)
-    watch = Watch([(0,), (1,)], TIMEOUT_S)
+    detector = HangDetector([(0,), (1,)], TIMEOUT_S)
     for second in range(60):
         signs = {0: Sign(heartbeat.read(), cpu_s=0.5 * second), 1: Sign(others.read(), cpu_s=1.0)}
-        assert watch.look(signs, float(second)) is None
-    hang = watch.look({0: Sign(heartbeat.read(), cpu_s=29.6), 1: Sign(others.read(), cpu_s=1.0)}, 75.0)
+        assert detector.look(signs, float(second)) is None
+    hang = detector.look({0: Sign(heartbeat.read(), cpu_s=29.6), 1: Sign(others.read(), cpu_s=1.0)}, 75.0)
     assert hang is not None
     assert hang.rank == 0
     assert "while building its model" in hang.message

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.executor.checkpoint.index import StagePart, TensorFile
+from planner.executor.checkpoint.json_values import to_json
 from planner.executor.checkpoint.optimizer_state import take_state
-from planner.executor.checkpoint.plain import to_plain
 from planner.executor.checkpoint.tensor_file import write_tensors
 
 
@@ -64,7 +64,7 @@ def write_part(folder: Path, own: Restorable) -> StagePart:
     )
     if own.replica == 0:
         extras = {
-            name: to_plain(stateful.state_dict(), f"the state of the {name}") for name, stateful in own.extras.items()
+            name: to_json(stateful.state_dict(), f"the state of the {name}") for name, stateful in own.extras.items()
         }
         part = part.model_copy(update={"extras": extras})
         if own.optimizer is not None:

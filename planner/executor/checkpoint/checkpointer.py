@@ -34,8 +34,8 @@ from planner.executor.checkpoint.index import (
     sign_name,
     sync_folder,
 )
-from planner.executor.checkpoint.read import fill_module, fill_optimizer, scheduler_state
-from planner.executor.checkpoint.write import Restorable, has_part, write_part
+from planner.executor.checkpoint.read_parts import fill_module, fill_optimizer, scheduler_state
+from planner.executor.checkpoint.write_parts import Restorable, has_part, write_part
 from planner.executor.communication.collect import broadcast_bytes, encode_losses, gather_bytes, merge_losses
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job
@@ -63,7 +63,7 @@ class _Start(Record):
     resume: str | None
 
 
-class _Written(Record):
+class _WorkerPart(Record):
     """What a worker wrote, or why not."""
 
     parts: tuple[StagePart, ...]
@@ -158,7 +158,7 @@ class Checkpointer:
             parts = tuple(write_part(folder, own) for own in self._stages if has_part(own))
         except OSError as cause:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
-        written = _Written(
+        written = _WorkerPart(
             parts=parts,
             losses=encode_losses(losses[self._told[0] :]).decode(),
             evaluations=tuple(evaluations[self._told[1] :]),
@@ -169,7 +169,7 @@ class Checkpointer:
         replies = gather_bytes(written.model_dump_json().encode(), _CPU, self._group)
         if self._rank == 0:
             self._heartbeat.enter("completing a checkpoint")
-            self._complete(minibatch, folder, [_Written.model_validate_json(reply) for reply in replies])
+            self._complete(minibatch, folder, [_WorkerPart.model_validate_json(reply) for reply in replies])
         self.seconds += time.perf_counter() - began_s
 
     def check_last(self) -> None:
@@ -226,7 +226,7 @@ class Checkpointer:
             self._log = RunLog(self._folder, self._job.run)
             self.past = self._log.begin(first, again=self._job.started_again)
 
-    def _complete(self, minibatch: int, folder: Path, replies: list[_Written]) -> None:
+    def _complete(self, minibatch: int, folder: Path, replies: list[_WorkerPart]) -> None:
         self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
         assert self._log is not None
         self._log.note(

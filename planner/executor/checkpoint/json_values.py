@@ -16,7 +16,7 @@ from torch import Tensor
 from planner.errors import InputError
 
 
-def to_plain(value: Any, place: str) -> Any:
+def to_json(value: Any, place: str) -> Any:
     """`value` in JSON's types.
 
     Args:
@@ -32,16 +32,16 @@ def to_plain(value: Any, place: str) -> Any:
         case float():
             return value if math.isfinite(value) else {"float": str(value)}
         case tuple():
-            return {"tuple": [to_plain(item, place) for item in value]}
+            return {"tuple": [to_json(item, place) for item in value]}
         case list():
-            return [to_plain(item, place) for item in value]
+            return [to_json(item, place) for item in value]
         case dict():
             kind = "counter" if isinstance(value, Counter) else "dict"
-            return {kind: [[to_plain(key, place), to_plain(item, place)] for key, item in value.items()]}
+            return {kind: [[to_json(key, place), to_json(item, place)] for key, item in value.items()]}
         case Tensor() if value.numel() == 1:
             # A float's digits tell it exactly, in any precision that a tensor has.
             return {
-                "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), to_plain(value.item(), place)]
+                "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), to_json(value.item(), place)]
             }
         case _:
             raise InputError(
@@ -50,8 +50,8 @@ def to_plain(value: Any, place: str) -> Any:
             )
 
 
-def from_plain(value: Any) -> Any:
-    """What `to_plain` was given.
+def from_json(value: Any) -> Any:
+    """What `to_json` was given.
 
     Raises:
         ValueError: when it cannot have come from there.
@@ -60,16 +60,16 @@ def from_plain(value: Any) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return [from_plain(item) for item in value]
+            return [from_json(item) for item in value]
         case {"float": str(text)}:
             return float(text)
         case {"tuple": list(items)}:
-            return tuple(from_plain(item) for item in items)
+            return tuple(from_json(item) for item in items)
         case {"dict": list(pairs)}:
-            return {from_plain(key): from_plain(item) for key, item in pairs}
+            return {from_json(key): from_json(item) for key, item in pairs}
         case {"counter": list(pairs)}:
-            return Counter({from_plain(key): from_plain(item) for key, item in pairs})
+            return Counter({from_json(key): from_json(item) for key, item in pairs})
         case {"tensor": [str(dtype), list(shape), item]} if isinstance(getattr(torch, dtype, None), torch.dtype):
-            return torch.tensor(from_plain(item), dtype=getattr(torch, dtype)).reshape(shape)
+            return torch.tensor(from_json(item), dtype=getattr(torch, dtype)).reshape(shape)
         case _:
             raise ValueError(f"{value!r} is not a value of a checkpoint")

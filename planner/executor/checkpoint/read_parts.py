@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint.index import Checkpoint, StagePart, TensorFile
+from planner.executor.checkpoint.json_values import from_json
 from planner.executor.checkpoint.optimizer_state import give_state, rescale_rates, tensor_name
-from planner.executor.checkpoint.plain import from_plain
-from planner.executor.checkpoint.tensor_file import Written, read_tensors
+from planner.executor.checkpoint.tensor_file import FileDigest, read_tensors
 
 
 def fill_module(module: nn.Module, path: Path, index: Checkpoint, *, stage: int = 0, replica: int = 0) -> None:
@@ -115,7 +115,7 @@ def scheduler_state(
             hint="give the model file what the run began with",
         )
     part = min(found, key=lambda part: part.stage != stage)
-    state: dict[str, Any] = from_plain(part.extras[name])
+    state: dict[str, Any] = from_json(part.extras[name])
     rates = state.get("base_lrs")
     if rates is not None and len(rates) != groups:
         raise InputError(
@@ -128,4 +128,4 @@ def scheduler_state(
 
 
 def _read(path: Path, file: TensorFile, names: set[str]) -> dict[str, Tensor]:
-    return read_tensors(path / file.name, names, Written(file.size_bytes, file.sha256))
+    return read_tensors(path / file.name, names, FileDigest(file.size_bytes, file.sha256))

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 import planner
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint.checkpoint import Checkpointer, DataPosition, position
+from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition, position
 from planner.executor.checkpoint.index import INDEX, Checkpoint, complete, find, load_index, resolve
 from planner.executor.checkpoint.optimizer_state import take_state
-from planner.executor.checkpoint.read import fill_module, fill_optimizer
-from planner.executor.checkpoint.write import Restorable, write_part
+from planner.executor.checkpoint.read_parts import fill_module, fill_optimizer
+from planner.executor.checkpoint.write_parts import Restorable, write_part
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import CheckpointOptions, Job
 from planner.executor.observe.run_log import FILE, RunLog
