@@ -12,15 +12,21 @@
     ├── LayerError               1  an operation of the user's model raised while it trained
     └── WorkerError              1  a worker died or hung
 
-The numbers are exit codes. A message is one sentence that names the offending value and its place;
-`hint` says what to do about it.
+The numbers are exit codes. A message is one sentence that names the offending value and its place; `hint` says what to
+do about it. Both name arguments in backticks, by their Python name: "give `accumulate` 1 or more". The command line
+shows the flag instead.
 """
 
 from __future__ import annotations
 
 
 class PlannerError(Exception):
-    """Base of all errors: one sentence, a hint, and the command's exit code."""
+    """Base of all errors: one sentence, a hint, and the command's exit code.
+
+    Attributes:
+        message: the sentence.
+        hint: what to do about it; empty where nothing helps.
+    """
 
     exit_code = 1
 
@@ -28,6 +34,9 @@ class PlannerError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
 
 class InputError(PlannerError):

@@ -19,6 +19,7 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
+from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.pipedream import read_profile
@@ -46,8 +47,7 @@ def main() -> None:
     try:
         _run(arguments)
     except PlannerError as error:  # as `plan` says it
-        print(f"error: {error.message}", file=sys.stderr)
-        print(f"hint: {error.hint or f'see: {parser.prog} --help'}", file=sys.stderr)
+        print_complaint("error", error.message, error.hint or f"see: {parser.prog} --help")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

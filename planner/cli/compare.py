@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from planner.cli.arguments.question import add_question_arguments, plan_of
+from planner.cli.output import print_answer
 
 DESCRIPTION = """\
 Show the fastest plan, or --plan, beside data parallelism, the best pipeline without replicas, stages of equal layers,
@@ -36,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
 
     profile = read_profile(args.profile)
     comparison = compare(profile, plan=plan_of(args, profile))
-    print(comparison.model_dump_json(indent=1) if args.json else comparison_report(comparison))
+    print_answer(comparison, args.json, comparison_report)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from planner.cli.arguments.question import add_question_arguments, plan_of
+from planner.cli.output import print_answer
 
 DESCRIPTION = """\
 Say what limits the fastest plan, or --plan: the busiest resource and the slack of all others, what moving each boundary
@@ -36,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
 
     profile = read_profile(args.profile)
     explanation = explain(profile, plan_of(args, profile))
-    print(explanation.model_dump_json(indent=1) if args.json else explanation_report(explanation))
+    print_answer(explanation, args.json, explanation_report)
     return 0

@@ -29,6 +29,7 @@ from planner.cli import (
     sweep,
     train,
 )
+from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.version import __version__
 
@@ -138,9 +139,7 @@ def _fail(message: str, hint: str, code: int, verbose: bool) -> int:
         sys.stdout.flush()
     if verbose:
         traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    print_complaint("error", message, hint)
     return code
 
 

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from planner.cli.output import print_answer, print_progress
+
 DESCRIPTION = """\
 Profile VGG-16 on this machine, find the best plan for its cores, train it on scikit-learn's digits, train the same
 with DistributedDataParallel, and compare. Everything it makes stays in a folder to go on from.
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         workers=default_workers() if args.gpus is None else args.gpus,
         steps=args.steps,
         show_progress=sys.stderr.isatty(),
-        on_phase=lambda sentence: print(sentence, file=sys.stderr, flush=True),
+        on_phase=print_progress,
     )
-    print(result.model_dump_json(indent=1) if args.json else quickstart_report(result))
+    print_answer(result, args.json, quickstart_report)
     return 0

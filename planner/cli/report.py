@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.flags import as_flags
 from planner.cli.simulate import add_accumulate_argument, add_plan_argument
 from planner.errors import InputError, PlannerError
 
@@ -156,7 +157,7 @@ def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | No
     except PlannerError as error:
         if args.profile is not None:
             raise
-        return None, None, f"The comparison and the bandwidths: {error.message}."
+        return None, None, f"The comparison and the bandwidths: {as_flags(error.message)}."
     if args.points == 0:
         return comparison, None, ""
     if sys.stderr.isatty():

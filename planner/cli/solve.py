@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments.batch_sizes import parse_sizes, profile_path
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
+from planner.cli.flags import as_flags
+from planner.cli.output import print_answer, print_complaint
 from planner.errors import InputError
 from planner.units import parse_seconds
 
@@ -142,18 +144,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         plan = _solved(args, profile, cluster)
     save_plan(plan, args.output)
-    print(plan.model_dump_json(indent=1) if args.json else plan_report(plan))
+    print_answer(plan, args.json, plan_report)
     print(f"written to {args.output}", file=sys.stderr)
     shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
     if problem := obstacle(plan, shared):
-        print(f"warning: {problem[0]}\nhint: {problem[1]}", file=sys.stderr)
+        print_complaint("warning", *problem)
     elif shared:
         size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
         text = shared[0].sentence(
             f"; they exchange gradients of up to {size} per update"
             + ("" if plan.predicted.by == "simulation" else ", which the prediction leaves out")
         )
-        print(f"note: {text}", file=sys.stderr)
+        print_complaint("note", text)
     if args.verify is not None:
         profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)
         # With --json stdout holds the plan alone.
@@ -214,7 +216,7 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
         chunks=args.chunks,
     )
     if not args.json:
-        print(choice_report(choice), end="\n\n")
+        print(as_flags(choice_report(choice)), end="\n\n")
     return choice.plan
 
 

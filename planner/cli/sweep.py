@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import cluster_of
 from planner.cli.arguments.question import add_question_arguments, question_of
+from planner.cli.output import print_answer
 from planner.errors import ClusterError, InputError
 from planner.units import parse_bandwidth, parse_bytes
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     profile = read_profile(args.profile)
     cluster_at = _clusters(args, quantity, profile)
     swept = sweep(profile, quantity, values, cluster_at, question=question_of(args))
-    print(swept.model_dump_json(indent=1) if args.json else sweep_report(swept))
+    print_answer(swept, args.json, sweep_report)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))
         print(f"written to {args.plot}", file=sys.stderr)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from planner.cli.output import print_answer, print_progress
+
 if TYPE_CHECKING:
     from planner.executor.job import Job, TrainResult
 
@@ -257,12 +259,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if by_torchrun:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
-    print_result(run_job(job, _tell_restart), args.json)
+    print_result(run_job(job, print_progress), args.json)
     return 0
-
-
-def _tell_restart(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
@@ -283,4 +281,4 @@ def print_result(result: TrainResult, as_json: bool) -> None:
     """The final table on stdout."""
     from planner.report.tables.training import training_report
 
-    print(result.model_dump_json(indent=1) if as_json else training_report(result))
+    print_answer(result, as_json, training_report)

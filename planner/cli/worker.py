@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from planner.cli.flags import as_flags
+from planner.cli.output import print_complaint
 from planner.executor.job import LAUNCHER_VARIABLE, Evaluation, Job, TrainResult
 
 if TYPE_CHECKING:
@@ -80,10 +82,15 @@ def _show_warnings(job: Job) -> None:
     """What goes wrong without ending the run, on a line of its own."""
     over_progress = "\r\x1b[K" if job.show_progress else ""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{over_progress}warning: %(message)s"))
+    handler.setFormatter(_Warning(f"{over_progress}warning: %(message)s"))
     logger = logging.getLogger("planner")
     logger.addHandler(handler)
     logger.propagate = False
+
+
+class _Warning(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return as_flags(super().format(record))
 
 
 def _use_interface(job: Job) -> None:
@@ -126,7 +133,8 @@ def _start_heartbeat(job: Job) -> Heartbeat:
 
 def _tell_and_end(error: PlannerError | None) -> NoReturn:
     if error is not None:
-        print(f"\nerror: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        sys.stderr.write("\n")  # leave the progress line
+        print_complaint("error", error.message, error.hint)
     end_process(1)
 
 

@@ -112,8 +112,9 @@ def _built(build: Build) -> nn.Module:
     except (PlannerError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         if "meta tensor" not in str(error) and "Meta" not in str(error):
             raise
+        reason = error.message if isinstance(error, PlannerError) else error
         raise ModelFileError(
-            f"the model reads its weights while it is built, and cannot be built without them: {error}",
+            f"the model reads its weights while it is built, and cannot be built without them: {reason}",
             hint="train without --defer-weights",
         ) from error
 

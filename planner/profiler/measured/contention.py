@@ -163,6 +163,6 @@ def main(order: str) -> int:
     try:
         _work(order)
     except PlannerError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{error.message}\n")
         return error.exit_code
     return 0

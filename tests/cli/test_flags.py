@@ -1,0 +1,51 @@
+"""Arguments in messages of the library appear as flags at the command line."""
+
+import pytest
+
+from planner.cli.flags import _NEGATIONS, _OTHER_NAMES, _options, as_flags
+from planner.cli.main import main
+from planner.errors import InputError, PlannerError
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("`accumulate=0` never updates", "--accumulate 0 never updates"),
+        ("give `accumulate` 1 or more", "give --accumulate 1 or more"),
+        ("make a plan with `schedule=zb-h1`", "make a plan with --schedule zb-h1"),
+        ("`hang_timeout_s` allows for more", "--hang-timeout allows for more"),
+        ("record one with `trace=FILE`", "record one with --trace FILE"),
+        ("leave `scale_lr` or `scale_lr=True` out", "leave --scale-lr or --scale-lr out"),
+        ("`overlap=False` and `contiguous=False`", "--no-overlap and --not-contiguous"),
+        ("`memory_bytes=26MB`, `memory_bytes=26000000`", "--memory 26MB, --memory 26000000B"),
+        ("`latency_s=1e-5`", "--latency 1e-5s"),
+        ("`together=embedding,head`", "--colocate embedding,head"),
+        ("add `dataset()` to `model.py`, `plan solve` and `contiguous`", None),
+        ("a `b", None),
+    ],
+)
+def test_arguments_become_flags_and_other_text_stays(text: str, shown: str | None) -> None:
+    assert as_flags(text) == (text if shown is None else shown)
+
+
+def test_names_that_differ_are_flags_too() -> None:
+    known = set(_options().values())
+    assert {flag for flag, _ in _OTHER_NAMES.values()} | set(_NEGATIONS.values()) <= known
+    assert not _OTHER_NAMES.keys() & _options().keys()
+    assert _options()["format"] == "--format"
+
+
+def test_a_hint_is_part_of_the_text() -> None:
+    assert str(InputError("`steps=0` trains nothing", hint="give `steps` 1 or more")) == (
+        "`steps=0` trains nothing\nhint: give `steps` 1 or more"
+    )
+    assert str(PlannerError("it failed")) == "it failed"
+
+
+def test_the_command_shows_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(args: object) -> int:
+        raise InputError("`accumulate=0` never updates", hint="give `accumulate` 1 or more")
+
+    monkeypatch.setattr("planner.cli.simulate.run", fails)
+    assert main(["simulate"]) == 2
+    assert capsys.readouterr().err == "error: --accumulate 0 never updates\nhint: give --accumulate 1 or more\n"
