@@ -1,7 +1,7 @@
 """The report: one HTML file that needs nothing else, not even a network.
 
-The parts under `planner/report/html` are put together here. All text goes through `escape`; the charts' data stand as
-JSON in a script element of their own, and the page's policy forbids it to load anything.
+Puts together the parts in `html/`. All text goes through `escape`; the charts' data is JSON in a script element of its
+own, and the page's content security policy forbids it to load anything.
 """
 
 from __future__ import annotations
@@ -106,4 +106,4 @@ def fill(name: str, values: dict[str, str]) -> str:
 
 
 def _part(name: str) -> str:
-    return files("planner.report.page.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")
+    return files("planner.report.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")

@@ -185,7 +185,7 @@ def test_the_parts_are_packaged() -> None:
         import tomllib
 
         content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-        patterns = content["tool"]["setuptools"]["package-data"]["planner.report.page.page"]
-        parts = list((ROOT / "planner" / "report" / "html").iterdir())
+        patterns = content["tool"]["setuptools"]["package-data"]["planner.report.page"]
+        parts = list((ROOT / "planner" / "report" / "page" / "html").iterdir())
         assert len(parts) >= 6
         assert all(any(fnmatch(f"html/{part.name}", pattern) for pattern in patterns) for part in parts)
