@@ -233,7 +233,7 @@ def _window(text: str) -> int | tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     """Train, then print predicted against measured."""
     from planner.api import make_job, run_job
-    from planner.executor.checkpoint.resume import after_torchruns_restart
+    from planner.executor.checkpoint.resume import after_torchrun_restart
     from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions
     from planner.formats.plan import load_plan
 
@@ -242,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
     )
     # torchrun sets these for each process it starts.
     by_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    continued = after_torchruns_restart(checkpoints) if by_torchrun else None
+    continued = after_torchrun_restart(checkpoints) if by_torchrun else None
     job = make_job(
         args.model,
         load_plan(args.plan),
@@ -265,12 +265,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.cli.worker import die_with_parent, end_process, run_worker
-    from planner.executor.checkpoint.resume import torchruns_run
+    from planner.executor.checkpoint.resume import torchrun_run_id
     from planner.profiler.measured.malloc import keep_freed_pages
 
     die_with_parent()
     keep_freed_pages()
-    job = job.model_copy(update={"run": torchruns_run()})
+    job = job.model_copy(update={"run": torchrun_run_id()})
     code, result = run_worker(job)
     if result is not None:
         print_result(result, as_json)

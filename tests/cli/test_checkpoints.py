@@ -18,7 +18,8 @@ import torch
 
 import planner
 from planner.cli.main import main
-from planner.executor.checkpoint.index import complete, load_index
+from planner.executor.checkpoint.folders import complete
+from planner.executor.checkpoint.index import load_checkpoint
 from planner.formats.plan import save_plan
 from planner.formats.profile import save_profile
 from planner.model.file import load_model_file
@@ -109,7 +110,7 @@ def test_with_a_worker_less_one_solves_again_and_goes_on(folder: Path) -> None:
     assert result["resumed_from"] == "smaller/step-00000008"
     assert result["checkpoint"] == "smaller/step-00000020"
     assert [path.name for path in complete(folder / "smaller")] == ["step-00000016", "step-00000020"]
-    index = load_index(folder / "smaller" / "step-00000020")
+    index = load_checkpoint(folder / "smaller" / "step-00000020").index
     assert (index.seed, index.minibatches_per_epoch) == (5, 10)
     rates = {group.hyperparameters["lr"] for part in index.parts if part.optimizer for group in part.optimizer.groups}
     assert list(rates) == [pytest.approx(0.02 * 0.7**6)]

@@ -1,7 +1,7 @@
-"""Small Python values as JSON and back, with nothing lost: what optimizers and schedulers keep beside tensors.
+"""Python values to JSON and back without loss: what optimizers and schedulers keep beside tensors.
 
-JSON has no tuples, no infinities and only strings as keys; these become objects with one telling key. Nothing else is
-taken: reading never makes an object of a class that a file names.
+JSON has no tuples, no infinities and no keys but strings; each of these becomes an object with one key that names its
+type. All other types are refused: reading never makes an object of a class that a file names.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from planner.errors import InputError
 
 
 def to_json(value: Any, place: str) -> Any:
-    """`value` in JSON's types.
+    """Return `value` in JSON's types.
 
     Args:
-        value: numbers, strings, None, tuples, lists, dicts and one-element tensors, nested as one likes.
+        value: numbers, strings, None, tuples, lists, dicts and one-element tensors, nested in any way.
         place: what the value is, for the error.
 
     Raises:
@@ -39,7 +39,7 @@ def to_json(value: Any, place: str) -> Any:
             kind = "counter" if isinstance(value, Counter) else "dict"
             return {kind: [[to_json(key, place), to_json(item, place)] for key, item in value.items()]}
         case Tensor() if value.numel() == 1:
-            # A float's digits tell it exactly, in any precision that a tensor has.
+            # Exact for every floating-point dtype: a Python float is a float64, and JSON keeps all its digits.
             return {
                 "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), to_json(value.item(), place)]
             }
@@ -51,10 +51,10 @@ def to_json(value: Any, place: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given.
+    """Return the value that `to_json` was given.
 
     Raises:
-        ValueError: when it cannot have come from there.
+        ValueError: when `to_json` cannot have returned `value`.
     """
     match value:
         case None | bool() | int() | float() | str():

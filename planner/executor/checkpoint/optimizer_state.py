@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of the parameters: the same whichever parameters share an optimizer.
+"""Optimizer state by parameter name, so that it does not depend on which parameters share an optimizer.
 
-A stage's optimizer knows its parameters by number, and another plan gives it others. What it keeps of each
-parameter (momentum, step counts) belongs to that parameter alone, and so do the hyperparameters of its group.
+A stage's optimizer numbers its parameters, and another plan gives it other parameters. Its state for a parameter
+(momentum, step counts) belongs to that parameter alone, and so do the hyperparameters of the parameter's group.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.formats.files import Record
 
+SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
+
 
 class ParameterGroup(Record):
     """Parameters with the same hyperparameters."""
@@ -25,38 +27,38 @@ class ParameterGroup(Record):
 
 
 class ParameterState(Record):
-    """What the optimizer keeps of one parameter: the tensors' keys, and everything else."""
+    """Optimizer state of one parameter: the keys of its tensors, and all other values."""
 
     tensors: tuple[str, ...]
     values: dict[str, Any]
 
 
 class OptimizerState(Record):
-    """Of one stage."""
+    """State of one stage's optimizer, without its tensors."""
 
     kind: str  # the optimizer's class
-    learning_rate_factor: float = 1.0  # of the user's, by which the rates here are larger
+    learning_rate_factor: float = 1.0  # learning rates here relative to the user's
     groups: tuple[ParameterGroup, ...]
     states: dict[str, ParameterState]
 
 
 def tensor_name(parameter: str, key: str) -> str:
-    """The name in the file of what the optimizer keeps of `parameter` under `key`."""
+    """Return the name in the file of the tensor that the optimizer keeps for `parameter` under `key`."""
     return f"{parameter}.{key}"
 
 
 def take_state(
     optimizer: Optimizer, module: nn.Module, learning_rate_factor: float = 1.0
 ) -> tuple[OptimizerState, dict[str, Tensor]]:
-    """The state of `module`'s optimizer, and its tensors by `tensor_name`; they are not copied.
+    """Return the state of `module`'s optimizer, and its tensors by `tensor_name`; they are not copied.
 
     Args:
         optimizer: of `module`'s parameters.
         module: a stage, or the whole model.
-        learning_rate_factor: by which its rates are larger than the user's.
+        learning_rate_factor: learning rate relative to the user's.
 
     Raises:
-        InputError: when the optimizer keeps what no checkpoint can hold.
+        InputError: when the optimizer has state that no checkpoint can hold.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     packed = optimizer.state_dict()
@@ -86,14 +88,14 @@ def give_state(
     tensors: Mapping[str, Tensor],
     learning_rate_factor: float = 1.0,
 ) -> None:
-    """Put `saved`, the states of one or more stages, into `module`'s optimizer.
+    """Restore `module`'s optimizer from `saved`, the states of one or more stages.
 
     Args:
         optimizer: of `module`'s parameters.
         module: a stage, or the whole model.
-        saved: together they have all of the optimizer's parameters, under names in `module`.
-        tensors: by `tensor_name`; the optimizer may keep them.
-        learning_rate_factor: by which its rates are larger than the user's.
+        saved: states that together have all of the optimizer's parameters, under names in `module`.
+        tensors: by `tensor_name`; the optimizer may keep them without a copy.
+        learning_rate_factor: learning rate relative to the user's.
 
     Raises:
         InputError: when the optimizer is another than the one saved.
@@ -108,7 +110,7 @@ def give_state(
             raise InputError(
                 f"the checkpoint has the state of {part.kind}, but the model file's optimizer is "
                 f"{type(optimizer).__name__}",
-                hint="give the model file the optimizer() that the run began with",
+                hint=SAME_OPTIMIZER,
             )
         for group in part.groups:
             values = {key: from_json(value) for key, value in group.hyperparameters.items()}
@@ -129,7 +131,7 @@ def give_state(
 
 
 def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
-    """The state of a group or a scheduler with its learning rates `ratio` times as large."""
+    """Return the state of a group or a scheduler with its learning rates multiplied by `ratio`."""
     if ratio == 1:
         return state
     scaled = dict(state)
@@ -138,7 +140,7 @@ def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
             scaled[key] = value * ratio
         elif key in ("base_lrs", "_last_lr"):
             scaled[key] = [rate * ratio for rate in value]
-        elif key == "_schedulers":  # of a scheduler made of schedulers
+        elif key == "_schedulers":  # SequentialLR and ChainedScheduler hold others
             scaled[key] = [rescale_rates(inner, ratio) for inner in value]
     return scaled
 
@@ -152,18 +154,18 @@ def _hyperparameters(packed_group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(names: list[str], hyperparameters: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What all of `names`, one group's, were trained with."""
+    """Return the hyperparameters that all of `names`, one group's parameters, were trained with."""
     for name in names:
         if name not in hyperparameters:
             raise InputError(
                 f"the checkpoint's optimizer did not train '{name}', but the model file's does",
-                hint="give the model file the optimizer() that the run began with",
+                hint=SAME_OPTIMIZER,
             )
         for key, value in hyperparameters[names[0]].items():
             if hyperparameters[name].get(key) != value:
                 raise InputError(
                     f"'{name}' was trained with {key} = {hyperparameters[name].get(key)}, '{names[0]}' with {value}, "
                     "and now they share a group of the optimizer",
-                    hint="go on with a plan that cuts the model as the checkpoint's did, or with other groups",
+                    hint="resume with a plan that cuts the model as the checkpoint's did, or with other groups",
                 )
     return hyperparameters[names[0]] if names else {}

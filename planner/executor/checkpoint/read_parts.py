@@ -1,8 +1,8 @@
-"""Filling modules and optimizers from a checkpoint, whatever plan it was written under."""
+"""Restoring modules, optimizers and schedulers from a checkpoint, whichever plan wrote it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +11,75 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import InputError
-from planner.executor.checkpoint.index import Checkpoint, StagePart, TensorFile
+from planner.executor.checkpoint.index import SavedCheckpoint, StagePart, TensorFile
 from planner.executor.checkpoint.json_values import from_json
-from planner.executor.checkpoint.optimizer_state import give_state, rescale_rates, tensor_name
+from planner.executor.checkpoint.optimizer_state import SAME_OPTIMIZER, give_state, rescale_rates, tensor_name
 from planner.executor.checkpoint.tensor_file import FileDigest, read_tensors
+from planner.executor.checkpoint.write_parts import Restorable
 
 
-def fill_module(module: nn.Module, path: Path, index: Checkpoint, *, stage: int = 0, replica: int = 0) -> None:
-    """Overwrite the parameters and buffers of `module`, a stage or the whole model, with those at `path`.
-
-    Where several parts have a buffer (each replica counts its own BatchNorm statistics), that of the same replica
-    is taken, or the first one's, and of the same stage, or the last one's.
+def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
+    """Restore one stage replica.
 
     Raises:
-        InputError: when something is missing or has another shape, or a file is not what was written.
+        InputError: when the checkpoint does not fit the stage, or a file is not the one that was written.
     """
-    parts = sorted(index.parts, key=lambda part: (part.replica == replica, part.replica == 0, part.stage == stage))
+    fill_module(own.module, saved, stage=own.stage, replica=own.replica)
+    if own.optimizer is None:
+        return
+    factor = own.learning_rate_factor
+    fill_optimizer(own.optimizer, own.module, saved, stage=own.stage, learning_rate_factor=factor)
+    for name, stateful in own.extras.items():
+        state, before = _extra_state(saved, name, own.stage, len(own.optimizer.param_groups))
+        stateful.load_state_dict(rescale_rates(state, factor / before))
+
+
+def fill_module(module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, replica: int = 0) -> None:
+    """Overwrite the parameters and buffers of `module`, a stage or the whole model, with the saved ones.
+
+    Several parts may have the same buffer: each replica has BatchNorm statistics of its own. The same replica's is
+    taken, or else the first replica's; among stages, the same stage's, or else the last one's.
+
+    Raises:
+        InputError: when a tensor is missing or has another shape, or a file is not the one that was written.
+    """
+    # `read_weights` lets later parts win, so the preferred ones come last.
+    parts = sorted(
+        saved.index.parts, key=lambda part: (part.replica == replica, part.replica == 0, part.stage == stage)
+    )
     state = module.state_dict(keep_vars=True)
-    saved = read_weights(path, parts, set(state))
+    found = read_weights(saved.path, parts, set(state))
     with torch.no_grad():
         for name, tensor in state.items():
-            if name not in saved:
+            if name not in found:
                 raise InputError(
-                    f"the checkpoint '{path}' has no '{name}', which the model has",
+                    f"the checkpoint '{saved.path}' has no '{name}', which the model has",
                     hint="is it a checkpoint of this model?",
                 )
-            value = saved[name]
+            value = found[name]
             if value.shape != tensor.shape or value.dtype != tensor.dtype:
                 raise InputError(
-                    f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in the checkpoint '{path}', and "
+                    f"'{name}' is {value.dtype} of shape {tuple(value.shape)} in the checkpoint '{saved.path}', and "
                     f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model",
                     hint="is it a checkpoint of this model?",
                 )
             tensor.copy_(value)
 
 
-def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None) -> dict[str, Tensor]:
-    """The tensors called `names` as far as `parts` have them, or all; later parts win. Tied ones under all their names.
+def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None = None) -> dict[str, Tensor]:
+    """Read those of the tensors `names` that `parts` have, or all; later parts win.
+
+    Tied parameters are returned under each of their names, as one tensor.
 
     Raises:
-        InputError: when a file is not what was written.
+        InputError: when a file is not the one that was written.
     """
     source: dict[str, tuple[TensorFile, str]] = {}
     for part in parts:
         stored = {name: name for name in part.weights.tensors} | part.aliases
         source |= {name: (part.weights, first) for name, first in stored.items() if names is None or name in names}
     tensors: dict[str, Tensor] = {}
+    # File by file: each is hashed as a whole before anything is taken from it.
     for file in dict.fromkeys(file for file, _ in source.values()):
         own = {name: first for name, (its, first) in source.items() if its is file}
         read = _read(path, file, set(own.values()))
@@ -67,51 +90,48 @@ def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None)
 def fill_optimizer(
     optimizer: Optimizer,
     module: nn.Module,
-    path: Path,
-    index: Checkpoint,
+    saved: SavedCheckpoint,
     *,
     stage: int = 0,
     learning_rate_factor: float = 1.0,
 ) -> None:
-    """Give `module`'s optimizer, whose rates are `learning_rate_factor` times the user's, the state at `path`.
+    """Restore `module`'s optimizer, whose learning rates are `learning_rate_factor` times the user's.
 
     Raises:
-        InputError: when it is another optimizer, or a file is not what was written.
+        InputError: when it is another optimizer, or a file is not the one that was written.
     """
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    saved, tensors = [], {}
-    for part in sorted(index.parts, key=lambda part: part.stage == stage):
+    states, tensors = [], {}
+    for part in sorted(saved.index.parts, key=lambda part: part.stage == stage):
         if part.optimizer is None or part.optimizer_file is None:
             continue
         relevant = [name for group in part.optimizer.groups for name in group.parameters if name in own]
         if relevant:
-            saved.append(part.optimizer)
-            states: Mapping[str, Sequence[str]] = {n: s.tensors for n, s in part.optimizer.states.items()}
-            names = {tensor_name(name, key) for name in relevant for key in states.get(name, ())}
-            tensors.update(_read(path, part.optimizer_file, names))
-    give_state(optimizer, module, saved, tensors, learning_rate_factor)
+            states.append(part.optimizer)
+            kept = {name: state.tensors for name, state in part.optimizer.states.items()}
+            names = {tensor_name(name, key) for name in relevant for key in kept.get(name, ())}
+            tensors.update(_read(saved.path, part.optimizer_file, names))
+    give_state(optimizer, module, states, tensors, learning_rate_factor)
 
 
-def scheduler_state(
-    path: Path, index: Checkpoint, name: str, groups: int, *, stage: int = 0, learning_rate_factor: float = 1.0
-) -> dict[str, Any]:
-    """The state called `name` that the stage of that number left, or else any: all have done the same minibatches.
+def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> tuple[dict[str, Any], float]:
+    """Return the saved state called `name`, and the factor by which its learning rates are larger than the user's.
+
+    That of the same stage is preferred, but any will do: all have done the same minibatches.
 
     Args:
-        path: of the checkpoint.
-        index: its index.
+        saved: the checkpoint.
         name: of the state.
-        groups: that the optimizer has now.
-        stage: preferred.
-        learning_rate_factor: by which its rates are to be larger than the user's.
+        stage: which restores.
+        groups: parameter groups that its optimizer has now.
 
     Raises:
-        InputError: when there is none that fits.
+        InputError: when there is no such state, or it is for another number of groups.
     """
-    found = [part for part in index.parts if name in part.extras]
+    found = [part for part in saved.index.parts if name in part.extras]
     if not found:
         raise InputError(
-            f"the checkpoint '{path}' has no state of a {name}, which the model file has now",
+            f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now",
             hint="give the model file what the run began with",
         )
     part = min(found, key=lambda part: part.stage != stage)
@@ -119,12 +139,11 @@ def scheduler_state(
     rates = state.get("base_lrs")
     if rates is not None and len(rates) != groups:
         raise InputError(
-            f"the {name} in the checkpoint '{path}' is of {len(rates)} groups of parameters, the optimizer has "
+            f"the {name} in the checkpoint '{saved.path}' has {len(rates)} groups of parameters, the optimizer has "
             f"{groups}",
-            hint="give the model file the optimizer() that the run began with",
+            hint=SAME_OPTIMIZER,
         )
-    before = 1.0 if part.optimizer is None else part.optimizer.learning_rate_factor
-    return rescale_rates(state, learning_rate_factor / before)
+    return state, 1.0 if part.optimizer is None else part.optimizer.learning_rate_factor
 
 
 def _read(path: Path, file: TensorFile, names: set[str]) -> dict[str, Tensor]:

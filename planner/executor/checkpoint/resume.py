@@ -1,4 +1,4 @@
-"""Whether a run can go on from the checkpoint that it is told to, found out before any worker starts."""
+"""Which checkpoint and seed a run, or a restart of it, resumes with: decided before any worker starts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import os
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.executor.checkpoint.index import AUTO, check_fits, complete, load_index, resolve
+from planner.executor.checkpoint.folders import AUTO, complete, resolve
+from planner.executor.checkpoint.index import load_checkpoint
 from planner.executor.job import BaselineName, CheckpointOptions, Job
 from planner.executor.observe.run_log import is_of
 from planner.formats.plan import Plan
 
-_NO_RUN_ID = "none"  # what torchrun calls every run that it was given no --rdzv-id for
+_NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
 
 
 def seed_of_run(
     options: CheckpointOptions, plan: Plan, seed: int | None = None, baseline: BaselineName | None = None
 ) -> int:
-    """The seed of a run with `plan`: that of the checkpoint it goes on from, or `seed`, or 0.
+    """Return the seed of a run with `plan`: that of the checkpoint it resumes from, or `seed`, or 0.
 
     Raises:
         InputError: when there is no such checkpoint, or it is of another model or seed.
@@ -26,19 +27,19 @@ def seed_of_run(
         return seed or 0
     if baseline is not None:
         raise InputError(
-            f"checkpoints are of plans, and --baseline {baseline} trains without one",
-            hint="leave out --checkpoint-every and --resume",
+            f"checkpoints are of plans, and `baseline={baseline}` trains without one",
+            hint="leave out `every` and `resume`",
         )
     path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
     if path is None:
         return seed or 0
-    index = load_index(path)
-    check_fits(index, path, plan, seed)
-    return index.seed
+    saved = load_checkpoint(path)
+    saved.check_fits(plan, seed)
+    return saved.index.seed
 
 
 def after_failure(job: Job) -> Job:
-    """What to run when `job` has failed: it goes on from its own newest checkpoint, or begins as it did."""
+    """Return the job to start after `job` failed: it resumes from its own newest checkpoint, or begins as before."""
     options = job.checkpoints
     if options.every is None or not complete(Path(options.folder)):
         return job
@@ -46,24 +47,24 @@ def after_failure(job: Job) -> Job:
     return job.model_copy(update={"checkpoints": options, "started_again": True})
 
 
-def after_torchruns_restart(options: CheckpointOptions) -> CheckpointOptions | None:
-    """What workers that torchrun has started again go on from: the newest checkpoint of their own run.
+def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | None:
+    """Return the options of workers that torchrun restarted: resume from the newest checkpoint of their own run.
 
-    None where these are its first workers, or wrote no checkpoint: they begin as the first ones did, or are refused for
-    the same reason. Worker 0 decides, which has the losses of the run; the others do what it finds.
+    None for the first workers of a run, and for a run without a checkpoint: those begin as the first ones did, or are
+    refused for the same reason. Worker 0 decides, because it has the run's losses; the others follow what it finds.
     """
     folder = Path(options.folder)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0 or options.every is None or not complete(folder):
         return None
-    if os.environ["RANK"] == "0" and not is_of(folder, torchruns_run()):
+    if os.environ["RANK"] == "0" and not is_of(folder, torchrun_run_id()):
         return None
     return options.model_copy(update={"resume": AUTO})
 
 
-def torchruns_run() -> str:
-    """What all starts of a run have in common and no other run has: torchrun's id, where it was given one.
+def torchrun_run_id() -> str:
+    """Return an id that all starts of a run share and no other run has: torchrun's id, where it was given one.
 
-    Where not, the process of torchrun itself, this one's parent, stands for it.
+    Otherwise the process of torchrun, this one's parent, identifies the run.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
     if run != _NO_RUN_ID:
@@ -72,5 +73,6 @@ def torchruns_run() -> str:
     boot, stat = Path("/proc/sys/kernel/random/boot_id"), Path(f"/proc/{parent}/stat")
     if not (boot.exists() and stat.exists()):  # not Linux
         return f"{run} {parent}"
+    # Process ids are used again, so its start and the boot of the machine are part of the id.
     started = stat.read_text().rpartition(")")[2].split()[19]  # proc_pid_stat(5): starttime, the 22nd field
     return f"{run} {parent} {started} {boot.read_text().strip()}"

@@ -1,11 +1,11 @@
-"""Tensors in a file that any reader of safetensors reads, written from the device piece by piece, with a checksum.
+"""Write and read safetensors files, tensor by tensor from the device, with a checksum.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> dtype, shape, [first byte, last byte + 1]; padded with spaces
     data       the tensors, contiguous, one after the other
 
-(https://github.com/huggingface/safetensors). The package is not needed for so little, and would hold a second copy of
-a stage in memory to write it. Nothing in the format can be executed when it is read.
+The format: https://github.com/huggingface/safetensors. Its package is not used because it would hold a second copy of
+a stage in memory to write it. Reading the format cannot execute anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from planner.errors import InputError
 
-# By the size of an element, so that no tensor is misaligned when the larger ones come first.
+# Largest elements first: tensors written in this order are all aligned, without padding between them.
 _NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -45,26 +45,26 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_PIECE_BYTES = 1 << 24
-_SYNC_BYTES = 1 << 28
+_PIECE_BYTES = 1 << 24  # 16 MiB per write and hash
+_SYNC_BYTES = 1 << 28  # 256 MiB between two syncs
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What is in a file: enough to know later that nothing else is."""
+    """Size and hash of a file as it was written, by which damage to it is found."""
 
     size_bytes: int
     sha256: str
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Write `tensors`, each moved to the CPU when its turn comes, and wait until the disk has them.
+    """Write `tensors`, moving one at a time to the CPU, and wait until they are on disk.
 
     Raises:
-        InputError: for a dtype that the format does not have.
+        InputError: for a dtype that the format lacks.
         OSError: when the disk is full or the folder cannot be written; the file is then incomplete.
     """
-    assert sys.byteorder == "little"  # as the format; PyTorch runs on nothing else
+    assert sys.byteorder == "little"  # the byte order of the format, and of every platform of PyTorch
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise InputError(
@@ -79,7 +79,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
             sha.update(piece)
             size += len(piece)
             unsynced += len(piece)
-            if unsynced > _SYNC_BYTES:  # a slow disk then shows as slow, not as a worker that stands still
+            # One fsync at the end would wait for the whole file: on a slow disk the worker would look hung.
+            if unsynced > _SYNC_BYTES:
                 file.flush()
                 os.fsync(file.fileno())
                 unsynced = 0
@@ -91,10 +92,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
 def read_tensors(
     path: Path, names: Collection[str] | None = None, expected: FileDigest | None = None
 ) -> dict[str, Tensor]:
-    """The tensors called `names`, or all, copied from the file.
+    """Read the tensors `names`, or all of them.
 
     Raises:
-        InputError: when there is no such file, it is not of the format, or not the one `expected`.
+        InputError: when the file is missing, is not a safetensors file, or is not the `expected` one.
     """
     try:
         with path.open("rb") as file:
@@ -117,7 +118,7 @@ def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the data, too, begins at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
@@ -130,22 +131,18 @@ def _pieces(ordered: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
 
 
 def _check(path: Path, descriptor: int, expected: FileDigest) -> None:
-    """The file must be the one that was written, before anything is taken from it."""
+    """Check that the file is the one that was written, before anything is read from it."""
     sha, size = hashlib.sha256(), 0
     while piece := os.pread(descriptor, _PIECE_BYTES, size):
         sha.update(piece)
         size += len(piece)
     if size != expected.size_bytes:
-        raise InputError(
-            f"'{path}' has {size} bytes, but {expected.size_bytes} were written: it is truncated or not the same file",
-            hint="go on from another checkpoint: --resume PATH",
-        )
-    if sha.hexdigest() != expected.sha256:
-        raise InputError(
-            f"'{path}' is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, that of what was written "
-            f"{expected.sha256[:12]}…",
-            hint="go on from another checkpoint: --resume PATH",
-        )
+        problem = f"has {size} bytes, but {expected.size_bytes} were written: it is truncated or not the same file"
+    elif sha.hexdigest() != expected.sha256:
+        problem = f"is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, but {expected.sha256[:12]}… was written"
+    else:
+        return
+    raise InputError(f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`")
 
 
 def _read(path: Path, content: mmap.mmap, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:

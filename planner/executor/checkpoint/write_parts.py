@@ -1,4 +1,4 @@
-"""What one worker writes of a checkpoint: a part for each of its stages."""
+"""Writing one worker's parts of a checkpoint: one part for each of its stages."""
 
 from __future__ import annotations
 
@@ -17,61 +17,64 @@ from planner.executor.checkpoint.tensor_file import write_tensors
 
 
 class Stateful(Protocol):
-    """Anything that goes on where it was, such as a learning rate scheduler."""
+    """Anything that continues from a saved state, such as a learning rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings, and lists and dicts of them."""
+        """Return numbers, strings, and lists and dicts of them."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take what `state_dict` gave."""
+        """Continue from what `state_dict` returned."""
         ...
 
 
 @dataclass
 class Restorable:
-    """What of one stage replica is saved and restored."""
+    """What is saved and restored of one stage replica."""
 
     stage: int
     replica: int
     module: nn.Module
     optimizer: Optimizer | None
-    learning_rate_factor: float = 1.0  # of the user's rates
+    learning_rate_factor: float = 1.0  # learning rate relative to the user's
     extras: Mapping[str, Stateful] = field(default_factory=dict)
 
 
 def has_part(own: Restorable) -> bool:
-    """A further replica has the parameters of the first, but buffers of its own."""
+    """Return whether a stage replica has anything to write.
+
+    Replicas have equal parameters, which the first one writes, but each has buffers of its own.
+    """
     return own.replica == 0 or bool(_buffers(own.module))
 
 
 def write_part(folder: Path, own: Restorable) -> StagePart:
-    """Write the files of one stage replica to `folder`, and say what is in them.
+    """Write the files of one stage replica to `folder`, and return what is in them.
 
     Raises:
-        InputError: when the model or optimizer keeps what no checkpoint can hold.
+        InputError: when the model or optimizer has state that no checkpoint can hold.
         OSError: when the disk is full or the folder cannot be written.
     """
-    state = own.module.state_dict() if own.replica == 0 else _buffers(own.module)
-    tensors, aliases = _distinct(state)
-    stem = f"stage-{own.stage}" + (f"-replica-{own.replica}" if own.replica else "")
-    part = StagePart(
-        stage=own.stage,
-        replica=own.replica,
-        weights=_write_file(folder, f"{stem}.weights.safetensors", tensors),
-        aliases=aliases,
-        extras={},
-    )
-    if own.replica == 0:
-        extras = {
-            name: to_json(stateful.state_dict(), f"the state of the {name}") for name, stateful in own.extras.items()
-        }
-        part = part.model_copy(update={"extras": extras})
+    first = own.replica == 0
+    stem = f"stage-{own.stage}" + ("" if first else f"-replica-{own.replica}")
+    tensors, aliases = _distinct(own.module.state_dict() if first else _buffers(own.module))
+    weights = _write_file(folder, f"{stem}.weights.safetensors", tensors)
+    optimizer = file = None
+    extras: dict[str, Any] = {}
+    if first:
+        extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in own.extras.items()}
         if own.optimizer is not None:
             optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor)
             file = _write_file(folder, f"{stem}.optimizer.safetensors", kept)
-            part = part.model_copy(update={"optimizer": optimizer, "optimizer_file": file})
-    return part
+    return StagePart(
+        stage=own.stage,
+        replica=own.replica,
+        weights=weights,
+        aliases=aliases,
+        optimizer=optimizer,
+        optimizer_file=file,
+        extras=extras,
+    )
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -80,11 +83,12 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor under its first name, and the other names of tied ones."""
+    """Return each tensor under its first name, and by further name of a tied tensor its first one."""
     first: dict[tuple[object, ...], str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in state.items():
+        # Not by identity: state_dict() detaches, so tied parameters come as several tensors over one memory.
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in first:
             aliases[name] = first[key]

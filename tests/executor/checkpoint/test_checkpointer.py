@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 import planner
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition, position
-from planner.executor.checkpoint.index import INDEX, Checkpoint, complete, find, load_index, resolve
+from planner.executor.checkpoint.folders import complete, find, resolve
+from planner.executor.checkpoint.index import INDEX, Checkpoint, SavedCheckpoint, load_checkpoint
 from planner.executor.checkpoint.optimizer_state import take_state
-from planner.executor.checkpoint.read_parts import fill_module, fill_optimizer
+from planner.executor.checkpoint.read_parts import fill_optimizer, restore_stage
 from planner.executor.checkpoint.write_parts import Restorable, write_part
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import CheckpointOptions, Job
@@ -116,11 +117,9 @@ class Split:
         save_record(index, folder / INDEX)
 
     def restore(self, folder: Path) -> None:
-        index = load_index(folder)
+        saved = load_checkpoint(folder)
         for own in self.stages:
-            fill_module(own.module, folder, index, stage=own.stage, replica=own.replica)
-            if own.optimizer is not None:
-                fill_optimizer(own.optimizer, own.module, folder, index, stage=own.stage)
+            restore_stage(own, saved)
 
     def content(self, replica: int = 0) -> dict[str, Tensor]:
         """All that is saved, by name: the state of a tied parameter is that of the last stage that has it."""
@@ -166,7 +165,7 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(mode
     planner.load_weights(whole, tmp_path / "19")
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
     optimizer = model_file.optimizer(trained)
-    fill_optimizer(optimizer, whole, tmp_path / "19", load_index(tmp_path / "19"))
+    fill_optimizer(optimizer, whole, load_checkpoint(tmp_path / "19"))
     assert_equal({k: v.clone() for k, v in whole.state_dict().items()} | _optimizer_content(optimizer, whole), expected)
 
 
@@ -226,11 +225,11 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
                 planner.load_weights(model, bad)
     assert_equal(before, dict(model.state_dict()))
     optimizer = model_file.optimizer(list(model.parameters()))
-    index = load_index(tmp_path / "good")
+    saved = load_checkpoint(tmp_path / "good")
     for path in (tmp_path / "good").glob("*.optimizer.*"):
         damages[1][0](path)
     with pytest.raises(InputError, match="truncated"):
-        fill_optimizer(optimizer, model, tmp_path / "good", index)
+        fill_optimizer(optimizer, model, saved)
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -406,7 +405,7 @@ def test_the_place_in_the_data_in_minibatches_of_another_size(
         tool="test", torch="any", model="any", graph_hash="any", config="1", schedule="1f1b", seed=0, minibatch=done,
         minibatch_size=size, minibatches_per_epoch=per_epoch, parts=(),
     )  # fmt: skip
-    assert position(index, Path("any"), DataPosition(new_size, new_per_epoch)) == expected
+    assert position(SavedCheckpoint(Path("any"), index), DataPosition(new_size, new_per_epoch)) == expected
 
 
 def test_other_data_is_refused() -> None:
@@ -415,4 +414,4 @@ def test_other_data_is_refused() -> None:
         minibatch_size=4, minibatches_per_epoch=9, parts=(),
     )  # fmt: skip
     with pytest.raises(InputError, match=r"dataset\(\) has 8 minibatches, but had 9"):
-        position(index, Path("any"), DataPosition(4, 8))
+        position(SavedCheckpoint(Path("any"), index), DataPosition(4, 8))

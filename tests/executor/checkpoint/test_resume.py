@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.executor.checkpoint.index import complete, load_index
+from planner.executor.checkpoint.folders import complete
+from planner.executor.checkpoint.index import load_checkpoint
 from planner.executor.checkpoint.json_values import from_json
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions, TrainResult
 from planner.executor.run.loss_scaler import FIRST_SCALE
@@ -162,7 +163,8 @@ def test_whatever_a_run_keeps_goes_on(cases: Sequence[Kept], tmp_path: Path) -> 
         assert second.first_minibatch == 7
         assert losses(one) == losses(first) + losses(second), case
         assert_same_weights(whole, after)
-        kept = [part.extras for part in load_index(complete(Path(stopped.checkpoints.folder))[0]).parts]
+        saved = load_checkpoint(complete(Path(stopped.checkpoints.folder))[0])
+        kept = [part.extras for part in saved.index.parts]
         assert all(("scheduler" in extras) == ("scheduler" in case.more) for extras in kept)
         if case.float16:
             scales = [from_json(extras["loss scale"])["scale"] for extras in kept]
