@@ -171,12 +171,12 @@ def check_trainable(plan: Plan) -> None:
     if not plan.contiguous:
         raise PlanError(
             "the plan's stages are not contiguous: values go back and forth between them, which no schedule runs",
-            hint="make a plan without --not-contiguous",
+            hint="make a plan without `contiguous=False`",
         )
     if plan.solver.cost_model == "max-load":
         raise PlanError(
             "the plan is for the max-load objective, which counts no minibatches in flight",
-            hint="make a plan with: plan solve --cost-model resource",
+            hint="make a plan with `cost_model=resource`",
         )
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
@@ -212,30 +212,30 @@ def make_job(
         check_trainable(plan)
     for option, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and value < 1:
-            raise InputError(f"--{option} {value} trains nothing", hint=f"give --{option} 1 or more")
+            raise InputError(f"`{option}={value}` trains nothing", hint=f"give `{option}` 1 or more")
     options = options or TrainingOptions()
     if options.accumulate > 1 and baseline is not None:
-        raise InputError(f"--accumulate {options.accumulate} is for plans, not for {baseline}", hint="leave it out")
+        raise InputError(f"`accumulate={options.accumulate}` is for plans, not for {baseline}", hint="leave it out")
     check_accumulate(plan, options.accumulate)
     if options.deferred_batch_norm and baseline is not None:
-        raise InputError(f"--deferred-batch-norm is for plans, not for {baseline}", hint="leave out one of the two")
+        raise InputError(f"`deferred_batch_norm` is for plans, not for {baseline}", hint="leave out one of the two")
     if options.tensorboard is not None:
         check_tensorboard()
     if options.evaluate_every is not None and baseline is not None:
-        raise InputError(f"--evaluate-every is for plans, not for {baseline}", hint="leave out one of the two")
+        raise InputError(f"`evaluate_every` is for plans, not for {baseline}", hint="leave out one of the two")
     if save_weights is not None and baseline is not None:
-        raise InputError(f"--save-weights is for plans, not for {baseline}", hint="leave out one of the two")
+        raise InputError(f"`save_weights` is for plans, not for {baseline}", hint="leave out one of the two")
     if defer_weights and baseline is not None:
         raise InputError(
-            f"--defer-weights cannot train {baseline}, which needs the whole model on every worker",
+            f"`defer_weights` cannot train {baseline}, which needs the whole model on every worker",
             hint="leave out one of the two",
         )
     checkpoints = checkpoints or CheckpointOptions()
     run_options = run_options or RunOptions()
     if run_options.max_restarts and checkpoints.every is None:
         raise InputError(
-            f"--max-restarts {run_options.max_restarts} has no checkpoint to go on from",
-            hint="add --checkpoint-every N",
+            f"`max_restarts={run_options.max_restarts}` has no checkpoint to go on from",
+            hint="add `every=N`",
         )
     return Job(
         model=str(model),

@@ -59,7 +59,7 @@ def deviation(predicted: Timeline, measured: Timeline) -> Deviation:
         if expected != found:
             raise InputError(
                 f"the run is of another plan: its {what} {_shown(found)} is not the plan's {_shown(expected)}",
-                hint="name the plan that was run with --plan",
+                hint="give the `plan` that was run",
             )
     ours, theirs = _computed(predicted), _computed(measured)
     length = measured.span_s

@@ -123,7 +123,7 @@ def stages_of(ledger: Ledger, plan: Plan) -> list[Candidate]:
     if plan.profile_digest != ledger.profile.digest:
         raise PlanError(
             f"the plan was made from another profile of '{plan.model}' than this one of '{ledger.profile.model}'",
-            hint="name the plan's profile with --profile, or solve again",
+            hint="give the plan's own `profile`, or solve again",
         )
     before: frozenset[int] = frozenset()
     stages = []

@@ -91,7 +91,7 @@ def spread(low: float, high: float, points: int, whole: bool) -> list[float]:
     if low > high:
         raise InputError("the range runs backwards", hint="write the smaller value first, as in 1Gbps:100Gbps")
     if not 2 <= points <= MOST_POINTS:
-        raise InputError(f"{points} points make no sweep", hint=f"give --points from 2 to {MOST_POINTS}")
+        raise InputError(f"{points} points make no sweep", hint=f"give `points` from 2 to {MOST_POINTS}")
     if low == high:
         return [low]
     if whole and high - low < points:

@@ -20,6 +20,7 @@ _OTHER_NAMES = {
     "no_cut_after": ("--forbid-cut-after", ""),
     "sizes": ("--topology", ""),
     "stage_of": ("--pin", ""),
+    "system": ("--to", ""),
     "time_limit_s": ("--time-limit", "s"),
     "together": ("--colocate", ""),
 }

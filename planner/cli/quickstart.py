@@ -12,6 +12,12 @@ DESCRIPTION = """\
 Profile VGG-16 on this machine, find the best plan for its cores, train it on scikit-learn's digits, train the same
 with DistributedDataParallel, and compare. Everything it makes stays in a folder to go on from.
 """
+NEXT = """\
+Next:
+  cd {folder}
+  plan show                                     # stages, predictions, bottleneck
+  plan solve --gpus 8 --bandwidth 10Gbps        # the same model on another cluster
+  plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,4 +58,6 @@ def run(args: argparse.Namespace) -> int:
         on_phase=print_progress,
     )
     print_answer(result, args.json, quickstart_report)
+    if not args.json:
+        print(NEXT.format(folder=result.folder))
     return 0

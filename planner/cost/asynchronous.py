@@ -362,16 +362,16 @@ def check_combination(name: CostModelName, schedule: ScheduleName, microbatches:
             schedule has none.
     """
     if microbatches < 1:
-        raise InputError(f"{microbatches} microbatches make no minibatch", hint="give --microbatches 1 or more")
+        raise InputError(f"{microbatches} microbatches make no minibatch", hint="give `microbatches` 1 or more")
     if schedule != "1f1b" and name != "resource":
         raise InputError(
-            f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use --cost-model resource"
+            f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use `cost_model=resource`"
         )
     if chunks < 1:
-        raise InputError(f"{chunks} chunks hold no model", hint="give --chunks 1 or more")
+        raise InputError(f"{chunks} chunks hold no model", hint="give `chunks` 1 or more")
     assert chunks == 1 or schedule == "interleaved"
     if schedule not in DIVIDED and microbatches > 1:
         raise InputError(
             f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
-            hint=f"use --schedule {', '.join(DIVIDED[:-1])} or {DIVIDED[-1]}, or leave --microbatches out",
+            hint=f"use `schedule` {', '.join(DIVIDED[:-1])} or {DIVIDED[-1]}, or leave `microbatches` out",
         )

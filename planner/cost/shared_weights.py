@@ -28,7 +28,7 @@ class SharedWeight:
     @property
     def together(self) -> str:
         """How to keep it in one stage."""
-        return f"plan solve --colocate {self.layers[0]},{self.layers[1]}"
+        return f"solve with `together={self.layers[0]},{self.layers[1]}`"
 
 
 def shared_weights(
@@ -84,5 +84,5 @@ def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | 
             return weight.sentence(why), f"{weight.together}; or take a schedule that drains, such as 1f1b-flush"
         if plan.vertical_sync:
             why = ", whose gradients are applied later than those of other weights, against vertical sync"
-            return weight.sentence(why), f"{weight.together}; or leave --vertical-sync out"
+            return weight.sentence(why), f"{weight.together}; or leave `vertical_sync` out"
     return None

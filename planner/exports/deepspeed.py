@@ -83,7 +83,7 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
     if plan.schedule == "interleaved":
         raise PlanError(
             "DeepSpeed has no interleaved schedule: each of its workers has one stage",
-            hint="solve with --schedule 1f1b-flush",
+            hint="solve with `schedule=1f1b-flush`",
         )
     said = remarks(plan, SYSTEM)
     if plan.schedule in ("gpipe", "naive"):

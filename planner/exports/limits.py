@@ -17,7 +17,7 @@ def equal_replicas(plan: Plan, system: str) -> int:
     if not plan.contiguous:
         raise PlanError(
             f"{system} has no form for stages that are not contiguous",
-            hint="make a plan without --not-contiguous",
+            hint="make a plan without `contiguous=False`",
         )
     replicas = set(plan.replicas)
     if len(replicas) > 1:
@@ -47,7 +47,7 @@ def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
         raise PlanError(
             f"{system} gives each of the {replicas} pipelines as many microbatches, and {plan.microbatches} do not "
             f"divide by {replicas}",
-            hint=f"solve with --microbatches {plan.microbatches // replicas * replicas + replicas}",
+            hint=f"solve with `microbatches={plan.microbatches // replicas * replicas + replicas}`",
         )
     return plan.microbatches // replicas
 

@@ -68,7 +68,7 @@ def layer_counts(plan: Plan) -> LayerCounts:
     if not blocks or max(map(len, blocks.values())) < 2:
         raise PlanError(
             f"Megatron divides transformers by layers, and '{plan.model}' has no numbered list of layers",
-            hint="use --to torch-pipelining",
+            hint="use `system=torch-pipelining`",
         )
     stem = max(blocks, key=lambda name: len(blocks[name]))
     place: dict[int, int] = {}
@@ -78,14 +78,14 @@ def layer_counts(plan: Plan) -> LayerCounts:
                 if place.setdefault(block[1], index) != index:
                     raise PlanError(
                         f"the cut before stage {index} is inside '{stem}.{block[1]}', and Megatron cuts between layers",
-                        hint="forbid cuts inside: plan solve --forbid-cut-after "
-                        f"{plan.stages[index - 1].layers[-1]}; or profile with blocks(model) in the model file",
+                        hint="forbid cuts inside: solve with `no_cut_after="
+                        f"{plan.stages[index - 1].layers[-1]}`; or profile with blocks(model) in the model file",
                     )
             elif index != (0 if not place else len(plan.stages) - 1):
                 raise PlanError(
                     f"layer '{layer}' is in stage {index}, but Megatron has all before '{stem}.0' in the first stage "
                     "and all after the last layer in the last",
-                    hint=f"keep it with its neighbours: plan solve --colocate {_end_layer(plan, not place)},{layer}",
+                    hint=f"keep it with its neighbours: solve with `together={_end_layer(plan, not place)},{layer}`",
                 )
     counts = [0] * len(plan.stages)
     for index in place.values():

@@ -166,7 +166,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         )
     if model is None:
         raise InputError(
-            f"a script for {SYSTEM} needs the model file", hint="plan export model.py --to torch-pipelining"
+            f"a script for {SYSTEM} needs the model file", hint="give the model file that the plan was made for"
         )
     microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
     schedule, said = _schedule(plan, microbatches)

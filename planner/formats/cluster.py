@@ -141,7 +141,7 @@ def hierarchical_cluster(
         if len(values) != len(sizes):
             raise ClusterError(
                 f"{len(values)} {what} do not describe the {len(sizes)} levels of {'x'.join(map(str, sizes))}",
-                hint="give one per level, inner to outer: --topology 4x8 --bandwidth 128Gbps,10Gbps",
+                hint="give one per level, inner to outer, such as 128Gbps,10Gbps for 4x8",
             )
     for size in (*sizes, math.prod(sizes)):
         _checked(size)
@@ -170,7 +170,7 @@ def save_cluster(cluster: Cluster, path: Path | str) -> None:
 
 def _checked(gpus: int) -> int:
     if gpus < 1:
-        raise ClusterError(f"a cluster of {gpus} GPUs cannot train anything", hint="give --gpus 1 or more")
+        raise ClusterError(f"a cluster of {gpus} GPUs cannot train anything", hint="give `gpus` 1 or more")
     if gpus > MOST_GPUS:
         raise ClusterError(
             f"a cluster of {gpus} GPUs is beyond the {MOST_GPUS} that can be solved for", hint="give fewer"

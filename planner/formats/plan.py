@@ -16,7 +16,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record, load_record, save_record
 from planner.formats.profile import Autocast, Bytes, Device, MemoryFormat, Seconds
 
-REMEDY = "make a plan with: plan solve --gpus N --bandwidth RATE"
+REMEDY = "make a plan with: plan solve"
 
 ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"]
 CostModelName = Literal["resource", "pipedream", "paper", "max-load"]

@@ -24,7 +24,7 @@ from planner.report.svg.lanes import LANE_ORDER, side_by_side
 
 MICROSECONDS = 1e6
 _ROWS = 1000  # threads per lane, at most
-_REMEDY = "make one with: plan simulate --trace trace.json"
+_REMEDY = "make one with `trace`: plan simulate and plan train write it"
 _ENDS: dict[Kind, tuple[Kind, ...]] = {  # the computations at both ends of a message
     "send_activation": ("forward",),
     "send_gradient": ("backward", "backward_input"),

@@ -30,12 +30,12 @@ def check_accumulate(plan: Plan, accumulate: int) -> None:
         InputError: with what to do instead.
     """
     if accumulate < 1:
-        raise InputError(f"--accumulate {accumulate} never updates", hint="give 1 or more")
+        raise InputError(f"`accumulate={accumulate}` never updates", hint="give 1 or more")
     if accumulate > 1 and (plan.schedule != "1f1b" or plan.vertical_sync):
         schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
         raise InputError(
-            f"--accumulate {accumulate} is for the schedule 1f1b without vertical sync, and the plan's is {schedule}",
-            hint="other schedules divide a minibatch, which may be as large as you like: plan solve --microbatches",
+            f"`accumulate={accumulate}` is for the schedule 1f1b without vertical sync, and the plan's is {schedule}",
+            hint="other schedules divide a minibatch, which may be as large as you like: solve with more `microbatches`",
         )
 
 

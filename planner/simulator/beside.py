@@ -24,7 +24,7 @@ def simulate_beside(plan: Plan, measured: Timeline) -> Timeline:
     """
     noted = {event.minibatch for event in measured.events.rows() if event.kind == "forward"}
     if not noted:
-        raise InputError("the run has no computations to lay over the simulation", hint="record one with --trace")
+        raise InputError("the run has no computations to lay over the simulation", hint="record one with `trace`")
     first, end = min(noted), max(noted) + 1
     enough = default_minibatches(plan, measured.accumulate)
     period = math.lcm(*plan.replicas) * measured.accumulate

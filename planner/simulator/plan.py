@@ -24,7 +24,7 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
     Args:
         plan: from `solve` or `load_plan`.
         minibatches: how many; enough for a steady state when None.
-        accumulate: minibatches per replica between two updates, under 1f1b, as `plan train --accumulate` has it.
+        accumulate: minibatches per replica between two updates, under 1f1b, as in `TrainingOptions`.
 
     Raises:
         InputError: for a number of minibatches that makes no sense, and for a schedule that does not accumulate so.
@@ -34,7 +34,7 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
     check_accumulate(plan, accumulate)
     count = default_minibatches(plan, accumulate) if minibatches is None else minibatches
     if count < 1:
-        raise InputError(f"{count} minibatches are no run", hint="give --minibatches 1 or more")
+        raise InputError(f"{count} minibatches are no run", hint="give `minibatches` 1 or more")
     events: list[Event] = []
     engine = Engine(pipeline_of(plan, accumulate), count, events)
     if not engine.run():
@@ -94,10 +94,10 @@ def _check(plan: Plan) -> None:
     if not plan.contiguous:
         raise PlanError(
             "the plan's stages are not contiguous: values go back and forth between them, which no schedule runs",
-            hint="make a plan without --not-contiguous",
+            hint="make a plan without `contiguous=False`",
         )
     if plan.solver.cost_model == "max-load":
         raise PlanError(
             "the plan is for the max-load objective, which has no schedule to simulate",
-            hint="make a plan with: plan solve --cost-model resource",
+            hint="make a plan with `cost_model=resource`",
         )

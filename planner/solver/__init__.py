@@ -132,8 +132,8 @@ def _check_vertical_sync(request: Request) -> None:
     if request.schedule != "1f1b" or request.model == "max-load":
         given = request.schedule if request.schedule != "1f1b" else f"the cost model {request.model}"
         raise InputError(
-            f"--vertical-sync is for the schedule 1f1b, not for {given}",
-            hint="leave it out, or use --schedule 1f1b",
+            f"`vertical_sync` is for the schedule 1f1b, not for {given}",
+            hint="leave it out, or use `schedule=1f1b`",
         )
 
 

@@ -161,7 +161,7 @@ def _check_alike(profiles: Sequence[Profile]) -> None:
         if None in sizes:
             raise InputError(
                 f"a profile of '{profile.model}' does not know its batch size, so that it cannot be compared",
-                hint="give one profile, or profiles of `plan profile --batch-size`",
+                hint="give one profile, or profiles made with `batch_size`",
             )
     for size in sizes:
         if len(profiles) > 1 and sizes.count(size) > 1:
@@ -176,6 +176,6 @@ def _microbatches(profile: Profile, profiles: Sequence[Profile], cluster: Cluste
     if samples % size:
         raise InputError(
             f"a minibatch of {samples} samples cannot be divided into microbatches of {size}",
-            hint=f"give --microbatches for microbatches of {smallest} so that all batch sizes divide the minibatch",
+            hint=f"give `microbatches` for microbatches of {smallest} so that all batch sizes divide the minibatch",
         )
     return samples // size

@@ -37,14 +37,14 @@ def explain(ledger: Ledger, cluster: Cluster, fits: Fits, others: Mapping[str, F
     config = config_of(tuple(stage.replicas for stage in stages))
     over = totals[worst] - cluster.memory_bytes
     again = ", recomputing its activations," if stages[worst].recompute else ""
-    hint = f"the smallest memory that would do is --memory {round_up(totals[worst])}"
+    hint = f"the smallest memory that would do is `memory_bytes={round_up(totals[worst])}`"
     for argument, allows in others.items():
         if allows(cluster.gpus, cluster.memory_bytes) is not None:
             hint += f"; so would {argument}"
             break
     more = _fewest_gpus(cluster, fits)
     if more is not None:
-        hint += f"; so would --gpus {more}"
+        hint += f"; so would `gpus={more}`"
     return InfeasibleError(
         f"no plan fits {cluster.gpus} GPUs of {format_bytes(cluster.memory_bytes)}: in the plan that needs least, "
         f"{config}, stage {worst} ({place}){again} needs {format_bytes(totals[worst])}, {format_bytes(over)} too many",

@@ -47,7 +47,7 @@ def method_for(request: Request, solver: SolverName) -> MethodName:
     loads = request.model == "max-load"
     wants = _beyond_the_search(request)
     if request.schedule == "interleaved" and (wants is not None or solver in ("ilp", "brute")):
-        wanted = wants or f"--solver {solver}"
+        wanted = wants or f"`solver={solver}`"
         raise InputError(
             f"the schedule interleaved is solved by the search alone, which does not take {wanted}",
             hint="use another schedule, or leave them out",
@@ -55,15 +55,15 @@ def method_for(request: Request, solver: SolverName) -> MethodName:
     if solver == "brute":
         if wants is not None or loads:
             raise InputError(
-                f"--solver brute does not take {wants or 'the cost model max-load'}", hint="use --solver auto"
+                f"`solver=brute` does not take {wants or 'the cost model max-load'}", hint="use `solver=auto`"
             )
         return "brute"
     if solver == "search" and wants is not None:
-        raise InputError(f"the search does not take {wants}", hint="use --solver ilp or auto")
+        raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
     if not loads and any(not kind.pays_transfers for kind in request.cluster.kinds):
         raise InputError(
             f"GPUs that pay no transfers have no meaning in the cost model '{request.model}'",
-            hint="use --cost-model max-load, or leave pays_transfers out of the cluster",
+            hint="use `cost_model=max-load`, or leave pays_transfers out of the cluster",
         )
     if solver == "ilp" or wants is not None:
         return "ilp"
@@ -103,7 +103,7 @@ def answer(request: Request, method: MethodName, deadline: Deadline) -> Found:
                 found = _by_trying(request)
     except TimeoutError:
         raise PlannerError(
-            "the time limit passed before any plan was found", hint="give a longer --time-limit, or leave it out"
+            "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
         ) from None
     if found is None:
         raise _infeasible(request, method)

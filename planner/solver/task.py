@@ -157,14 +157,14 @@ class Task:
         found: dict[str, Fits] = {}
         if self.recompute == "never":
             freely = Task(self.space, self.cluster, self.model, self.schedule, self.microbatches, "auto", self.deadline)
-            found["--recompute auto"] = freely.fits
+            found["`recompute=auto`"] = freely.fits
         if self.model == "resource" and self.schedule in ("1f1b", "gpipe") and self.cluster.gpus <= MOST_DRAINED_GPUS:
             microbatches = max(self.microbatches, self.cluster.gpus)
             for schedule in LEANER_SCHEDULES:
                 leaner = Task(
                     self.space, self.cluster, self.model, schedule, microbatches, self.recompute, self.deadline
                 )
-                found[f"--schedule {schedule} --microbatches {microbatches}"] = leaner.fits
+                found[f"`schedule={schedule}` `microbatches={microbatches}`"] = leaner.fits
         return found
 
     def over(self, space: StateSpace) -> Task:

@@ -48,12 +48,12 @@ def test_named_memory_and_gpus_against_brute_force(
         assume(False)
     assert caught.exit_code == 3
     assert not fits(gpus, memory)
-    found = re.search(r"--memory (\w+)", caught.hint)
+    found = re.search(r"`memory_bytes=(\w+)`", caught.hint)
     assert found is not None
     smallest = parse_bytes(found[1])
     assert fits(gpus, smallest)
     assert not fits(gpus, smallest - 1)
-    more = re.search(r"--gpus (\d+)", caught.hint)
+    more = re.search(r"`gpus=(\d+)`", caught.hint)
     if more is not None and int(more[1]) <= 5:
         assert fits(int(more[1]), memory)
         assert not fits(int(more[1]) - 1, memory)
@@ -65,7 +65,7 @@ def test_the_stage_and_the_bytes_are_named() -> None:
     with pytest.raises(InfeasibleError) as caught:
         solve(model, flat_cluster(1, 1.0, 500))
     assert "stage 0 (layers 'small' to 'large') needs 700 B, 200 B too many" in caught.value.message
-    assert caught.value.hint == "the smallest memory that would do is --memory 700B; so would --gpus 2"
+    assert caught.value.hint == "the smallest memory that would do is `memory_bytes=700B`; so would `gpus=2`"
 
 
 def test_another_schedule_is_named_where_it_would_fit() -> None:
@@ -76,6 +76,6 @@ def test_another_schedule_is_named_where_it_would_fit() -> None:
     )
     with pytest.raises(InfeasibleError) as caught:
         solve(model, flat_cluster(2, 1.0, 210))
-    assert "so would --schedule 1f1b-flush --microbatches 2" in caught.value.hint
+    assert "so would `schedule=1f1b-flush` `microbatches=2`" in caught.value.hint
     plan = solve(model, flat_cluster(2, 1.0, 210), schedule="1f1b-flush", microbatches=2)
     assert max(stage.memory.total_bytes for stage in plan.stages) <= 210

@@ -161,8 +161,8 @@ def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: ScheduleNa
     message, hint = caught.value.message, caught.value.hint
     assert "no plan fits 2 GPUs of 400 B" in message
     assert "too many" in message
-    assert "--memory " in hint
-    smallest = parse_bytes(hint.split("--memory ")[1].split(";")[0])
+    assert "`memory_bytes=" in hint
+    smallest = parse_bytes(hint.split("memory_bytes=")[1].split("`")[0])
     expected = [
         memory
         for memory in (smallest, smallest - 1)
@@ -174,7 +174,7 @@ def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: ScheduleNa
 def test_infeasible_says_when_more_gpus_would_do() -> None:
     with pytest.raises(InfeasibleError) as caught:
         solve(MEMORY_MODEL, flat_cluster(1, 1e9, 1250), schedule="naive")
-    assert "--gpus 2" in caught.value.hint
+    assert "`gpus=2`" in caught.value.hint
     assert solve(MEMORY_MODEL, flat_cluster(2, 1e9, 1250), schedule="naive").workers == 2
 
 

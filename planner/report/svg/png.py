@@ -19,7 +19,7 @@ def png(svg: str) -> bytes:
         why = str(cause).splitlines()[0]
         raise InputError(
             f"png needs CairoSVG and the Cairo library: {why}",
-            hint="pip install 'pipeline-planner[report]' and apt-get install libcairo2, or take --format svg",
+            hint="pip install 'pipeline-planner[report]' and apt-get install libcairo2, or take `format=svg`",
         ) from None
     made: bytes = cairosvg.svg2png(bytestring=svg.encode(), scale=SCALE)
     return made

@@ -127,11 +127,6 @@ def quickstart_report(result: QuickstartResult) -> str:
     link = format_bandwidth(result.link_bytes_per_s)
     following = [
         f"The plan trains {ratio:.2f} times as fast as DistributedDataParallel here, over a link of {link}.",
-        "",
-        f"{result.folder} holds model.py, profile.json and plan.json. Next:",
-        f"  cd {result.folder}",
-        "  plan show plan.json                           # stages, predictions, bottleneck",
-        "  plan solve --gpus 8 --bandwidth 10Gbps        # the same model on another cluster",
-        "  plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3",
+        f"{result.folder} holds model.py, profile.json and plan.json.",
     ]
     return "\n".join([tabulate(rows, header, disable_numparse=True), "", *following])

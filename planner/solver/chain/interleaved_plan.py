@@ -50,7 +50,7 @@ def solve_interleaved(
         )
     paths, bound_s = asked.best()
     if not paths:
-        raise explain(ledger, cluster, fits, {"--recompute auto": fits_recomputing} if recompute == "never" else {})
+        raise explain(ledger, cluster, fits, {"`recompute=auto`": fits_recomputing} if recompute == "never" else {})
     stages, cost = trials.fastest(
         ledger, (_priced(ledger, space, cluster, path, microbatches, chunks) for path in paths)
     )

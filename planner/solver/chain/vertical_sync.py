@@ -48,7 +48,7 @@ def solve_synced(request: Request, depth: DepthRule, answer: Answer) -> tuple[Fo
                 return replace(found, bound_s=min(bound_s, found.bound_s)), cost
     raise InfeasibleError(
         f"no plan found on {request.cluster.gpus} GPUs holds the versions of its weights that vertical sync needs",
-        hint="leave --vertical-sync out, or take --schedule 2bw, which holds two",
+        hint="leave `vertical_sync` out, or take `schedule=2bw`, which holds two",
     )
 
 

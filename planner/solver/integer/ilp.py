@@ -100,12 +100,12 @@ def refuse(request: Request) -> None:
     if len(cluster.joined) > 1:
         raise InputError(
             f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
-            hint="use --solver search, or give --gpus and the bandwidth of the slowest level",
+            hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
         )
     if not constraints.contiguous and request.model != "max-load":
         raise InputError(
             f"stages that are not contiguous have no price in the cost model '{request.model}'",
-            hint="use --cost-model max-load",
+            hint="use `cost_model=max-load`",
         )
     if constraints.gpu_of and not cluster.kinds and constraints.contiguous:
         name, rank = next(iter(constraints.gpu_of.items()))

@@ -78,7 +78,7 @@ class Columns:
             if len(found) > MOST_COLUMNS:
                 raise InputError(
                     f"more than {MOST_COLUMNS} candidate stages are too many for an integer program",
-                    hint="use --solver search, or forbid cuts",
+                    hint="use `solver=search`, or forbid cuts",
                 )
         return found
 

@@ -241,7 +241,7 @@ def _arcs(request: Request, columns: Columns) -> list[Arc]:
         if len(arcs) > MOST_ARCS:
             raise InputError(
                 f"more than {MOST_ARCS} places for stages are too many for an integer program",
-                hint="use --solver search, fewer GPUs, or forbid cuts",
+                hint="use `solver=search`, fewer GPUs, or forbid cuts",
             )
     return arcs
 

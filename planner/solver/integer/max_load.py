@@ -29,7 +29,7 @@ def solve_loads(request: Request, deadline: Deadline) -> IlpAnswer | None:
     if len(request.cluster.joined) > 1:
         raise InputError(
             f"the cost model max-load prices clusters of one level, not of {len(request.cluster.joined)}",
-            hint="give --gpus and the bandwidth of the slowest level",
+            hint="give `gpus` and the bandwidth of the slowest level",
         )
     reduced = Reduced(request.ledger, memory_matters=memory_matters(request))
     whole = request.ledger if request.keeps_order else reduced.ledger

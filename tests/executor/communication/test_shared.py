@@ -228,4 +228,4 @@ def test_copies_that_would_differ_are_refused(
     job = Job(model=str(path), plan=plan_for(tmp_path, replicas, schedule), steps=1, options=options)
     with pytest.raises(PlanError, match=complaint) as raised:
         TrainingRun(job, load_model_file(path), CPU)
-    assert "--colocate" in raised.value.hint
+    assert "`together=" in raised.value.hint

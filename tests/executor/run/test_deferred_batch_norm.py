@@ -156,5 +156,5 @@ def test_a_baseline_has_no_microbatches(tmp_path: Path) -> None:
     from planner.api import make_job
 
     path = write(tmp_path)
-    with pytest.raises(InputError, match="--deferred-batch-norm is for plans, not for data-parallel"):
+    with pytest.raises(InputError, match="`deferred_batch_norm` is for plans, not for data-parallel"):
         make_job(path, plan_of(path, "gpipe", (1, 1), ()), options=DEFERRED, baseline="data-parallel")

@@ -74,7 +74,7 @@ def test_never_says_that_recomputing_would_do() -> None:
     heavier = profile(*(each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100}) for each in HEAVY.layers))
     with pytest.raises(InfeasibleError) as caught:
         solve(heavier, flat_cluster(2, 1000.0, 900), recompute="never")
-    assert "--recompute auto" in caught.value.hint
+    assert "`recompute=auto`" in caught.value.hint
     assert any(stage.recompute for stage in solve(heavier, flat_cluster(2, 1000.0, 900)).stages)
 
 

@@ -189,7 +189,7 @@ def test_solve_finds_what_brute_force_finds_over_all_cuts(
         plan = solve(model, cluster, schedule=schedule, microbatches=microbatches, depth="published")
     except InfeasibleError as error:
         assert expected is None
-        smallest = parse_bytes(error.hint.split("--memory ")[1].split(";")[0])
+        smallest = parse_bytes(error.hint.split("memory_bytes=")[1].split("`")[0])
         enough = flat_cluster(gpus, bandwidth, smallest)
         assert brute_force(Ledger(model), enough, schedule=schedule, microbatches=microbatches) is not None
         return

@@ -172,7 +172,7 @@ def test_constraints_or_memory_that_no_plan_meets_are_told_apart() -> None:
         solve(CHAIN, flat_cluster(3, 1e9), constraints=Constraints(stage_of={"a": 1}))
     with pytest.raises(InfeasibleError, match="no plan fits 3 GPUs") as caught:
         solve(CHAIN, flat_cluster(3, 1e9, 300), constraints=Constraints(stage_of={"b": 1}))
-    assert "--memory " in caught.value.hint
+    assert "`memory_bytes=" in caught.value.hint
     level = Level(size=2, bandwidth_bytes_per_s=1e9)
     mixed = Cluster(levels=(level,), memory_bytes=100, kinds=(Kind(count=1), Kind(count=1, speed=2.0)))
     with pytest.raises(InfeasibleError, match="no plan fits the memory of the cluster's GPUs"):

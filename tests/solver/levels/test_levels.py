@@ -169,7 +169,7 @@ def test_a_model_that_keeps_its_order_has_no_plan_where_only_another_order_fits(
     profile, cluster = fits_only_out_of_order()
     with pytest.raises(InfeasibleError) as caught:
         solve(profile, cluster)
-    assert "--memory 26B" in caught.value.hint
+    assert "`memory_bytes=26B`" in caught.value.hint
     imported = profile.model_copy(update={"graph_hash": None})
     assert [stage.layers for stage in solve(imported, cluster).stages] == [("back",), ("front",)]
 
