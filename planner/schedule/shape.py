@@ -35,7 +35,7 @@ def check_accumulate(plan: Plan, accumulate: int) -> None:
         schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
         raise InputError(
             f"`accumulate={accumulate}` is for the schedule 1f1b without vertical sync, and the plan's is {schedule}",
-            hint="other schedules divide a minibatch, which may be as large as you like: solve with more `microbatches`",
+            hint="other schedules divide a minibatch, which may be of any size: solve with more `microbatches`",
         )
 
 
