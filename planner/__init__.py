@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from planner.api import estimate, profile, train
     from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
     from planner.executor.checkpoint.trained_weights import export_weights, load_weights
-    from planner.executor.custom_loop import in_memory, pipeline
+    from planner.executor.custom_loop import pipeline
     from planner.executor.job import CheckpointOptions, TrainingOptions
     from planner.exports import export
     from planner.formats.cluster import Cluster, flat_cluster
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from planner.formats.plan import Plan, load_plan, save_plan
     from planner.formats.profile import Profile, save_profile
     from planner.formats.timeline import Timeline, load_timeline, save_timeline
-    from planner.model.file import load_model_file
+    from planner.model.spec import in_memory, load_model_file
     from planner.simulator.plan import simulate
     from planner.simulator.summary import Summary, summarize
     from planner.solver import solve
@@ -55,8 +55,8 @@ _HOMES = {
     "explain": ("planner.analysis.explain", "explain"),
     "export_weights": ("planner.executor.checkpoint.trained_weights", "export_weights"),
     "flat_cluster": ("planner.formats.cluster", "flat_cluster"),
-    "in_memory": ("planner.executor.custom_loop", "in_memory"),
-    "load_model_file": ("planner.model.file", "load_model_file"),
+    "in_memory": ("planner.model.spec", "in_memory"),
+    "load_model_file": ("planner.model.spec", "load_model_file"),
     "load_plan": ("planner.formats.plan", "load_plan"),
     "load_timeline": ("planner.formats.timeline", "load_timeline"),
     "load_profile": ("planner.formats.pipedream", "read_profile"),

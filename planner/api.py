@@ -12,7 +12,7 @@ from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
 from planner.formats.plan import Plan
 from planner.formats.profile import MemoryFormat, Profile
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import parse_dtype
 from planner.profiler.estimated.estimate import estimate_profile
@@ -25,7 +25,7 @@ DEFAULT_BATCH_SIZE = 32
 
 
 def profile(
-    model: str | Path | ModelFile,
+    model: str | Path | TrainingSpec,
     *,
     batch_size: int = DEFAULT_BATCH_SIZE,
     device: str = "cpu",
@@ -58,7 +58,7 @@ def profile(
         InputError: when there is no such device, or a number makes no sense.
     """
     return profile_model(
-        model if isinstance(model, ModelFile) else load_model_file(model),
+        model if isinstance(model, TrainingSpec) else load_model_file(model),
         batch_size,
         device=device,
         threads=threads,
@@ -95,11 +95,11 @@ def estimate(
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: for a device or data type that the table does not have, and for profiles that do not fit.
     """
-    model_file = load_model_file(model)
+    spec = load_model_file(model)
     wanted = parse_dtype(dtype)
     calibration = [load_calibration(path) for path in calibrate]
     return estimate_profile(
-        model_file, batch_size, device=device, dtype=wanted, memory_format=memory_format, calibration=calibration
+        spec, batch_size, device=device, dtype=wanted, memory_format=memory_format, calibration=calibration
     )
 
 

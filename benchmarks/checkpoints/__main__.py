@@ -95,9 +95,9 @@ def _plan(model: Path, batch_size: int) -> Plan:
 
 def _processor_s(model: Path) -> float:
     """Of writing the whole model as one part, without the disk's own work."""
-    model_file = planner.load_model_file(model)
-    module = model_file.build_model()
-    optimizer = model_file.optimizer(list(module.parameters()))
+    spec = planner.load_model_file(model)
+    module = spec.build_model()
+    optimizer = spec.optimizer(list(module.parameters()))
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from benchmarks.models.measure import cut_by_time
 from planner.formats.profile import Profile
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.profiler.measured.profile import profile_model
 from planner.profiler.measured.verify import verify

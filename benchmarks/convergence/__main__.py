@@ -24,7 +24,7 @@ from planner.executor.run.data import make_batches
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, ScheduleName, SolverReport
 from planner.formats.profile import Profile
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
 from planner.solver.assemble import assemble
 from planner.solver.chain.vertical_sync import synced_price

@@ -21,7 +21,7 @@ from planner.executor.run.data import make_batches
 from planner.formats.cluster import flat_cluster
 from planner.formats.files import write_text
 from planner.formats.plan import Plan
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.report.svg.timeline import timeline_svg
 from planner.schedule.instructions import Unit
 from planner.simulator.plan import simulate
@@ -98,12 +98,12 @@ def compare(plan: Plan, steps: int) -> Compared:
 
 def unsplit(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Plain PyTorch on whole minibatches: losses, and the weights before and after."""
-    model_file = load_model_file(MODEL)
+    spec = load_model_file(MODEL)
     torch.manual_seed(SEED)
-    model = model_file.build_model()
+    model = spec.build_model()
     initial = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    data = make_batches(model_file, MICROBATCH_SIZE, MICROBATCHES, SEED)
+    data = make_batches(spec, MICROBATCH_SIZE, MICROBATCHES, SEED)
     losses = []
     for step in range(steps):
         parts = [data.batch(Unit(step, microbatch)) for microbatch in range(MICROBATCHES)]

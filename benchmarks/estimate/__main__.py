@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tabulate import tabulate
 
 from planner.formats.profile import Profile, load_profile
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.profiler.estimated.calibrate import fit
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec, DType
 from planner.profiler.estimated.trace import StepTrace, trace_step

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpipe.models import amoebanet, transformer
-from planner.executor.custom_loop import in_memory
 from planner.formats.profile import Profile
+from planner.model.spec import in_memory
 from planner.profiler.estimated.devices import device_spec
 from planner.profiler.estimated.estimate import profile_of_trace
 from planner.profiler.estimated.trace import trace_step

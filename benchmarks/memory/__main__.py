@@ -52,7 +52,7 @@ _MODEL = '''
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from profiles.{name}.model import *
 
 

@@ -11,11 +11,10 @@ import torch
 from planner.errors import CaptureError
 from planner.formats.profile import Profile, save_profile
 from planner.model.batch import Batch
-from planner.model.capture.capture import Loss
 from planner.model.capture.evaluation import matching_cut
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.profiler.measured.profile import profile_model
 from planner.profiler.measured.verify import verify
@@ -78,7 +77,7 @@ def _filled(times: Sequence[float], most: float) -> list[int]:
     return starts
 
 
-def _exactness(file: ModelFile, graph: LayerGraph, cut: list[list[str]], batch: Batch) -> str:
+def _exactness(file: TrainingSpec, graph: LayerGraph, cut: list[list[str]], batch: Batch) -> str:
     """Of a training step at another batch size: against the unsplit graph, and against the user's own model."""
     whole = run_split(graph, batch, cut_evenly(graph, 1), KEY)
     try:
@@ -89,7 +88,7 @@ def _exactness(file: ModelFile, graph: LayerGraph, cut: list[list[str]], batch: 
     split = run_split(graph, batch, cut, None)
     state = torch.get_rng_state()
     torch.manual_seed(1)
-    mine = run_model(graph, batch, _loss(file))
+    mine = run_model(graph, batch, file.loss)
     try:
         assert_same(mine, split)
     except AssertionError as difference:
@@ -97,23 +96,19 @@ def _exactness(file: ModelFile, graph: LayerGraph, cut: list[list[str]], batch: 
     return "exact" if torch.equal(torch.get_rng_state(), state) else "exact, but another random state"
 
 
-def _evaluation(file: ModelFile, training: LayerGraph, batch: Batch) -> str:
+def _evaluation(file: TrainingSpec, training: LayerGraph, batch: Batch) -> str:
     try:
         graph = capture_file(file, batch, training.model, training=False)
         cut = matching_cut(training, cut_evenly(training, 7), graph)
     except CaptureError as refused:
         return refused.message
-    mine = run_model(graph, batch, _loss(file))
+    mine = run_model(graph, batch, file.loss)
     split = run_split(graph, batch, [names for names in cut if names], None)
     try:
         assert_same(mine, split)
     except AssertionError as difference:
         return f"differs in {str(difference) or 'the loss'}"
     return "exact"
-
-
-def _loss(file: ModelFile) -> Loss | None:
-    return file.loss if file.has_loss else None
 
 
 def _sums(profile: Profile) -> dict[str, str]:

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from planner.model.capture.capture import loss_of
-from planner.model.file import load_model_file
+from planner.model.loss import loss_of
+from planner.model.spec import load_model_file
 from planner.profiler.measured.malloc import keep_freed_pages
 
 STEPS = 4
@@ -25,7 +25,7 @@ def main() -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         output = model(*batch.args, **batch.kwargs)
-        loss_of(output, batch.target, file.loss if file.has_loss else None).backward()  # type: ignore[no-untyped-call]
+        loss_of(output, batch.target, file.loss).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 

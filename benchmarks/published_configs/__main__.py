@@ -25,7 +25,7 @@ from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName, Plan
 from planner.formats.profile import Profile
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.profiler.estimated.devices import device_spec
 from planner.profiler.estimated.estimate import profile_of_trace
 from planner.profiler.estimated.trace import StepTrace, trace_step

@@ -14,7 +14,7 @@ from benchmarks.testbed.layers import Block, write_model
 from planner.formats.cluster import Cluster
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.capture.load import capture_file
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can carry
 LEAST_WHOLE_S = 1.0  # a minibatch of the whole model
@@ -135,8 +135,8 @@ def _seconds(block: Block) -> float:
 
 def _profile(path: Path, blocks: list[Block], size: int, name: str) -> Profile:
     """What `plan profile` would measure of the model file, from what its layers are told to take."""
-    model_file = load_model_file(str(path))
-    graph = capture_file(model_file, model_file.example_batch(size))
+    training_spec = load_model_file(str(path))
+    graph = capture_file(training_spec, training_spec.example_batch(size))
     parameters = dict(graph.model.named_parameters())
     layers: list[Layer] = []
     for index, layer in enumerate(graph.layers):

@@ -38,7 +38,7 @@ class Ours:
     timeout_s: float
 
     @property
-    def model_file(self) -> Path:
+    def spec(self) -> Path:
         """The same file whose functions the baselines call."""
         return ROOT / "benchmarks" / "two_cores" / f"{self.model}.py"
 
@@ -70,14 +70,14 @@ class Ours:
         size = self.batch_size // microbatches
         path = self.folder / f"{self.model}-{size}.profile.json"
         if not path.exists():
-            _plan("profile", str(self.model_file), "--batch-size", str(size), "--seconds", "2", "-o", str(path))
+            _plan("profile", str(self.spec), "--batch-size", str(size), "--seconds", "2", "-o", str(path))
         return path
 
     def train(self, plan: Path, module: str = STASHED) -> dict[str, Any]:
         """Train for about `seconds` after the start-up; the result of `plan train --json`."""
         predicted_s = load_plan(plan).predicted.seconds_per_minibatch
         steps = WARM_UP_STEPS + math.ceil(self.seconds / predicted_s)
-        arguments = ["train", str(self.model_file), "--plan", str(plan), "--steps", str(steps), "--json"]
+        arguments = ["train", str(self.spec), "--plan", str(plan), "--steps", str(steps), "--json"]
         return run_workers(self.where, module, arguments, self.timeout_s)
 
 

@@ -50,7 +50,7 @@ def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
         profile = load_profile(ours.profile(1))
         path = folder / f"{model}-deep.plan.json"
         save_plan(deep_plan(profile), path)
-        arguments = ["train", str(ours.model_file), "--plan", str(path), "--steps", str(STEPS), "--json"]
+        arguments = ["train", str(ours.spec), "--plan", str(path), "--steps", str(STEPS), "--json"]
         first = []
         for module in (STASHED, UNSTASHED):
             result = run_workers(where, module, arguments, TIMEOUT_S)

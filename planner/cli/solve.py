@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verified(model: str, profile: Profile, plan: Plan) -> str:
-    from planner.model.file import load_model_file
+    from planner.model.spec import load_model_file
     from planner.profiler.measured.malloc import keep_freed_pages
     from planner.profiler.measured.verify import verify
     from planner.report.tables.verify import verify_report

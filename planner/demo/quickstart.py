@@ -52,7 +52,7 @@ def quickstart(
         on_phase: told in a sentence what happens next.
     """
     from planner.executor.launch import launch
-    from planner.model.file import load_model_file
+    from planner.model.spec import load_model_file
     from planner.profiler.links.pair import measure_link
     from planner.profiler.measured.profile import profile_model
     from planner.solver import solve

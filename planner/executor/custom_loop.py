@@ -11,18 +11,14 @@ schedule the newest ones stay in flight until more come, or until `drain`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map
 
 from planner.errors import InputError
 from planner.executor.job import Job, RunOptions, TrainingOptions
@@ -31,7 +27,7 @@ from planner.executor.run.setup import check_schedule, check_world, join_group, 
 from planner.executor.run.train import TrainingRun
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Unit, Update
 from planner.schedule.segments import segment_stream
 
@@ -87,12 +83,12 @@ class Pipeline:
 
     Args:
         plan: of this model.
-        model_file: the model with its loss and optimizer.
+        spec: the model with its loss and optimizer.
         seed: of initial weights and dropout.
         options: how to train.
     """
 
-    def __init__(self, plan: Plan, model_file: ModelFile, *, seed: int = 0, options: TrainingOptions) -> None:
+    def __init__(self, plan: Plan, spec: TrainingSpec, *, seed: int = 0, options: TrainingOptions) -> None:
         for name in ("RANK", "WORLD_SIZE"):
             if name not in os.environ:
                 raise InputError(
@@ -106,9 +102,9 @@ class Pipeline:
         self._joined = False
         depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
         self._data = FedBatches(plan.microbatches, kept=2 * depth + 2 * max(plan.replicas) * options.accumulate)
-        job = Job(model=str(model_file.path), plan=plan, seed=seed, options=options, run_options=RunOptions())
+        job = Job(model=spec.origin, plan=plan, seed=seed, options=options, run_options=RunOptions())
         torch.set_num_threads(plan.device.threads or 1)
-        self._run = TrainingRun(job, model_file, self._place, data=self._data)
+        self._run = TrainingRun(job, spec, self._place, data=self._data)
         self._base = 0  # minibatches before the last drain
         self._executed = 0  # instructions since then
         self._next: Instruction | None = None
@@ -149,7 +145,7 @@ class Pipeline:
             yet. Workers that do not hold the last stage get None. Replicas of the last stage have a loss each: that
             of their own minibatches, or their own samples' part of it.
         """
-        minibatch = batch if isinstance(batch, Batch) else make_batch(batch, "the batch given to step()")
+        minibatch = make_batch(batch, "the batch given to step()")
         size = self._run.microbatch_size * self.plan.microbatches
         if minibatch.size > size:
             raise InputError(
@@ -234,7 +230,7 @@ class Pipeline:
 
 
 def pipeline(
-    plan: Plan, model: str | Path | ModelFile, *, seed: int = 0, options: TrainingOptions | None = None
+    plan: Plan, model: str | Path | TrainingSpec, *, seed: int = 0, options: TrainingOptions | None = None
 ) -> Pipeline:
     """A pipeline for one's own loop, in a script that torchrun starts once per worker of the plan.
 
@@ -247,42 +243,5 @@ def pipeline(
     Raises:
         PlannerError: for anything wrong with the model, the plan or the environment.
     """
-    model_file = model if isinstance(model, ModelFile) else load_model_file(model)
-    return Pipeline(plan, model_file, seed=seed, options=options or TrainingOptions())
-
-
-def in_memory(
-    model: nn.Module,
-    *,
-    example_batch: Any,
-    loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    optimizer: Callable[..., Optimizer] | None = None,
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
-) -> ModelFile:
-    """What a model file would say, of a model that is there already; for `profile` and `pipeline`.
-
-    Args:
-        model: every worker makes the same one, weights included: seed before you build it.
-        example_batch: (args, target) or (args, kwargs, target) of at least one sample.
-        loss: of (output, target), the mean over the batch; None where the model's output has one.
-        optimizer: of the parameters of a stage; SGD when None.
-        scheduler: of the optimizer.
-    """
-    batch = make_batch(example_batch, "example_batch")
-    module = ModuleType("in_memory")
-    module.__dict__.update(build_model=lambda: model, example_batch=lambda size: _repeated(batch, size))
-    for name, function in (("loss", loss), ("optimizer", optimizer), ("scheduler", scheduler)):
-        if function is not None:
-            module.__dict__[name] = function
-    return ModelFile(Path(f"{type(model).__name__}.py"), "build_model", module)
-
-
-def _repeated(batch: Batch, size: int) -> tuple[Any, ...]:
-    """`size` samples, those of `batch` in turn."""
-    rows = torch.arange(size) % batch.size
-
-    def taken(leaf: Any) -> Any:
-        return leaf[rows.to(leaf.device)] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-
-    tree = tree_map(taken, (batch.args, batch.kwargs, batch.target))
-    return tuple(tree)
+    spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
+    return Pipeline(plan, spec, seed=seed, options=options or TrainingOptions())

@@ -28,7 +28,7 @@ from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
 from planner.executor.run.optimizer import make_optimizer
 from planner.executor.run.setup import Place, check_world, join_group, local_place, message_timeout
 from planner.executor.run.worker import Completion, WorkerLog
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.compiling import compiled
 from planner.model.stage.memory_format import lay_out
 from planner.model.stage.options import StageOptions, options_of
@@ -127,7 +127,7 @@ def train_data_parallel(
 
 def _train(
     job: Job,
-    model_file: ModelFile,
+    spec: TrainingSpec,
     place: Place,
     heartbeat: Heartbeat,
     batch_size: int,
@@ -137,19 +137,19 @@ def _train(
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(job.seed)
     options = options_of(job.plan)
-    model = model_file.build_model().train().to(device)
+    model = spec.build_model().train().to(device)
     if options.channels_last:
         lay_out(model)
     work = Rounds(job.plan.microbatches, world)
-    data = make_batches(model_file, batch_size, work.per_minibatch, job.seed, drop_last=job.options.drop_last)
+    data = make_batches(spec, batch_size, work.per_minibatch, job.seed, drop_last=job.options.drop_last)
     rounds = work.count(data, job.steps, job.epochs)
     weights_bytes = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     peak = PeakMemory(device, already_bytes=weights_bytes)
     # Blocks may leave out weights by the values they see; of other models a step tells.
-    unused = model_file.has_blocks or _leaves_out_weights(model_file, model, batch_size, options, device)
+    unused = spec.defines("blocks") or _leaves_out_weights(spec, model, batch_size, options, device)
     ddp = DistributedDataParallel(model, find_unused_parameters=unused)
     optimizer = make_optimizer(
-        model_file,
+        spec,
         model,
         learning_rate_factor=work.per_update / work.planned if job.options.scale_lr else 1,
         clip_grad_norm=job.options.clip_grad_norm,
@@ -174,7 +174,7 @@ def _train(
             torch.manual_seed(job.seed * 1_000_003 + part.unit.minibatch * work.per_minibatch + part.unit.microbatch)
             batch = data.batch(part.unit).to(device)
             with nullcontext() if part.last else ddp.no_sync():
-                loss = unsplit_loss(forward, model_file, batch, options)
+                loss = unsplit_loss(forward, spec, batch, options)
                 scale = 1.0 if optimizer.scaler is None else optimizer.scaler.scale
                 torch.autograd.backward(loss * (part.factor * scale))
             log.losses.append((part.unit.minibatch, float(loss.detach()) * part.share))
@@ -202,13 +202,13 @@ def _train(
 
 
 def _leaves_out_weights(
-    model_file: ModelFile, model: nn.Module, batch_size: int, options: StageOptions, device: torch.device
+    spec: TrainingSpec, model: nn.Module, batch_size: int, options: StageOptions, device: torch.device
 ) -> bool:
     """Whether some weight gets no gradient, for which DistributedDataParallel would wait for ever unless it is told."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng():
-        batch = model_file.example_batch(batch_size).to(device)
-        torch.autograd.backward(unsplit_loss(model, model_file, batch, options))
+        batch = spec.example_batch(batch_size).to(device)
+        torch.autograd.backward(unsplit_loss(model, spec, batch, options))
     unused = any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     model.zero_grad(set_to_none=True)
     with torch.no_grad():

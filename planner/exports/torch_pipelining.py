@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import $schedule
 from planner.executor.run.data import make_batches
 from planner.executor.communication.shared import separate_copies
 from planner.model.stage.autocast import autocast_dtype
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.capture.load import capture_file
 from planner.model.capture.batch_neighbours import NeighbourStage
 from planner.model.stage.options import StageOptions
@@ -71,12 +71,12 @@ def main() -> None:
         for p in range(PIPELINES)
     }
 
-    model_file = load_model_file(MODEL)
+    spec = load_model_file(MODEL)
     torch.manual_seed(arguments.seed)
-    model = model_file.build_model()
-    example = model_file.example_batch(MICROBATCH_SIZE)
+    model = spec.build_model()
+    example = spec.example_batch(MICROBATCH_SIZE)
     options = StageOptions(autocast_dtype(AUTOCAST), CHANNELS_LAST, COMPILED)
-    graph = capture_file(model_file, example, model, options=options)
+    graph = capture_file(spec, example, model, options=options)
     if graph.hash != GRAPH_HASH:
         raise SystemExit(f"the plan was made for another model than {MODEL}")
     modules = {
@@ -113,9 +113,9 @@ def main() -> None:
         if modules.keys() & held_by
         for name in names
     ]
-    optimizer = model_file.optimizer(parameters) if parameters else None
+    optimizer = spec.optimizer(parameters) if parameters else None
     # The stages take microbatches of one size, so the last, smaller ones of an epoch are left out.
-    data = make_batches(model_file, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
+    data = make_batches(spec, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
 
     for minibatch in range(arguments.steps):
         numbers = range(pipeline, MICROBATCHES * PIPELINES, PIPELINES)

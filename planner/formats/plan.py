@@ -129,7 +129,7 @@ class Plan(Record):
     schema_version: Literal[1] = 1
     model: str
     profile_digest: str
-    graph_hash: str | None  # as in the profile
+    graph_hash: str | None  # as in the profile; None: from an imported profile, cannot be trained
     autocast: Autocast | None = None  # stages run under torch.autocast
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile

@@ -88,11 +88,16 @@ class Batch:
 
     def doubled(self) -> Batch:
         """Every sample twice."""
-        return _batch_of(
-            tree_map(
-                lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf, self._tree()
-            )
-        )
+        return self.repeated(2 * self.size)
+
+    def repeated(self, size: int) -> Batch:
+        """Return a batch of `size` samples, those of this one in turn."""
+        copies = -(-size // self.size)
+
+        def repeat(leaf: Any) -> Any:
+            return torch.cat([leaf] * copies)[:size] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+        return _batch_of(tree_map(repeat, self._tree()))
 
     def distinct(self) -> Batch:
         """The same batch, in which no two leaves are one tensor, as inputs and labels of a language model may be."""
@@ -116,7 +121,7 @@ class Batch:
 
 
 def make_batch(returned: Any, place: str) -> Batch:
-    """The batch in what a user's function returned: (args, target) or (args, kwargs, target).
+    """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a Batch.
 
     Args:
         returned: args are a tuple or one tensor.
@@ -127,6 +132,8 @@ def make_batch(returned: Any, place: str) -> Batch:
     """
     hint = "return (args, target) or (args, kwargs, target), args being a tuple of the model's arguments"
     match returned:
+        case Batch():
+            return returned
         case (args, target):
             kwargs: Any = {}
         case (args, kwargs, target):

@@ -22,7 +22,7 @@ from planner.executor.checkpoint.folders import complete
 from planner.executor.checkpoint.index import load_checkpoint
 from planner.formats.plan import save_plan
 from planner.formats.profile import save_profile
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from tests.cli.test_train import assert_one_sentence, is_alive
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

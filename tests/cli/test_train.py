@@ -17,7 +17,7 @@ import torch
 
 from planner.executor.health.failures import read_beat
 from planner.formats.plan import load_plan, save_plan
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.report.trace import load_run
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

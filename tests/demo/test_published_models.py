@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.model.capture.capture import capture
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from tests.model.splitting import assert_same, cut_evenly, run_split
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from planner.model.capture.capture import capture
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 OPERATIONS = ("Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear", "ReLU", "Linear")

@@ -25,8 +25,8 @@ def main(folder: Path) -> None:
     report = {}
     for name in sorted(path.stem for path in folder.glob("*.plan")):
         plan, path = planner.load_plan(folder / f"{name}.plan"), folder / "language_momentum.py"
-        model_file = planner.load_model_file(path)
-        batches = eager.minibatches(model_file, 4 * plan.microbatches, 1)
+        spec = planner.load_model_file(path)
+        batches = eager.minibatches(spec, 4 * plan.microbatches, 1)
         with planner.pipeline(plan, path, seed=eager.SEED) as pipeline:
             losses = [pipeline.step((b.args, b.kwargs, b.target)) for b in batches[:CHANGES]]
             losses.append(pipeline.drain())

@@ -13,7 +13,8 @@ from planner.executor.job import Job, TrainingOptions, TrainResult
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.batch import Batch, collate
-from planner.model.file import ModelFile
+from planner.model.loss import loss_of as loss_of_output
+from planner.model.spec import TrainingSpec
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights
 
@@ -67,15 +68,15 @@ def stage_names(profile: Profile, plan: Plan) -> list[list[str]]:
     return [[name for layer in stage.layers for name in parameters[layer]] for stage in plan.stages]
 
 
-def build(model_file: ModelFile) -> nn.Module:
+def build(spec: TrainingSpec) -> nn.Module:
     """The model as the workers initialise it."""
     torch.manual_seed(SEED)
-    return model_file.build_model()
+    return spec.build_model()
 
 
-def minibatches(model_file: ModelFile, size: int, epochs: int) -> list[Batch]:
+def minibatches(spec: TrainingSpec, size: int, epochs: int) -> list[Batch]:
     """An epoch is a permutation of the dataset, and its last minibatch what is left."""
-    dataset = model_file.dataset()
+    dataset = spec.dataset()
     assert dataset is not None
     count = len(dataset)  # type: ignore[arg-type]
     batches = []
@@ -86,24 +87,24 @@ def minibatches(model_file: ModelFile, size: int, epochs: int) -> list[Batch]:
     return batches
 
 
-def loss_of(model_file: ModelFile, model: nn.Module, batch: Batch) -> Tensor:
+def loss_of(spec: TrainingSpec, model: nn.Module, batch: Batch) -> Tensor:
     """Forward and loss."""
-    return model_file.loss(model(*batch.args, **batch.kwargs), batch.target)
+    return loss_of_output(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
 
 
 def train(
-    model_file: ModelFile,
+    spec: TrainingSpec,
     model: nn.Module,
     batches: list[Batch],
     step: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer.step(),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
     """The losses of plain training; `step` does what follows a backward."""
-    optimizer = model_file.optimizer(list(model.parameters())) if optimizer is None else optimizer
+    optimizer = spec.optimizer(list(model.parameters())) if optimizer is None else optimizer
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        loss = loss_of(model_file, model, batch)
+        loss = loss_of(spec, model, batch)
         torch.autograd.backward(loss)
         step(optimizer)
         losses.append(float(loss.detach()))

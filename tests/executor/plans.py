@@ -15,7 +15,7 @@ from planner.formats.plan import Plan, ScheduleName, SolverReport
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.load import capture_file
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.autocast import autocast_name
 from planner.model.stage.options import PLAIN, StageOptions
 from planner.solver.assemble import assemble
@@ -26,8 +26,8 @@ _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 
 def structural_profile(path: Path, batch_size: int, options: StageOptions = PLAIN) -> Profile:
     """The layers, values and edges of a model file, every layer as slow as every other."""
-    model_file = load_model_file(str(path))
-    graph = capture_file(model_file, model_file.example_batch(batch_size), options=options)
+    training_spec = load_model_file(str(path))
+    graph = capture_file(training_spec, training_spec.example_batch(batch_size), options=options)
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
     outputs: dict[int, list[Value]] = {}
     for node in graph.crossing:
@@ -49,7 +49,7 @@ def structural_profile(path: Path, batch_size: int, options: StageOptions = PLAI
             )
         )
     return Profile(
-        model=model_file.name,
+        model=training_spec.name,
         graph_hash=graph.hash,
         autocast=autocast_name(options.autocast),
         memory_format="channels-last" if options.channels_last else None,

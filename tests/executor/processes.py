@@ -13,7 +13,7 @@ import torch
 from planner.executor.job import Job, TrainResult
 from planner.executor.run.setup import CPU, join_group
 from planner.executor.run.train import TrainingRun
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 
 TIMEOUT_S = 240
 

@@ -15,7 +15,7 @@ from torch import nn
 import planner
 from planner.errors import InputError
 from planner.formats.plan import Plan, save_plan
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from tests.executor import custom_loop_script, eager
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
@@ -60,10 +60,10 @@ def test_ones_own_loop(tmp_path: Path) -> None:
     save_plan(make_memory_plan(tmp_path), tmp_path / "memory.json")
     first, last = run_script(tmp_path, 2)
     assert {loss for losses in first.values() for loss in losses} == {None}, "only the last stage knows losses"
-    model_file = load_model_file(path)
+    spec = load_model_file(path)
 
-    model = eager.build(model_file)
-    losses = eager.train(model_file, model, eager.minibatches(model_file, 8, 1))
+    model = eager.build(spec)
+    losses = eager.train(spec, model, eager.minibatches(spec, 8, 1))
     seen = last["flush"]
     changes = custom_loop_script.CHANGES
     assert [seen[changes], seen[-1]] == [None, None], "nothing is left to drain"
@@ -80,9 +80,9 @@ def test_ones_own_loop(tmp_path: Path) -> None:
 
 def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
     """Delayed updates whose delay begins anew after the drain; SGD's momentum goes on."""
-    model_file = load_model_file(path)
-    model = eager.build(model_file)
-    batches = eager.minibatches(model_file, 4, 1)
+    spec = load_model_file(path)
+    model = eager.build(spec)
+    batches = eager.minibatches(spec, 4, 1)
     names = eager.stage_names(structural_profile(path, 4), plan)
     kept: dict[str, torch.optim.Optimizer] = {}
     losses: list[float] = []
@@ -90,7 +90,7 @@ def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
     for part in (batches[: custom_loop_script.CHANGES], batches[custom_loop_script.CHANGES :]):
 
         def make_optimizer(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-            optimizer = model_file.optimizer(parameters)
+            optimizer = spec.optimizer(parameters)
             key = next(iter(parameters))
             if key in kept:
                 optimizer.load_state_dict(kept[key].state_dict())
@@ -104,7 +104,7 @@ def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
             [stage.in_flight for stage in plan.stages],
             1,
             make_optimizer,
-            lambda model, minibatch, part=part: eager.loss_of(model_file, model, part[minibatch]),  # type: ignore[misc]
+            lambda model, minibatch, part=part: eager.loss_of(spec, model, part[minibatch]),  # type: ignore[misc]
             len(part),
             lambda optimizer, parameters, count: optimizer.step(),
         )

@@ -14,7 +14,7 @@ from planner.executor.data_parallel import Rounds, train_data_parallel
 from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, DatasetBatches
 from planner.formats.plan import ScheduleName
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
 from tests.executor import eager
 from tests.executor.models import write_model
@@ -77,9 +77,9 @@ def test_it_trains_like_one_process_with_the_plans_minibatches(
     path = write_model(tmp_path, "language", "momentum", samples=count)
     plan = make_plan(structural_profile(path, 4), (1, 1), schedule, microbatches)
     result = train(path, plan, epochs=2, seed=eager.SEED, baseline="data-parallel")
-    model_file = load_model_file(path)
-    model = eager.build(model_file)
-    losses = eager.train(model_file, model, eager.minibatches(model_file, 4 * microbatches, 2))
+    spec = load_model_file(path)
+    model = eager.build(spec)
+    losses = eager.train(spec, model, eager.minibatches(spec, 4 * microbatches, 2))
     assert result.minibatch_size == 4 * microbatches
     assert result.minibatches == len(losses)
     assert result.samples == 2 * count

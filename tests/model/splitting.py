@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
-from planner.model.capture.capture import Loss, as_tree, loss_of
+from planner.model.capture.capture import as_tree
 from planner.model.capture.graph import LayerGraph, ValueSpec
+from planner.model.loss import LossFunction, loss_of
 from planner.model.stage.autocast import autocasting
 from planner.model.stage.stage import StageModule, build_stage
 
@@ -63,7 +64,7 @@ def run_split(
     )
 
 
-def run_model(graph: LayerGraph, batch: Batch, loss: Loss | None) -> Step:
+def run_model(graph: LayerGraph, batch: Batch, loss: LossFunction | None) -> Step:
     """The same step of the user's own model, in the mode that it is in."""
     model = graph.model
     for parameter in model.parameters():

@@ -7,21 +7,21 @@ from typing import Any
 
 from planner.errors import InputError
 from planner.executor.observe.measure import Progress, ProgressCallback
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 
 EVERY_MINIBATCHES = 10  # between two entries of the loss in TensorBoard
 
 
-def hook(model_file: ModelFile) -> ProgressCallback | None:
+def hook(spec: TrainingSpec) -> ProgressCallback | None:
     """The file's on_update(minibatch, loss, metrics), if it has one."""
-    if not model_file.has_hook:
+    if not spec.defines("on_update"):
         return None
 
     def call(progress: Progress) -> None:
         metrics: dict[str, float | None] = {}
         if progress.evaluation is not None:
             metrics = {"loss": progress.evaluation.loss, **progress.evaluation.metrics}
-        model_file.on_update(progress.minibatch, progress.loss, metrics)
+        spec.on_update(progress.minibatch, progress.loss, metrics)
 
     return call
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch, collate
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Unit
 
 DEFAULT_STEPS = 100  # without a dataset there is no epoch to go by
@@ -41,12 +41,12 @@ class BatchSource(Protocol):
 
 
 def make_batches(
-    model_file: ModelFile, microbatch_size: int, microbatches: int, seed: int, *, drop_last: bool = False
+    spec: TrainingSpec, microbatch_size: int, microbatches: int, seed: int, *, drop_last: bool = False
 ) -> BatchSource:
     """The model file's dataset in minibatches, or random ones where it has none."""
-    dataset = model_file.dataset()
+    dataset = spec.dataset()
     if dataset is None:
-        return RandomBatches(model_file.example_batch, microbatch_size, microbatches, seed)
+        return RandomBatches(spec.example_batch, microbatch_size, microbatches, seed)
     return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last)
 
 

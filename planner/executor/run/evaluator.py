@@ -26,7 +26,7 @@ from planner.executor.run.data import EvaluationBatches
 from planner.executor.run.setup import Place
 from planner.model.batch import Batch
 from planner.model.capture.evaluation import EvaluationStages
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.model.stage.autocast import autocasting
 from planner.model.stage.stage import StageModule
 from planner.schedule.evaluation import evaluation_stream, group_size
@@ -70,7 +70,7 @@ class Evaluator:
 
     Args:
         stages: of the evaluation graph, those of this worker among them.
-        model_file: for metrics(output, target).
+        spec: for metrics(output, target).
         data: what to evaluate on.
         shape: of training's pipeline.
         rank: this worker's.
@@ -83,7 +83,7 @@ class Evaluator:
     def __init__(
         self,
         stages: EvaluationStages,
-        model_file: ModelFile,
+        spec: TrainingSpec,
         data: EvaluationBatches,
         shape: PipelineShape,
         rank: int,
@@ -93,7 +93,7 @@ class Evaluator:
         buffers: Sequence[ReplicatedBuffers] = (),
     ) -> None:
         self._stages = stages
-        self._model_file = model_file
+        self._spec = spec
         self._data = data
         self._rank = rank
         self._heartbeat = heartbeat
@@ -159,7 +159,7 @@ class Evaluator:
         """The samples, where the stage's layers or metrics(output, target) read them."""
         module = self._stages.modules.get(stage)
         needed = (module is not None and module.needs_batch) or (
-            stage == self._stages.last and self._model_file.has_metrics
+            stage == self._stages.last and self._spec.defines("metrics")
         )
         return self._data.batch(unit).to(self._place.compute) if needed else None
 
@@ -175,10 +175,10 @@ class Evaluator:
     ) -> None:
         samples = self._data.size(unit)
         found = {"loss": float(loss)}
-        if self._model_file.has_metrics:
+        if self._spec.defines("metrics"):
             assert batch is not None
             with autocasting(self._place.compute.type, self._stages.autocast):
-                found |= self._model_file.metrics(self._stages.output(known, batch), batch.target)
+                found |= self._spec.metrics(self._stages.output(known, batch), batch.target)
         for name, value in found.items():
             totals[name] = totals.get(name, 0.0) + value * samples
 

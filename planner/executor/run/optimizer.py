@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from planner.executor.run.loss_scaler import LossScaler
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 
 
 class StageOptimizer:
@@ -105,7 +105,7 @@ class StageOptimizer:
 
 
 def make_optimizer(
-    model_file: ModelFile,
+    spec: TrainingSpec,
     module: nn.Module,
     *,
     learning_rate_factor: float = 1.0,
@@ -115,7 +115,7 @@ def make_optimizer(
     """The user's optimizer and scheduler for the parameters of `module` that are trained.
 
     Args:
-        model_file: the user's.
+        spec: the user's.
         module: a stage.
         learning_rate_factor: on the learning rate of every group, before the scheduler sees it.
         clip_grad_norm: as for `StageOptimizer`.
@@ -125,13 +125,13 @@ def make_optimizer(
     scaler = LossScaler() if scale_loss else None
     if not trained:
         return StageOptimizer([], None, scaler=scaler)
-    optimizer = model_file.optimizer(trained)
+    optimizer = spec.optimizer(trained)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * learning_rate_factor
     return StageOptimizer(
         list(trained.values()),
         optimizer,
-        model_file.scheduler(optimizer),
+        spec.scheduler(optimizer),
         learning_rate_factor=learning_rate_factor,
         clip_grad_norm=clip_grad_norm,
         scaler=scaler,

@@ -16,7 +16,7 @@ from planner.formats.plan import Plan, Transfer
 from planner.model.capture.evaluation import EvaluationStages, build_evaluation
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.model.stage.deferred_weights import build_deferred, materialize
 from planner.model.stage.options import options_of
 from planner.model.stage.stage import StageModule, build_stage
@@ -39,7 +39,7 @@ class Modules:
 def build_modules(
     plan: Plan,
     stages: Sequence[int],
-    model_file: ModelFile,
+    spec: TrainingSpec,
     seed: int,
     *,
     defer_weights: bool,
@@ -51,7 +51,7 @@ def build_modules(
     Args:
         plan: whose model it must be.
         stages: of this worker.
-        model_file: the user's.
+        spec: the user's.
         seed: of the initial weights.
         defer_weights: make the weights of `stages` alone.
         evaluate: make the stages of the evaluation graph, too.
@@ -67,23 +67,23 @@ def build_modules(
             hint="profile your model file with: plan profile model.py",
         )
     torch.manual_seed(seed)
-    model = build_deferred(model_file.build_model, seed) if defer_weights else model_file.build_model()
-    example = model_file.example_batch(plan.microbatch_size)
-    graph = capture_file(model_file, example, model, options=options_of(plan))
+    model = build_deferred(spec.build_model, seed) if defer_weights else spec.build_model()
+    example = spec.example_batch(plan.microbatch_size)
+    graph = capture_file(spec, example, model, options=options_of(plan))
     if graph.hash != plan.graph_hash:
         raise PlanError(
-            f"the plan was made for another model than '{model_file.path}': graph {plan.graph_hash} in the plan, "
+            f"the plan was made for another model than '{spec.origin}': graph {plan.graph_hash} in the plan, "
             f"{graph.hash} captured",
             hint="profile and solve again: plan profile, plan solve",
         )
     shared = _shared(plan, graph)
     evaluation = None
     if evaluate:
-        evaluation = capture_file(model_file, example, model, training=False, options=options_of(plan))
+        evaluation = capture_file(spec, example, model, training=False, options=options_of(plan))
     if defer_weights:
         own = {name for stage in stages for name in plan.stages[stage].layers}
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
-        materialize(graph.model, model_file.build_model, seed, set(graph.names_of(wanted)))
+        materialize(graph.model, spec.build_model, seed, set(graph.names_of(wanted)))
     modules = {
         stage: build_stage(
             graph, plan.stages[stage].layers, compile_=bool(plan.compiled), defer_batch_norm=defer_batch_norm
@@ -94,7 +94,7 @@ def build_modules(
     if evaluation is None:
         return Modules(modules, None, shared)
     cut = [stage.layers for stage in plan.stages]
-    evaluated = build_evaluation(graph, cut, evaluation, stages, output=model_file.has_metrics)
+    evaluated = build_evaluation(graph, cut, evaluation, stages, output=spec.defines("metrics"))
     for stage, module in evaluated.modules.items():
         use_parameters(module, modules[stage])
     return Modules(modules, evaluated, shared)
@@ -112,7 +112,7 @@ def _shared(plan: Plan, graph: LayerGraph) -> Shared:
     return found
 
 
-def check_shared(plan: Plan, shared: Shared, model_file: ModelFile, options: TrainingOptions) -> None:
+def check_shared(plan: Plan, shared: Shared, spec: TrainingSpec, options: TrainingOptions) -> None:
     """The copies of a shared weight must all take the same steps.
 
     Raises:
@@ -125,7 +125,7 @@ def check_shared(plan: Plan, shared: Shared, model_file: ModelFile, options: Tra
     hint = "take a schedule that drains, such as 1f1b-flush; or keep the weight in one stage with --colocate"
     if options.clip_grad_norm is not None:
         raise PlanError(f"{sentence}, whose stages clip their gradients each by its own norm", hint=hint)
-    if plan.schedule == "1f1b" and model_file.has_scheduler:
+    if plan.schedule == "1f1b" and spec.defines("scheduler"):
         raise PlanError(
             f"{sentence}, whose stages are at different steps of scheduler() when they update it", hint=hint
         )

@@ -45,7 +45,7 @@ from planner.executor.run.stages import build_modules, check_shared, check_sizes
 from planner.executor.run.worker import Worker, WorkerLog
 from planner.formats.timeline import Timeline
 from planner.model.capture.evaluation import separate_buffers, share_buffers
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.compiling import check_compiler
 from planner.model.stage.warmup import rehearse
 from planner.schedule.instructions import (
@@ -98,7 +98,7 @@ class TrainingRun:
 
     Args:
         job: the same for all workers.
-        model_file: of `job.model`.
+        spec: of `job.model`.
         place: where this worker computes.
         heartbeat: where it tells what it does.
         data: in place of the model file's dataset.
@@ -107,7 +107,7 @@ class TrainingRun:
     def __init__(
         self,
         job: Job,
-        model_file: ModelFile,
+        spec: TrainingSpec,
         place: Place,
         heartbeat: Heartbeat | None = None,
         data: BatchSource | None = None,
@@ -118,29 +118,29 @@ class TrainingRun:
         self.place = place
         self.rank = int(os.environ["RANK"])
         self.stages = [index for index, stage in enumerate(self.plan.stages) if self.rank in stage.ranks]
-        self.model_file = model_file
+        self.spec = spec
         built = build_modules(
             self.plan,
             self.stages,
-            model_file,
+            spec,
             job.seed,
             defer_weights=job.defer_weights,
             evaluate=job.options.evaluate_every is not None,
             # A minibatch that is not divided is its own microbatch.
             defer_batch_norm=job.options.deferred_batch_norm and self.plan.microbatches > 1,
         )
-        check_shared(self.plan, built.shared, model_file, job.options)
+        check_shared(self.plan, built.shared, spec, job.options)
         self.evaluation = built.evaluation
         self.transfers = transferred(self.plan, built.training)
         self.modules = {stage: module.to(place.compute) for stage, module in built.training.items()}
         assert self.plan.microbatch_size is not None  # or building the modules had failed
         self.microbatch_size = self.plan.microbatch_size
         self.data = data or make_batches(
-            model_file, self.microbatch_size, self.plan.microbatches, job.seed, drop_last=job.options.drop_last
+            spec, self.microbatch_size, self.plan.microbatches, job.seed, drop_last=job.options.drop_last
         )
         check_sizes(self.modules.values(), self.data.last_sizes)
         if self.plan.compiled:
-            self._compile(model_file)
+            self._compile(spec)
         self.minibatches = self.data.minibatches(job.steps, job.epochs)
         self.shape = replace(shape_of(self.plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
         self.scale_loss = self.plan.autocast == "float16"
@@ -155,7 +155,7 @@ class TrainingRun:
         }
         self.optimizers = {
             stage: make_optimizer(
-                model_file,
+                spec,
                 module,
                 learning_rate_factor=self.shape.minibatches_per_update(stage) if job.options.scale_lr else 1,
                 clip_grad_norm=job.options.clip_grad_norm,
@@ -166,13 +166,13 @@ class TrainingRun:
         self.first = 0  # minibatches done in earlier runs
         self.layouts = Layouts(self.transfers, self.shared, self.data.size, with_scale=self.scale_loss)
 
-    def _compile(self, model_file: ModelFile) -> None:
+    def _compile(self, spec: TrainingSpec) -> None:
         """Now, because a worker that compiled in the middle of a run would look as if it stood still."""
         self.heartbeat.enter("compiling its stages")
         check_compiler(self.place.compute.type)
         with torch.random.fork_rng():
             for size in {self.microbatch_size, *filter(None, self.data.last_sizes)}:
-                batch = model_file.example_batch(size).to(self.place.compute)
+                batch = spec.example_batch(size).to(self.place.compute)
                 for module in self.modules.values():
                     rehearse(module, batch)
 
@@ -186,7 +186,7 @@ class TrainingRun:
         if self.rank == self.plan.stages[-1].ranks[0]:
             folder = self.job.options.tensorboard
             written = tensorboard(folder, self.first) if folder is not None else None
-            on_progress = all_of(on_progress, hook(self.model_file), written)
+            on_progress = all_of(on_progress, hook(self.spec), written)
         states = (tensor for module in self.modules.values() for tensor in module.state_dict().values())
         weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
         peak = PeakMemory(self.place.compute, already_bytes=weights_bytes)
@@ -309,9 +309,9 @@ class TrainingRun:
         fixed = self.evaluation.graph.batch_size
         return Evaluator(
             self.evaluation,
-            self.model_file,
+            self.spec,
             EvaluationBatches(
-                self.model_file.evaluation_dataset(), fixed or self.microbatch_size, drop_last=fixed is not None
+                self.spec.evaluation_dataset(), fixed or self.microbatch_size, drop_last=fixed is not None
             ),
             self.shape,
             self.rank,

@@ -15,9 +15,9 @@ from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks, state_kept
 from planner.model.blocks.graph import BlockGraph
-from planner.model.capture.capture import Loss
 from planner.model.capture.failure import refuse_untrainable
 from planner.model.capture.graph import LayerGraph
+from planner.model.loss import LossFunction
 from planner.model.stage.autocast import autocasting
 from planner.model.stage.memory_format import lay_out
 from planner.model.stage.options import PLAIN, StageOptions
@@ -27,7 +27,7 @@ def capture_blocks(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     batch: Batch,
-    loss: Loss | None,
+    loss: LossFunction | None,
     *,
     training: bool = True,
     options: StageOptions = PLAIN,

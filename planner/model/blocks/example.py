@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.blocks.values import tensors_of
-from planner.model.capture.capture import Loss, loss_of
+from planner.model.loss import LossFunction, loss_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/model-file.md"
 
@@ -68,7 +68,7 @@ def joined_by_buffers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[int,
     return [(indices[0], indices[-1]) for indices in users.values()]
 
 
-def run_blocks(named: Sequence[tuple[str, nn.Module]], batch: Batch, loss: Loss | None) -> list[Any]:
+def run_blocks(named: Sequence[tuple[str, nn.Module]], batch: Batch, loss: LossFunction | None) -> list[Any]:
     """What each block returns, and the loss."""
     results: list[Any] = []
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def run_blocks(named: Sequence[tuple[str, nn.Module]], batch: Batch, loss: Loss 
     return [*results, loss_of(results[-1], batch.target, loss)]
 
 
-def check_loss(model: nn.Module, batch: Batch, loss: Loss | None, found: Tensor) -> None:
+def check_loss(model: nn.Module, batch: Batch, loss: LossFunction | None, found: Tensor) -> None:
     """The blocks' loss must be one, and the model's.
 
     Raises:

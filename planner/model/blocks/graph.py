@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_flatten
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.blocks.values import BlockChain, BlockLayer, Structure, structure_of, tensors_of
-from planner.model.capture.capture import Loss
 from planner.model.capture.digest import graph_digest
 from planner.model.capture.graph import GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.capture.names import Names
 from planner.model.capture.observe import memory_order
 from planner.model.capture.size import BATCH, Size, SizeReader
+from planner.model.loss import LossFunction
 from planner.model.stage.options import StageOptions
 
 
@@ -34,7 +34,7 @@ class BlockGraph:
         model: nn.Module,
         named: Sequence[tuple[str, nn.Module]],
         batch: Batch,
-        loss: Loss | None,
+        loss: LossFunction | None,
         training: bool,
         options: StageOptions,
     ) -> None:

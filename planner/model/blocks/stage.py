@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.blocks.values import BlockLayer
-from planner.model.capture.capture import loss_of
 from planner.model.capture.graph import LayerGraph
+from planner.model.loss import loss_of
 from planner.model.stage.compiling import compiled
 from planner.model.stage.deferred_norm import defer_module
 from planner.model.stage.parts import StageParts, exchange, stage_parts

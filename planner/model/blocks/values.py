@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from planner.errors import CaptureError
-from planner.model.capture.capture import Loss
+from planner.model.loss import LossFunction
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _TENSOR = object()  # a leaf that travels
@@ -76,7 +76,7 @@ class BlockChain:
     """What the layers of a graph of blocks run; `training` is the mode that they are put into."""
 
     layers: tuple[BlockLayer, ...]
-    loss: Loss | None
+    loss: LossFunction | None
     training: bool
 
 

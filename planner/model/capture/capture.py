@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,11 +27,10 @@ from planner.model.capture.layers import group_layers
 from planner.model.capture.names import MODEL, Names
 from planner.model.capture.observe import Observed, observe
 from planner.model.capture.size import SizeReader, is_symbolic
+from planner.model.loss import LossFunction, loss_of
 from planner.model.stage.autocast import autocasting
 from planner.model.stage.memory_format import lay_out
 from planner.model.stage.options import PLAIN, StageOptions
-
-Loss = Callable[[Any, Any], Tensor]
 
 # Checks of the tracer's assumptions, each of which pins a device or costs time. A stage checks its inputs itself.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -41,7 +39,7 @@ _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_co
 def capture(
     model: nn.Module,
     batch: Batch,
-    loss: Loss | None,
+    loss: LossFunction | None,
     *,
     training: bool = True,
     options: StageOptions = PLAIN,
@@ -108,7 +106,7 @@ def capture(
 class _ForwardToLoss(nn.Module):
     """The model with the loss behind it, so that both are captured together."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
         super().__init__()
         self.add_module(MODEL, model)
         self._loss = loss
@@ -138,31 +136,6 @@ def as_tree(output: Any) -> Any:
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         return {field.name: as_tree(getattr(output, field.name)) for field in dataclasses.fields(output)}
     return output
-
-
-def loss_of(output: Any, target: Any, loss: Loss | None) -> Tensor:
-    """The loss of a model's output, which may bring its own.
-
-    Raises:
-        CaptureError: when there is none, or it is no tensor.
-    """
-    value = loss(output, target) if loss is not None else _own_loss(output)
-    if not isinstance(value, Tensor):
-        raise CaptureError(
-            f"loss(output, target) returned a {type(value).__name__}, not a tensor", hint="return the mean loss"
-        )
-    return value
-
-
-def _own_loss(output: Any) -> Any:
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None:
-        raise CaptureError(
-            f"the model file defines no loss(output, target), and the model's output, a {type(output).__name__}, has "
-            "no 'loss'",
-            hint="define loss(output, target) in the model file",
-        )
-    return loss
 
 
 def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:

@@ -9,14 +9,14 @@ from planner.model.batch import Batch
 from planner.model.blocks.blocks import capture_blocks
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.model.stage.deferred_weights import is_deferred, without_storage
 from planner.model.stage.memory_format import lay_out
 from planner.model.stage.options import PLAIN, StageOptions
 
 
 def capture_file(
-    model_file: ModelFile,
+    spec: TrainingSpec,
     batch: Batch,
     model: nn.Module | None = None,
     *,
@@ -26,7 +26,7 @@ def capture_file(
     """The graph of the file's model.
 
     Args:
-        model_file: whose loss, and blocks where it names them, are used.
+        spec: whose loss, and blocks where it names them, are used.
         batch: example.
         model: from the file, perhaps deferred; None builds a new one.
         training: whether the model is in training or evaluation mode.
@@ -35,18 +35,18 @@ def capture_file(
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
     """
-    model = model_file.build_model() if model is None else model
-    loss = model_file.loss if model_file.has_loss else None
+    model = spec.build_model() if model is None else model
+    loss = spec.loss
     if is_deferred(model):
-        if model_file.has_blocks:
+        if spec.defines("blocks"):
             raise ModelFileError(
-                f"'{model_file.path}' names blocks, which are run to be captured, and so need their weights",
+                f"'{spec.origin}' names blocks, which are run to be captured, and so need their weights",
                 hint="train without --defer-weights",
             )
         if options.channels_last:
-            lay_out(model)  # what is without storage could not be copied
+            lay_out(model)  # now, because without storage nothing can be copied
         with without_storage(model):
             return capture(model, batch, loss, training=training, options=options)
-    if model_file.has_blocks:
-        return capture_blocks(model, model_file.blocks(model), batch, loss, training=training, options=options)
+    if spec.defines("blocks"):
+        return capture_blocks(model, spec.blocks(model), batch, loss, training=training, options=options)
     return capture(model, batch, loss, training=training, options=options)

@@ -8,22 +8,21 @@ from typing import Any
 from torch import Tensor
 
 from planner.model.batch import Batch
-from planner.model.capture.capture import loss_of
-from planner.model.file import ModelFile
+from planner.model.loss import loss_of
+from planner.model.spec import TrainingSpec
 from planner.model.stage.autocast import autocasting
 from planner.model.stage.options import StageOptions
 
 
-def unsplit_loss(model: Callable[..., Any], model_file: ModelFile, batch: Batch, options: StageOptions) -> Tensor:
+def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: StageOptions) -> Tensor:
     """The loss of a batch, with the precision and the memory order of `options`.
 
     Args:
         model: that the file builds, or something that calls it.
-        model_file: with the loss, unless the model's output has it.
+        spec: with the loss, unless the model's output has it.
         batch: on the model's device.
         options: `compiled` is the caller's affair.
     """
     batch = batch.channels_last() if options.channels_last else batch
-    loss = model_file.loss if model_file.has_loss else None
     with autocasting(batch.device_type, options.autocast):
-        return loss_of(model(*batch.args, **batch.kwargs), batch.target, loss)
+        return loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.errors import InputError
 from planner.formats.profile import Profile, load_profile
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
 from planner.profiler.estimated.trace import StepTrace, trace_step
 
@@ -29,7 +29,7 @@ class Calibration:
     """A measured profile and the model file that it is of."""
 
     profile: Profile
-    model_file: ModelFile
+    training_spec: TrainingSpec
 
 
 def load_calibration(path: Path | str, model: str | Path | None = None) -> Calibration:
@@ -81,10 +81,10 @@ def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
     profile = calibration.profile
     # As it was measured; what single precision means on a GPU, only the user can say.
     of_profile: DType = profile.autocast or ("tf32" if dtype == "tf32" else "float32")
-    trace = trace_step(calibration.model_file, profile.microbatch_size or 1, of_profile, profile.memory_format)
+    trace = trace_step(calibration.training_spec, profile.microbatch_size or 1, of_profile, profile.memory_format)
     if trace.graph.hash != profile.graph_hash:
         raise InputError(
-            f"the profile of '{profile.model}' is not of the model in '{calibration.model_file.path}'",
+            f"the profile of '{profile.model}' is not of the model in '{calibration.training_spec.origin}'",
             hint="profile the model again, or put its model.py beside the profile",
         )
     return trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.formats.profile import Device, MemoryFormat, Profile
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
 from planner.profiler.estimated.trace import StepTrace, trace_step
@@ -15,7 +15,7 @@ from planner.profiler.measured.steps import StepTimes
 
 
 def estimate_profile(
-    model_file: ModelFile,
+    training_spec: TrainingSpec,
     batch_size: int,
     *,
     device: str,
@@ -30,7 +30,7 @@ def estimate_profile(
     hold and exchange are counted as in a measured profile.
 
     Args:
-        model_file: the model, its loss and its optimizer.
+        training_spec: the model, its loss and its optimizer.
         batch_size: samples of the (micro)batch.
         device: name in the table, such as "v100".
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
@@ -42,11 +42,11 @@ def estimate_profile(
         InputError: for a device or data type that the table does not have.
     """
     spec = calibrated(device_spec(device, dtype), calibration, dtype)
-    trace = trace_step(model_file, batch_size, dtype, memory_format)
-    return profile_of_trace(model_file, trace, spec, dtype)
+    trace = trace_step(training_spec, batch_size, dtype, memory_format)
+    return profile_of_trace(training_spec, trace, spec, dtype)
 
 
-def profile_of_trace(model_file: ModelFile, trace: StepTrace, spec: DeviceSpec, dtype: DType) -> Profile:
+def profile_of_trace(training_spec: TrainingSpec, trace: StepTrace, spec: DeviceSpec, dtype: DType) -> Profile:
     """The profile of a traced step on such a device."""
     forward, backward, _ = trace.layer_seconds(spec)
     layers = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
@@ -58,7 +58,7 @@ def profile_of_trace(model_file: ModelFile, trace: StepTrace, spec: DeviceSpec, 
         memory_bytes=spec.memory_bytes,
     )
     return make_profile(
-        model_file,
+        training_spec,
         trace.graph,
         trace.batch_size,
         measured,

@@ -25,7 +25,7 @@ from planner.model.batch import Batch
 from planner.model.capture.failure import capture_failure
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.model.stage.memory_format import lay_out
 from planner.model.stage.options import StageOptions
 from planner.model.stage.stage import StageModule, build_stage
@@ -80,7 +80,7 @@ class StepTrace:
 
 
 def trace_step(
-    model_file: ModelFile, batch_size: int, dtype: DType = "float32", memory_format: MemoryFormat | None = None
+    training_spec: TrainingSpec, batch_size: int, dtype: DType = "float32", memory_format: MemoryFormat | None = None
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and no memory is needed for weights or activations.
 
@@ -88,7 +88,7 @@ def trace_step(
     decide by values, the step is run with them, on the CPU.
 
     Args:
-        model_file: whose model can be built on the meta device; others are built in memory once.
+        training_spec: whose model can be built on the meta device; others are built in memory once.
         batch_size: samples of the (micro)batch.
         dtype: "bfloat16" and "float16" run the forward under autocast.
         memory_format: of weights and images.
@@ -100,17 +100,17 @@ def trace_step(
     if batch_size < 1:
         raise InputError(f"batch size {batch_size} is less than 1", hint="give a positive whole number")
     options = StageOptions(_HALF.get(dtype), memory_format == "channels-last")
-    tracer = _Tracer(model_file, batch_size, Recorder("tf32" if dtype == "tf32" else "float32"))
+    tracer = _Tracer(training_spec, batch_size, Recorder("tf32" if dtype == "tf32" else "float32"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if model_file.has_blocks:
+        if training_spec.defines("blocks"):
             return _trace_blocks(tracer, options)
-        model = _on_meta(model_file.build_model)
+        model = _on_meta(training_spec.build_model)
         if options.channels_last:
             lay_out(model)
-        batch = _on_meta(lambda: model_file.example_batch(batch_size))
+        batch = _on_meta(lambda: training_spec.example_batch(batch_size))
         (model,) = _without_data([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
-        graph = _capture(model_file, model, batch_size, options)
+        graph = _capture(training_spec, model, batch_size, options)
         try:
             # On a pretended CPU: PyTorch chooses kernels by device, and has none of its own for the meta device.
             stage = _whole(graph)
@@ -121,24 +121,24 @@ def trace_step(
             raise capture_failure(cause, model) from cause
 
 
-def _capture(model_file: ModelFile, model: nn.Module, batch_size: int, options: StageOptions) -> LayerGraph:
+def _capture(training_spec: TrainingSpec, model: nn.Module, batch_size: int, options: StageOptions) -> LayerGraph:
     """With few samples, because example batches have data; with all of them where the model knows no other number."""
-    graph = capture_file(model_file, model_file.example_batch(min(batch_size, _FEW)), model, options=options)
+    graph = capture_file(training_spec, training_spec.example_batch(min(batch_size, _FEW)), model, options=options)
     if graph.batch_size is None:
         return graph
-    return capture_file(model_file, model_file.example_batch(batch_size), model, options=options)
+    return capture_file(training_spec, training_spec.example_batch(batch_size), model, options=options)
 
 
 def _trace_blocks(tracer: _Tracer, options: StageOptions) -> StepTrace:
-    model_file, batch_size = tracer.model_file, tracer.batch_size
-    graph = _capture(model_file, model_file.build_model(), batch_size, options)
-    batch = _on_meta(lambda: model_file.example_batch(batch_size))
+    training_spec, batch_size = tracer.training_spec, tracer.batch_size
+    graph = _capture(training_spec, training_spec.build_model(), batch_size, options)
+    batch = _on_meta(lambda: training_spec.example_batch(batch_size))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             pretended = _blocks_without_data(graph, mode)
             return tracer.trace(pretended, _whole(pretended), _pretended(batch))
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return tracer.trace(graph, _whole(graph), model_file.example_batch(batch_size))
+        return tracer.trace(graph, _whole(graph), training_spec.example_batch(batch_size))
 
 
 def _blocks_without_data(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
@@ -161,7 +161,7 @@ def _whole(graph: LayerGraph) -> StageModule:
 class _Tracer:
     """Records a step, on tensors with data or without."""
 
-    model_file: ModelFile
+    training_spec: TrainingSpec
     batch_size: int
     recorder: Recorder
 
@@ -183,7 +183,7 @@ class _Tracer:
                 raise step_failure(cause) from cause
             marks.end()
         trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
-        updates = _trace_updates(graph, self.model_file, trained)
+        updates = _trace_updates(graph, self.training_spec, trained)
         clock.costs = Costs(self.recorder.operations)
         return StepTrace(graph, self.batch_size, saved, clock, marks, updates)
 
@@ -227,7 +227,7 @@ class _UpdateTrace:
         return float(self.costs.seconds(launches).sum())
 
 
-def _trace_updates(graph: LayerGraph, model_file: ModelFile, trained: set[str]) -> list[_UpdateTrace]:
+def _trace_updates(graph: LayerGraph, training_spec: TrainingSpec, trained: set[str]) -> list[_UpdateTrace]:
     by_name = dict(graph.model.named_parameters())
     seen: set[str] = set()
     traces = []
@@ -237,7 +237,7 @@ def _trace_updates(graph: LayerGraph, model_file: ModelFile, trained: set[str]) 
         parameters = [_on_meta_device(by_name[name]) for name in names]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        traces.append(_trace_update(model_file, parameters))
+        traces.append(_trace_update(training_spec, parameters))
     return traces
 
 
@@ -245,19 +245,19 @@ def _on_meta_device(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
 
 
-def _trace_update(model_file: ModelFile, parameters: list[nn.Parameter]) -> _UpdateTrace:
+def _trace_update(training_spec: TrainingSpec, parameters: list[nn.Parameter]) -> _UpdateTrace:
     if not parameters:
         return _UpdateTrace(Costs([]), 0, Costs([]))
     try:
         with torch.device("meta"):
-            optimizer = still(model_file.optimizer(list(parameters)))
+            optimizer = still(training_spec.optimizer(list(parameters)))
         optimizer.step()  # makes the state
         with Recorder(op_class="update") as recorder:
             optimizer.step()
     except (NotImplementedError, RuntimeError) as cause:
         reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise InputError(
-            f"the step of the optimizer in '{model_file.path}' cannot be estimated, it looks at numbers: {reason}",
+            f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks at numbers: {reason}",
             hint="leave --estimate out to measure it, or estimate with another optimizer",
         ) from cause
     # Counters of steps are on no device; their arithmetic takes no time worth counting.

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from planner.errors import InputError, PlannerError, WorkerError
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.autocast import autocast_dtype, autocast_name
 from planner.model.stage.memory_format import lay_out
 from planner.model.stage.options import StageOptions
@@ -29,7 +29,7 @@ _START_S = 600.0  # to build the model and take one step; a very large model nee
 _READY = "ready"
 
 
-def check_processes(processes: int, threads: int, device: torch.device, model_file: ModelFile) -> None:
+def check_processes(processes: int, threads: int, device: torch.device, spec: TrainingSpec) -> None:
     """Refuse a number of workers that this machine has no cores for.
 
     Raises:
@@ -50,16 +50,16 @@ def check_processes(processes: int, threads: int, device: torch.device, model_fi
             f"{processes} processes of {threads} threads need {processes * threads} cores, and this one has {cores}",
             hint=f"this machine has room for --processes {max(1, cores // threads)}",
         )
-    if not model_file.path.is_file():
+    if spec.path is None:
         raise InputError(
-            f"the model '{model_file.name}' is in this process's memory, where {processes - 1} others cannot load it",
+            f"the model '{spec.name}' is in this process's memory, where {processes - 1} others cannot load it",
             hint="write it to a model file, or leave processes at 1",
         )
 
 
 @contextmanager
 def at_work(
-    model_file: ModelFile, batch_size: int, others: int, *, threads: int = 1, options: StageOptions
+    spec: TrainingSpec, batch_size: int, others: int, *, threads: int = 1, options: StageOptions
 ) -> Iterator[None]:
     """Within, so many other processes take training steps of the model, each on cores of its own.
 
@@ -68,8 +68,9 @@ def at_work(
     Raises:
         WorkerError: when one cannot be started, or ended before the block did.
     """
+    assert spec.path is not None, "check_processes refuses models in memory"
     order = {
-        "model": f"{model_file.path.resolve()}:{model_file.builder}",
+        "model": f"{spec.path.resolve()}:{spec.builder}",
         "batch_size": batch_size,
         "threads": threads,
         "autocast": autocast_name(options.autocast),
@@ -133,17 +134,17 @@ def _work(order: str) -> None:
     parsed = json.loads(order)
     torch.set_num_threads(parsed["threads"])
     options = StageOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"])
-    model_file = load_model_file(parsed["model"])
-    model = model_file.build_model()
-    batch = model_file.example_batch(parsed["batch_size"])
+    spec = load_model_file(parsed["model"])
+    model = spec.build_model()
+    batch = spec.example_batch(parsed["batch_size"])
     if options.channels_last:
         lay_out(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = still(model_file.optimizer(parameters))
+    optimizer = still(spec.optimizer(parameters))
     told = False
     while True:
         optimizer.zero_grad()
-        unsplit_loss(model, model_file, batch, options).backward()  # type: ignore[no-untyped-call]
+        unsplit_loss(model, spec, batch, options).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if not told:
             sys.stdout.write(f"{_READY}\n")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.model.stage.options import StageOptions
 from planner.model.stage.parts import LOSS
 from planner.model.stage.stage import LayerObserver, StageModule, build_stage
@@ -53,7 +53,7 @@ class Measurement:
 
 def measure(
     graph: LayerGraph,
-    model_file: ModelFile,
+    spec: TrainingSpec,
     batch: Batch,
     device: torch.device,
     effort: Effort,
@@ -65,7 +65,7 @@ def measure(
     graph.model.to(device)
     batch = batch.to(device)
     stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True).to(device)
-    run = _Run(graph, stage, model_file, batch, device)
+    run = _Run(graph, stage, spec, batch, device)
     try:
         if not compiled:
             return run.measure(effort, progress)
@@ -77,11 +77,11 @@ def measure(
 
 class _Run:
     def __init__(
-        self, graph: LayerGraph, stage: StageModule, model_file: ModelFile, batch: Batch, device: torch.device
+        self, graph: LayerGraph, stage: StageModule, spec: TrainingSpec, batch: Batch, device: torch.device
     ) -> None:
         self._graph = graph
         self._stage = stage
-        self._model_file = model_file
+        self._spec = spec
         self._batch = batch
         self._device = device
         self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
@@ -93,8 +93,8 @@ class _Run:
         saved = saved_bytes(self._stage, self._batch)
         layers, whole = self._measure_steps(effort, progress)
         progress("measuring updates", 1.0)
-        updates = layer_updates(self._model_file, self._trained_by_layer(), self._steps.clock)
-        of_updates = update_workspaces(self._model_file, self._trained_by_layer(), self._device)
+        updates = layer_updates(self._spec, self._trained_by_layer(), self._steps.clock)
+        of_updates = update_workspaces(self._spec, self._trained_by_layer(), self._device)
         return Measurement(layers, whole, updates, saved, self._workspaces(saved), of_updates, self._adding.times())
 
     def _workspaces(self, saved_bytes: list[int]) -> list[int]:
@@ -133,7 +133,7 @@ class _Run:
         self._stage(self._batch, {})[LOSS].backward()
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        return still(self._model_file.optimizer(self._parameters))
+        return still(self._spec.optimizer(self._parameters))
 
     def compiled(self, plain: Measurement, effort: Effort, progress: Progress) -> Measurement:
         update = self._optimizer().step
@@ -145,7 +145,7 @@ class _Run:
 
     def _plain_forward(self) -> Tensor:
         options = StageOptions(self._graph.autocast, self._graph.channels_last)
-        return unsplit_loss(self._graph.model, self._model_file, self._batch, options)
+        return unsplit_loss(self._graph.model, self._spec, self._batch, options)
 
     def _marked_forward(self, observer: LayerObserver) -> Tensor:
         self._stage.set_observer(observer)

@@ -16,7 +16,7 @@ from planner.errors import InputError
 from planner.formats.profile import Compiled, Device, Edge, Layer, MemoryFormat, Profile, Provenance, Value, WholeStep
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.model.stage.autocast import autocast_dtype, autocast_name
 from planner.model.stage.compiling import check_compiler
 from planner.model.stage.options import StageOptions
@@ -34,7 +34,7 @@ WARMUP_CPU, WARMUP_CUDA = 2, 10
 
 
 def profile_model(
-    model_file: ModelFile,
+    spec: TrainingSpec,
     batch_size: int,
     *,
     device: str = "cpu",
@@ -55,7 +55,7 @@ def profile_model(
     the user wrote it, for `whole_step`. Weights are not trained: the optimizer steps with a learning rate of zero.
 
     Args:
-        model_file: the model, its loss and its optimizer.
+        spec: the model, its loss and its optimizer.
         batch_size: samples of the (micro)batch to measure with.
         device: "cpu", "cuda" or "cuda:N".
         threads: intra-op threads on a CPU: the cores that one worker will have.
@@ -85,18 +85,18 @@ def profile_model(
     options = StageOptions(autocast_dtype(dtype), memory_format == "channels-last", compiled)
     if compiled:
         check_compiler(target.type)
-    check_processes(processes, threads, target, model_file)
+    check_processes(processes, threads, target, spec)
     report = progress or (lambda _phase, _fraction: None)
     if warmup is None:
         warmup = WARMUP_CUDA if target.type == "cuda" else WARMUP_CPU
     with thread_count(threads), torch.random.fork_rng():
         torch.manual_seed(seed)
         report("capturing", 0.0)
-        batch = model_file.example_batch(batch_size)
-        graph = capture_file(model_file, batch, options=options)
+        batch = spec.example_batch(batch_size)
+        graph = capture_file(spec, batch, options=options)
         effort = Effort(seconds, repeats, min(LEAST_REPEATS, repeats), warmup)
-        with at_work(model_file, batch_size, processes - 1, threads=threads, options=options):
-            measured = measure(graph, model_file, batch, target, effort, report, compiled=compiled)
+        with at_work(spec, batch_size, processes - 1, threads=threads, options=options):
+            measured = measure(graph, spec, batch, target, effort, report, compiled=compiled)
     whole = WholeStep(
         forward_s=median(measured.whole.forward_s),
         backward_s=median(measured.whole.backward_s),
@@ -104,11 +104,11 @@ def profile_model(
         forward_thread_s=_median(measured.whole.forward_thread_s),
         backward_thread_s=_median(measured.whole.backward_thread_s),
     )
-    return make_profile(model_file, graph, batch.size, measured, _describe(target, threads, processes), whole)
+    return make_profile(spec, graph, batch.size, measured, _describe(target, threads, processes), whole)
 
 
 def make_profile(
-    model_file: ModelFile,
+    spec: TrainingSpec,
     graph: LayerGraph,
     batch_size: int,
     measured: Measurement,
@@ -120,7 +120,7 @@ def make_profile(
     """The profile of times measured, or estimated where there is no whole step.
 
     Args:
-        model_file: the model's.
+        spec: the model's.
         graph: its layers.
         batch_size: samples of the microbatch.
         measured: per layer.
@@ -147,7 +147,7 @@ def make_profile(
         )
     )
     return Profile(
-        model=model_file.name,
+        model=spec.name,
         graph_hash=graph.hash,
         autocast=autocast_name(graph.autocast),
         memory_format="channels-last" if graph.channels_last else None,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.profiler.measured.clock import Clock, MarkT
 from planner.profiler.measured.workspace import meter_for
 
@@ -35,22 +35,22 @@ def still(optimizer: Optimizer) -> Optimizer:
 
 
 def layer_updates(
-    model_file: ModelFile, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT]
+    spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT]
 ) -> list[LayerUpdate]:
     """Time a step on the parameters of each layer, whose gradients must be there.
 
     Args:
-        model_file: makes the optimizers.
+        spec: makes the optimizers.
         layers: parameters to train by name, per layer.
         clock: of the parameters' device.
     """
-    return [_layer_update(model_file, parameters, clock) for parameters in layers]
+    return [_layer_update(spec, parameters, clock) for parameters in layers]
 
 
-def _layer_update(model_file: ModelFile, parameters: Mapping[str, nn.Parameter], clock: Clock[MarkT]) -> LayerUpdate:
+def _layer_update(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], clock: Clock[MarkT]) -> LayerUpdate:
     if not parameters:
         return LayerUpdate(0.0, 0)
-    optimizer = still(model_file.optimizer(parameters))
+    optimizer = still(spec.optimizer(parameters))
     optimizer.step()  # makes the state
     times = []
     for _ in range(_REPEATS):
@@ -64,19 +64,19 @@ def _layer_update(model_file: ModelFile, parameters: Mapping[str, nn.Parameter],
 
 
 def update_workspaces(
-    model_file: ModelFile, layers: Sequence[Mapping[str, nn.Parameter]], device: torch.device
+    spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], device: torch.device
 ) -> list[int]:
     """The most that the step on each layer's parameters, whose gradients must be there, allocates beyond its state."""
     # Profiling a step costs more than a small step does, and what it works in is of the size of a parameter.
     large = [sum(p.nbytes for p in parameters.values()) >= _LEAST_METERED_BYTES for parameters in layers]
     return [
-        _update_workspace(model_file, parameters, device) if metered else 0
+        _update_workspace(spec, parameters, device) if metered else 0
         for parameters, metered in zip(layers, large, strict=True)
     ]
 
 
-def _update_workspace(model_file: ModelFile, parameters: Mapping[str, nn.Parameter], device: torch.device) -> int:
-    optimizer = still(model_file.optimizer(parameters))
+def _update_workspace(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], device: torch.device) -> int:
+    optimizer = still(spec.optimizer(parameters))
     optimizer.step()  # makes the state
     meter = meter_for(device)
     with meter:

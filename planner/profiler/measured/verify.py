@@ -16,7 +16,7 @@ from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
 from planner.model.batch import Batch
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile
+from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
 from planner.model.stage.options import options_of
 from planner.model.stage.parts import LOSS
@@ -49,7 +49,7 @@ class StageTime:
 
 
 def verify(
-    model_file: ModelFile,
+    spec: TrainingSpec,
     profile: Profile,
     stages: Sequence[Sequence[str]],
     *,
@@ -59,7 +59,7 @@ def verify(
     """Measure the stages of a plan.
 
     Args:
-        model_file: that was profiled.
+        spec: that was profiled.
         profile: that the plan was made from.
         stages: names of the consecutive layers of each.
         device: to measure on; None for the kind that was profiled.
@@ -75,26 +75,26 @@ def verify(
             hint="leave --verify out, or profile your model file with: plan profile model.py",
         )
     target = parse_device(device or profile.device.kind)
-    check_processes(profile.device.processes or 1, profile.device.threads or 1, target, model_file)
+    check_processes(profile.device.processes or 1, profile.device.threads or 1, target, spec)
     with thread_count(profile.device.threads or 1), torch.random.fork_rng():
         torch.manual_seed(0)
-        batch = model_file.example_batch(profile.microbatch_size)
+        batch = spec.example_batch(profile.microbatch_size)
         options = options_of(profile)
         if options.compiled:
             check_compiler(target.type)
-        graph = capture_file(model_file, batch, options=options)
+        graph = capture_file(spec, batch, options=options)
         if graph.hash != profile.graph_hash:
             raise PlanError(
-                f"'{model_file.path}' is another model than the one that was profiled: graph {profile.graph_hash} in "
+                f"'{spec.origin}' is another model than the one that was profiled: graph {profile.graph_hash} in "
                 f"the profile, {graph.hash} captured",
                 hint="profile it again with: plan profile",
             )
         modules = [build_stage(graph, names, compile_=options.compiled).to(target) for names in stages]
-        runs = _runs(modules, model_file, batch.to(target))
+        runs = _runs(modules, spec, batch.to(target))
         clock = clock_for(target)
         _return_gradients(runs, clock)
         threads, others = profile.device.threads or 1, (profile.device.processes or 1) - 1
-        with at_work(model_file, profile.microbatch_size, others, threads=threads, options=options):
+        with at_work(spec, profile.microbatch_size, others, threads=threads, options=options):
             measured = _measure(runs, clock, seconds)
     layers = {layer.name: layer for layer in profile.layers}
     # A copy of a weight that an earlier stage has is updated, too.
@@ -106,15 +106,15 @@ def verify(
     return [StageTime(one, other) for one, other in zip(summed, measured, strict=True)]
 
 
-def _runs(stages: Sequence[StageModule], model_file: ModelFile, batch: Batch) -> list[_Run]:
+def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> list[_Run]:
     """Each stage with the values that the stages before it make."""
     known: dict[str, Tensor] = {}
     runs = []
     for stage in stages:
-        received = {spec.name: known[spec.name] for spec in stage.received}
+        received = {value.name: known[value.name] for value in stage.received}
         with torch.no_grad():
             known.update(stage(batch if stage.needs_batch else None, received))
-        runs.append(_Run(stage, model_file, batch, received))
+        runs.append(_Run(stage, spec, batch, received))
     return runs
 
 
@@ -133,22 +133,22 @@ def _return_gradients(runs: Sequence[_Run], clock: Clock[Any]) -> None:
 
 
 class _Run:
-    def __init__(self, stage: StageModule, model_file: ModelFile, batch: Batch, received: dict[str, Tensor]) -> None:
+    def __init__(self, stage: StageModule, spec: TrainingSpec, batch: Batch, received: dict[str, Tensor]) -> None:
         self._stage = stage
         self._batch = batch if stage.needs_batch else None
         self._received = {name: value.detach() for name, value in received.items()}
         self.gradients: dict[str, Tensor] = {}  # of what it sends
         self.returned: dict[str, Tensor] = {}  # of what it received
         self._parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        self._optimizer = still(model_file.optimizer(list(self._parameters))) if self._parameters else None
+        self._optimizer = still(spec.optimizer(list(self._parameters))) if self._parameters else None
 
     def step(self, clock: Clock[Any]) -> float:
         """Seconds of a forward, a backward and an update."""
         for parameter in self._parameters:
             parameter.grad = None
         received = {
-            spec.name: self._received[spec.name].detach().requires_grad_(spec.requires_grad)
-            for spec in self._stage.received
+            value.name: self._received[value.name].detach().requires_grad_(value.requires_grad)
+            for value in self._stage.received
         }
         clock.wait()
         start = clock.mark()

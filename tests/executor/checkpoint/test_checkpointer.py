@@ -31,7 +31,7 @@ from planner.executor.observe.run_log import FILE, RunLog
 from planner.formats.files import save_record
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
@@ -77,7 +77,7 @@ def write_tied(folder: Path) -> Path:
 class Split:
     """A model cut somewhere, with an optimizer for each stage; a graph for each replica, whose stages share weights."""
 
-    def __init__(self, model_file: ModelFile, graphs: Sequence[LayerGraph], cuts: list[int]) -> None:
+    def __init__(self, spec: TrainingSpec, graphs: Sequence[LayerGraph], cuts: list[int]) -> None:
         self.graph = graphs[0]
         bounds = [0, *cuts, len(self.graph.layers)]
         self.stages: list[Restorable] = []
@@ -85,7 +85,7 @@ class Split:
             for stage, (start, end) in enumerate(pairwise(bounds)):
                 module = build_stage(graph, [layer.name for layer in graph.layers[start:end]])
                 trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-                optimizer = model_file.optimizer(trained) if trained else None
+                optimizer = spec.optimizer(trained) if trained else None
                 self.stages.append(Restorable(stage, replica, module, optimizer))
 
     def scramble(self) -> None:
@@ -147,13 +147,13 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(mode
     rng = random.Random(model)
     torch.manual_seed(1)
     path = write_tied(tmp_path) if model == "tied" else write_model(tmp_path, model, "adamw")
-    model_file = load_model_file(path)
-    graphs = [capture_file(model_file, model_file.example_batch(4)) for _ in range(2)]
+    spec = load_model_file(path)
+    graphs = [capture_file(spec, spec.example_batch(4)) for _ in range(2)]
     graph = graphs[0]
     expected: dict[str, Tensor] = {}
     for number in range(20):
         cuts = sorted(rng.sample(range(1, len(graph.layers)), rng.randint(0, min(4, len(graph.layers) - 1))))
-        split = Split(model_file, graphs[: rng.randint(1, 2)], cuts)
+        split = Split(spec, graphs[: rng.randint(1, 2)], cuts)
         if number:
             split.scramble()
             split.restore(tmp_path / str(number - 1))
@@ -161,10 +161,10 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(mode
         split.train()
         split.save(tmp_path / str(number))
         expected = split.content()
-    whole = model_file.build_model()
+    whole = spec.build_model()
     planner.load_weights(whole, tmp_path / "19")
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
-    optimizer = model_file.optimizer(trained)
+    optimizer = spec.optimizer(trained)
     fill_optimizer(optimizer, whole, load_checkpoint(tmp_path / "19"))
     assert_equal({k: v.clone() for k, v in whole.state_dict().items()} | _optimizer_content(optimizer, whole), expected)
 
@@ -172,8 +172,8 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(mode
 def test_torchs_own_reader_of_safetensors_reads_a_checkpoint(tmp_path: Path) -> None:
     storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="this torch has no such reader")
     pytest.importorskip("safetensors", reason="which that reader needs")
-    model_file = load_model_file(write_model(tmp_path, "convolutional", "momentum"))
-    split = Split(model_file, [capture_file(model_file, model_file.example_batch(4))], [3])
+    spec = load_model_file(write_model(tmp_path, "convolutional", "momentum"))
+    split = Split(spec, [capture_file(spec, spec.example_batch(4))], [3])
     split.train()
     split.save(tmp_path / "checkpoint")
     found = {name: torch.zeros_like(tensor) for name, tensor in split.content().items()}
@@ -185,14 +185,14 @@ def test_torchs_own_reader_of_safetensors_reads_a_checkpoint(tmp_path: Path) -> 
 
 
 def test_each_replica_gets_its_own_buffers_back_and_a_further_one_the_firsts(tmp_path: Path) -> None:
-    model_file = load_model_file(write_tied(tmp_path))
-    graphs = [capture_file(model_file, model_file.example_batch(4)) for _ in range(3)]
-    two = Split(model_file, graphs[:2], [3])
+    spec = load_model_file(write_tied(tmp_path))
+    graphs = [capture_file(spec, spec.example_batch(4)) for _ in range(3)]
+    two = Split(spec, graphs[:2], [3])
     two.train()
     two.save(tmp_path / "two")
     expected = [{k: v for k, v in two.content(r).items() if "running_mean" in k} for r in range(2)]
     assert not torch.equal(*(content["blocks.0.1.running_mean"] for content in expected))
-    three = Split(model_file, graphs, [2, 4])
+    three = Split(spec, graphs, [2, 4])
     three.scramble()
     three.restore(tmp_path / "two")
     for replica, source in enumerate((0, 1, 0)):
@@ -201,12 +201,12 @@ def test_each_replica_gets_its_own_buffers_back_and_a_further_one_the_firsts(tmp
 
 
 def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Path) -> None:
-    model_file = load_model_file(write_model(tmp_path, "convolutional", "adamw"))
-    graph = capture_file(model_file, model_file.example_batch(4))
-    split = Split(model_file, [graph], [4])
+    spec = load_model_file(write_model(tmp_path, "convolutional", "adamw"))
+    graph = capture_file(spec, spec.example_batch(4))
+    split = Split(spec, [graph], [4])
     split.train()
     split.save(tmp_path / "good")
-    model = model_file.build_model()
+    model = spec.build_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     damages: list[tuple[Callable[[Path], object], str]] = [
         (Path.unlink, "cannot be read|there is no"),
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
             with pytest.raises(InputError, match=words):
                 planner.load_weights(model, bad)
     assert_equal(before, dict(model.state_dict()))
-    optimizer = model_file.optimizer(list(model.parameters()))
+    optimizer = spec.optimizer(list(model.parameters()))
     saved = load_checkpoint(tmp_path / "good")
     for path in (tmp_path / "good").glob("*.optimizer.*"):
         damages[1][0](path)
@@ -233,18 +233,18 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    model_file = load_model_file(write_model(tmp_path, "convolutional", "sgd"))
-    graph = capture_file(model_file, model_file.example_batch(4))
-    Split(model_file, [graph], []).save(tmp_path / "one")
+    spec = load_model_file(write_model(tmp_path, "convolutional", "sgd"))
+    graph = capture_file(spec, spec.example_batch(4))
+    Split(spec, [graph], []).save(tmp_path / "one")
     planner.export_weights(tmp_path / "one", tmp_path / "model.safetensors")
-    small = model_file.build_model()
+    small = spec.build_model()
     small.register_parameter("more", nn.Parameter(torch.zeros(1)))
     for path in (tmp_path / "one", tmp_path / "model.safetensors"):
         with pytest.raises(InputError, match=r"'more' is only in the model"):
             planner.load_weights(small, path)
         with pytest.raises(InputError, match=r"' is only in '"):
             planner.load_weights(nn.Sequential(), path)
-    wide = model_file.build_model()
+    wide = spec.build_model()
     wide.head = nn.Linear(384, 11)
     with pytest.raises(InputError, match=r"'head\.weight' has the shape \(10, 384\).*\(11, 384\) in the model"):
         planner.load_weights(wide, tmp_path / "one")
@@ -273,10 +273,10 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
 ) -> None:
     """The process ends at its first, second, … call that changes the disk; what remains is then resumed from."""
     path = write_model(tmp_path, "convolutional", "momentum")
-    model_file = load_model_file(path)
+    spec = load_model_file(path)
     plan = make_plan(structural_profile(path, 4), (1,))
-    graph = capture_file(model_file, model_file.example_batch(4))
-    split = Split(model_file, [graph], [])
+    graph = capture_file(spec, spec.example_batch(4))
+    split = Split(spec, [graph], [])
     options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1, resume="auto")
     job = Job(model=str(path), plan=plan, steps=50, checkpoints=options)
     data = DataPosition(4, None)
@@ -330,9 +330,9 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_model(tmp_path, "convolutional", "momentum")
-    model_file = load_model_file(path)
+    spec = load_model_file(path)
     plan = make_plan(structural_profile(path, 4), (1,))
-    split = Split(model_file, [capture_file(model_file, model_file.example_batch(4))], [])
+    split = Split(spec, [capture_file(spec, spec.example_batch(4))], [])
     options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1)
     checkpointer = Checkpointer(
         Job(model=str(path), plan=plan, steps=50, checkpoints=options), split.stages, DataPosition(4, None), Heartbeat()

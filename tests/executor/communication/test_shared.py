@@ -15,7 +15,7 @@ from planner.executor.run.data import BatchSource, make_batches
 from planner.executor.run.setup import CPU
 from planner.executor.run.train import TrainingRun
 from planner.formats.plan import Plan, ScheduleName
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule
 from planner.schedule.instructions import Unit
 from tests.executor.models import write_model
@@ -81,8 +81,8 @@ def test_schedules_that_drain_equal_plain_training(
     plan = plan_for(tmp_path, replicas, schedule, microbatches, chunks)
     assert plan.shared
     for job, losses, weights in train(tmp_path, plan, 6, clip):
-        model_file = load_model_file(job.model)
-        data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
+        spec = load_model_file(job.model)
+        data = make_batches(spec, BATCH_SIZE, microbatches, SEED)
 
         def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
             assert isinstance(model, StageModule)
@@ -92,8 +92,8 @@ def test_schedules_that_drain_equal_plain_training(
                 found.append(model(data.batch(Unit(minibatch, microbatch)), {})["loss"])
             return found
 
-        whole = unsplit(model_file)
-        expected_losses, expected = plain_training(whole, partial(clipped, model_file, clip), microbatch_losses, 6)
+        whole = unsplit(spec)
+        expected_losses, expected = plain_training(whole, partial(clipped, spec, clip), microbatch_losses, 6)
         assert losses == pytest.approx(expected_losses, rel=1e-4), job.model
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}")
@@ -108,8 +108,8 @@ def test_gpt2_trains_as_without_stages(tmp_path: Path) -> None:
     plan = plan_for(tmp_path, (1, 1, 1), "1f1b-flush", 4, model="gpt2")
     assert [shared.stages for shared in plan.shared] == [(0, 2)]
     for job, losses, weights in train(tmp_path, plan, 5, model="gpt2"):
-        model_file = load_model_file(job.model)
-        data = make_batches(model_file, BATCH_SIZE, 4, SEED)
+        spec = load_model_file(job.model)
+        data = make_batches(spec, BATCH_SIZE, 4, SEED)
 
         def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
             assert isinstance(model, StageModule)
@@ -119,16 +119,16 @@ def test_gpt2_trains_as_without_stages(tmp_path: Path) -> None:
                 found.append(model(data.batch(Unit(minibatch, microbatch)), {})["loss"])
             return found
 
-        expected_losses, expected = plain_training(unsplit(model_file), model_file.optimizer, microbatch_losses, 5)
+        expected_losses, expected = plain_training(unsplit(spec), spec.optimizer, microbatch_losses, 5)
         assert losses == pytest.approx(expected_losses, rel=1e-4), job.model
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=2e-3, atol=2e-5, msg=f"{job.model} {name}")
         assert torch.equal(weights["gpt.lm_head.weight"], weights["gpt.transformer.wte.weight"])
 
 
-def clipped(model_file: ModelFile, limit: float | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def clipped(spec: TrainingSpec, limit: float | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Clips before every step."""
-    optimizer = model_file.optimizer(parameters)
+    optimizer = spec.optimizer(parameters)
 
     def clip(*_: object) -> None:
         if limit is not None:
@@ -163,7 +163,7 @@ def test_1f1b_equals_delayed_updates_to_the_bit(replicas: tuple[int, ...], minib
             loss: Tensor = model(data.batch(Unit(minibatch)), {})["loss"]
             return loss
 
-        profile = structural_profile(Path(copies_file.path), BATCH_SIZE)
+        profile = structural_profile(Path(copies_file.origin), BATCH_SIZE)
         owner = {name: stage_of[layer.name] for layer in profile.layers for name in layer.parameters}
         names = [[name for name, _ in whole.named_parameters() if owner[name] == s] for s in range(len(replicas))]
         losses_expected, expected = delayed_updates(

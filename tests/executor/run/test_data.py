@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from planner.errors import ModelFileError
 from planner.executor.run.data import DEFAULT_STEPS, RANDOM_BATCHES, DatasetBatches, RandomBatches, make_batches
 from planner.model.batch import Batch
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
 from tests.executor.models import write_model
 

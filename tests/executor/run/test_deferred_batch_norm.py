@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner.errors import InputError
 from planner.executor.job import TrainingOptions
 from planner.formats.plan import Plan, ScheduleName
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.options import StageOptions
 from tests.executor import eager
 from tests.executor.models import DATASET
@@ -72,29 +72,29 @@ def plan_of(path: Path, schedule: ScheduleName, replicas: tuple[int, ...], recom
 
 def whole_statistics(path: Path) -> dict[str, Tensor]:
     """Of the first layer, given whole minibatches."""
-    model_file = load_model_file(path)
-    norm = eager.build(model_file).get_submodule("0")
-    for batch in eager.minibatches(model_file, 3 * BATCH_SIZE, EPOCHS):
+    spec = load_model_file(path)
+    norm = eager.build(spec).get_submodule("0")
+    for batch in eager.minibatches(spec, 3 * BATCH_SIZE, EPOCHS):
         norm(batch.args[0])
     return {f"0.{name}": norm.get_buffer(name) for name in STATISTICS}
 
 
 def divided_statistics(path: Path) -> dict[str, Tensor]:
     """Of all layers, in plain training by microbatches: every layer's inputs put together, then averaged by hand."""
-    model_file = load_model_file(path)
-    model = eager.build(model_file)
+    spec = load_model_file(path)
+    model = eager.build(spec)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))}
     seen: dict[str, list[Tensor]] = {name: [] for name in norms}
     for name, norm in norms.items():
         norm.register_forward_hook(lambda _, inputs, __, name=name: seen[name].append(inputs[0].detach()))
     means = {name: torch.zeros(norm.num_features) for name, norm in norms.items()}
     variances = {name: torch.ones(norm.num_features) for name, norm in norms.items()}
-    optimizer = model_file.optimizer(list(model.parameters()))
-    batches = eager.minibatches(model_file, 3 * BATCH_SIZE, EPOCHS)
+    optimizer = spec.optimizer(list(model.parameters()))
+    batches = eager.minibatches(spec, 3 * BATCH_SIZE, EPOCHS)
     for count, batch in enumerate(batches, start=1):
         optimizer.zero_grad()
         for part in batch.split(3):
-            torch.autograd.backward(eager.loss_of(model_file, model, part) * (part.size / batch.size))
+            torch.autograd.backward(eager.loss_of(spec, model, part) * (part.size / batch.size))
         optimizer.step()
         for name, norm in norms.items():
             whole = torch.cat(seen[name]).transpose(0, 1).flatten(1)

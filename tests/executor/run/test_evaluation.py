@@ -12,7 +12,8 @@ from planner.executor.job import Evaluation, TrainingOptions
 from planner.executor.run.evaluator import evaluation_points
 from planner.formats.plan import Plan, ScheduleName
 from planner.model.batch import collate
-from planner.model.file import ModelFile, load_model_file
+from planner.model.loss import loss_of
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import (
     ReceiveActivation,
     ReceiveGradient,
@@ -31,18 +32,18 @@ from tests.executor.reference import Weights
 SAMPLES, EVERY, STEPS = 30, 4, 11
 
 
-def expected(model_file: ModelFile, weights: Weights, minibatch: int) -> Evaluation:
+def expected(spec: TrainingSpec, weights: Weights, minibatch: int) -> Evaluation:
     """Of the unsplit model; in the same batches, because a block decides by the mean of its batch."""
-    model = model_file.build_model()
+    model = spec.build_model()
     model.load_state_dict(weights)
-    dataset = model_file.evaluation_dataset()
+    dataset = spec.evaluation_dataset()
     totals = {"loss": 0.0, "accuracy": 0.0, "largest": 0.0}
     for start in (0, 4, 8):
         batch = collate([dataset[index] for index in range(start, min(10, start + 4))])
         with torch.no_grad():
             output = model.eval()(*batch.args, **batch.kwargs)
-            found = {"loss": float(model_file.loss(output, batch.target))}
-        for name, value in (found | model_file.metrics(output, batch.target)).items():
+            found = {"loss": float(loss_of(output, batch.target, spec.loss))}
+        for name, value in (found | spec.metrics(output, batch.target)).items():
             totals[name] += value * batch.size / 10
     return Evaluation(minibatch=minibatch, samples=10, loss=totals.pop("loss"), metrics={**totals})
 
@@ -138,13 +139,13 @@ def test_stopping_at_such_points_cannot_deadlock(replicas: tuple[int, ...]) -> N
 
 
 def test_evaluation_needs_data(tmp_path: Path) -> None:
-    model_file = load_model_file(write_model(tmp_path, "language", "sgd"))
+    spec = load_model_file(write_model(tmp_path, "language", "sgd"))
     with pytest.raises(ModelFileError, match=r"has no evaluation_dataset\(\), which --evaluate-every needs"):
-        model_file.evaluation_dataset()
+        spec.evaluation_dataset()
 
 
 def test_metrics_must_be_numbers(tmp_path: Path) -> None:
     more = "\ndef metrics(output, target):\n    return output\n"
-    model_file = load_model_file(write_model(tmp_path, "language", "sgd", more=more))
+    spec = load_model_file(write_model(tmp_path, "language", "sgd", more=more))
     with pytest.raises(ModelFileError, match=r"metrics\(\) at .* returned a Tensor, not numbers by name"):
-        model_file.metrics(torch.zeros(2), None)
+        spec.metrics(torch.zeros(2), None)

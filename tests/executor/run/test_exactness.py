@@ -15,7 +15,7 @@ from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.deferred_weights import build_deferred, materialize
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
@@ -32,11 +32,11 @@ CASES: list[Case] = [(model, optimizer) for model in MODELS for optimizer in OPT
 FEW: list[Case] = list(zip(MODELS, OPTIMIZERS, strict=False))  # every model and every optimizer once
 
 
-def unsplit(model_file: ModelFile) -> StageModule:
+def unsplit(spec: TrainingSpec) -> StageModule:
     """The whole model as one stage, initialised as the workers do."""
     torch.manual_seed(SEED)
-    model = model_file.build_model()  # before the batch, which draws random numbers too
-    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE), model)
+    model = spec.build_model()  # before the batch, which draws random numbers too
+    graph = capture_file(spec, spec.example_batch(BATCH_SIZE), model)
     return build_stage(graph, [layer.name for layer in graph.layers])
 
 
@@ -51,7 +51,7 @@ def run_cases(
     recompute: tuple[bool, ...] | None = None,
     chunks: int = 1,
     vertical_sync: bool = False,
-) -> list[tuple[ModelFile, Job, TrainResult, Weights]]:
+) -> list[tuple[TrainingSpec, Job, TrainResult, Weights]]:
     """Train all cases in one set of processes; the jobs, their results and the weights at the end."""
     jobs = []
     for model, optimizer in cases:
@@ -70,10 +70,10 @@ def run_cases(
     ]
 
 
-def stage_parameters(folder: Path, model_file: ModelFile, whole: StageModule, job: Job) -> list[list[str]]:
+def stage_parameters(folder: Path, spec: TrainingSpec, whole: StageModule, job: Job) -> list[list[str]]:
     """The names of each stage's parameters."""
     stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
-    profile = _profile_of(folder, model_file.path.stem.partition("_")[0])
+    profile = _profile_of(folder, Path(spec.origin).stem.partition("_")[0])
     owner = {name: layer.name for layer in profile.layers for name in layer.parameters}
     return [
         [name for name, _ in whole.named_parameters() if stage_of[owner[name]] == stage]
@@ -111,9 +111,9 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
 ) -> None:
     """SGD, momentum and AdamW; BatchNorm, dropout, skips, integers; partial last rounds (9 = 4 * 2 + 1)."""
     runs = run_cases(tmp_path, cases, replicas, minibatches, depths=depths, vertical_sync=vertical_sync)
-    for model_file, job, result, weights in runs:
-        whole = unsplit(model_file)
-        data = make_batches(model_file, BATCH_SIZE, 1, SEED)
+    for spec, job, result, weights in runs:
+        whole = unsplit(spec)
+        data = make_batches(spec, BATCH_SIZE, 1, SEED)
 
         def forward_loss(model: nn.Module, minibatch: int, data: BatchSource = data) -> Tensor:
             assert isinstance(model, StageModule)
@@ -121,9 +121,16 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
             loss: Tensor = model(data.batch(Unit(minibatch)), {})["loss"]
             return loss
 
-        names = stage_parameters(tmp_path, model_file, whole, job)
+        names = stage_parameters(tmp_path, spec, whole, job)
         losses, expected = delayed_updates(
-            whole, names, replicas, model_file.optimizer, forward_loss, minibatches, depths, vertical_sync=vertical_sync
+            whole,
+            names,
+            replicas,
+            spec.optimizer,
+            forward_loss,
+            minibatches,
+            depths,
+            vertical_sync=vertical_sync,
         )
         assert [entry.loss for entry in result.losses] == losses, job.model
         for name, tensor in expected.items():
@@ -147,9 +154,9 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
     cases: list[Case], replicas: tuple[int, ...], microbatches: int, minibatches: int, tmp_path: Path
 ) -> None:
     """Every stage at the version that the minibatch before the last left, two versions of the weights in all."""
-    for model_file, job, result, weights in run_cases(tmp_path, cases, replicas, minibatches, "2bw", microbatches):
-        whole = unsplit(model_file)
-        data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
+    for spec, job, result, weights in run_cases(tmp_path, cases, replicas, minibatches, "2bw", microbatches):
+        whole = unsplit(spec)
+        data = make_batches(spec, BATCH_SIZE, microbatches, SEED)
 
         def forward_loss(model: nn.Module, minibatch: int, microbatch: int, data: BatchSource = data) -> Tensor:
             assert isinstance(model, StageModule)
@@ -159,9 +166,9 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
 
         losses, expected = double_buffered(
             whole,
-            stage_parameters(tmp_path, model_file, whole, job),
+            stage_parameters(tmp_path, spec, whole, job),
             replicas,
-            model_file.optimizer,
+            spec.optimizer,
             forward_loss,
             minibatches,
             microbatches,
@@ -198,9 +205,9 @@ def test_synchronous_schedules_equal_plain_training(
     """To rounding; BatchNorm normalises each microbatch by itself, in the reference too."""
     minibatches = 6
     runs = run_cases(tmp_path, cases, replicas, minibatches, schedule, microbatches, chunks=chunks)
-    for model_file, job, result, weights in runs:
-        whole = unsplit(model_file)
-        data = make_batches(model_file, BATCH_SIZE, microbatches, SEED)
+    for spec, job, result, weights in runs:
+        whole = unsplit(spec)
+        data = make_batches(spec, BATCH_SIZE, microbatches, SEED)
 
         def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
             assert isinstance(model, StageModule)
@@ -210,7 +217,7 @@ def test_synchronous_schedules_equal_plain_training(
                 losses.append(model(data.batch(Unit(minibatch, microbatch)), {})["loss"])
             return losses
 
-        losses, expected = plain_training(whole, model_file.optimizer, microbatch_losses, minibatches)
+        losses, expected = plain_training(whole, spec.optimizer, microbatch_losses, minibatches)
         assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4), job.model
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}")
@@ -250,17 +257,17 @@ def test_deferred_weights_train_as_those_of_the_whole_model(tmp_path: Path) -> N
     job = Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=str(tmp_path / "weights.pt"))
     (result,) = run_jobs([job.model_copy(update={"defer_weights": True})], tmp_path)
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    model_file = load_model_file(path)
-    model = build_deferred(model_file.build_model, SEED)
-    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE), model)
-    materialize(model, model_file.build_model, SEED, {name for name, _ in model.named_parameters()})
+    spec = load_model_file(path)
+    model = build_deferred(spec.build_model, SEED)
+    graph = capture_file(spec, spec.example_batch(BATCH_SIZE), model)
+    materialize(model, spec.build_model, SEED, {name for name, _ in model.named_parameters()})
     whole = build_stage(graph, [layer.name for layer in graph.layers])
-    data = make_batches(model_file, BATCH_SIZE, 2, SEED)
+    data = make_batches(spec, BATCH_SIZE, 2, SEED)
 
     def microbatch_losses(stage: nn.Module, minibatch: int) -> list[Tensor]:
         return [stage(data.batch(Unit(minibatch, microbatch)), {})["loss"] for microbatch in range(2)]
 
-    losses, expected = plain_training(whole, model_file.optimizer, microbatch_losses, minibatches)
+    losses, expected = plain_training(whole, spec.optimizer, microbatch_losses, minibatches)
     assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4)
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=name)

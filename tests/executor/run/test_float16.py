@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from planner.executor.job import TrainingOptions
 from planner.executor.run.loss_scaler import BACKOFF, FIRST_SCALE, LossScaler
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.autocast import autocasting
 from planner.model.stage.options import StageOptions
 from tests.executor import eager
@@ -56,12 +56,12 @@ def test_float16_trains_with_scaled_losses(tmp_path: Path) -> None:
 
 def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str, torch.Tensor]) -> None:
     """Without an overflow the scale is the first one throughout; gradients are clipped without it."""
-    model_file = load_model_file(case.path)
-    batches = eager.minibatches(model_file, 4, EPOCHS)
+    spec = load_model_file(case.path)
+    batches = eager.minibatches(spec, 4, EPOCHS)
 
     def forward_loss(model: nn.Module, minibatch: int) -> torch.Tensor:
         with autocasting("cpu", torch.float16):
-            return eager.loss_of(model_file, model, batches[minibatch]) * FIRST_SCALE
+            return eager.loss_of(spec, model, batches[minibatch]) * FIRST_SCALE
 
     def step(optimizer: Optimizer, parameters: list[nn.Parameter], _: int) -> None:
         for parameter in parameters:
@@ -72,7 +72,7 @@ def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str
 
     names = eager.stage_names(structural_profile(case.path, 4, FLOAT16), case.plan)
     losses, expected = delayed_rounds(
-        eager.build(model_file), names, (1, 1), (2, 1), 1, model_file.optimizer, forward_loss, len(batches), step
+        eager.build(spec), names, (1, 1), (2, 1), 1, spec.optimizer, forward_loss, len(batches), step
     )
     assert [entry.loss for entry in result.losses] == [loss / FIRST_SCALE for loss in losses]  # type: ignore[attr-defined]
     for name, tensor in expected.items():
@@ -81,16 +81,16 @@ def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str
 
 def assert_synchronous_leaves_out_the_same(case: Case, result: object, weights: dict[str, torch.Tensor]) -> None:
     """An overflow anywhere leaves the update out everywhere, and halves the scale."""
-    model_file = load_model_file(case.path)
-    model = eager.build(model_file)
-    optimizer = model_file.optimizer(list(model.parameters()))
+    spec = load_model_file(case.path)
+    model = eager.build(spec)
+    optimizer = spec.optimizer(list(model.parameters()))
     scale, skipped, losses = FIRST_SCALE, 0, []
-    for batch in eager.minibatches(model_file, 8, EPOCHS):
+    for batch in eager.minibatches(spec, 8, EPOCHS):
         optimizer.zero_grad()
         total = 0.0
         for part in batch.split(2):
             with autocasting("cpu", torch.float16):
-                loss = eager.loss_of(model_file, model, part) / 2
+                loss = eager.loss_of(spec, model, part) / 2
             torch.autograd.backward(loss * scale)
             total += float(loss.detach())
         losses.append(total)

@@ -14,7 +14,7 @@ from planner.executor.run.data import DatasetBatches
 from planner.executor.run.stages import check_sizes
 from planner.formats.plan import ScheduleName
 from planner.model.capture.load import capture_file
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.schedule.instructions import Unit
 from tests.executor import eager
@@ -56,9 +56,9 @@ def test_synchronous_schedules_average_over_the_samples_there_are(
     path = write_model(tmp_path, "language", "momentum", samples=count)
     plan = make_plan(structural_profile(path, 4), replicas, schedule, microbatches)
     result, weights = eager.run_one(path, plan, TrainingOptions(), epochs=2)
-    model_file = load_model_file(path)
-    model = eager.build(model_file)
-    losses = eager.train(model_file, model, eager.minibatches(model_file, 4 * microbatches, 2))
+    spec = load_model_file(path)
+    model = eager.build(spec)
+    losses = eager.train(spec, model, eager.minibatches(spec, 4 * microbatches, 2))
     assert result.samples == 2 * count
     assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4)
     eager.assert_close(weights, model)
@@ -70,15 +70,15 @@ def test_asynchronous_1f1b_gives_each_minibatch_of_a_round_the_same_weight(tmp_p
     profile = structural_profile(path, 4)
     plan = make_plan(profile, (2, 1))
     result, weights = eager.run_one(path, plan, TrainingOptions(), epochs=2)
-    model_file = load_model_file(path)
-    model = eager.build(model_file)
-    batches = eager.minibatches(model_file, 4, 2)
+    spec = load_model_file(path)
+    model = eager.build(spec)
+    batches = eager.minibatches(spec, 4, 2)
     names = eager.stage_names(profile, plan)
 
     def forward_loss(model: nn.Module, minibatch: int) -> Tensor:
-        return eager.loss_of(model_file, model, batches[minibatch])
+        return eager.loss_of(spec, model, batches[minibatch])
 
-    losses, expected = delayed_updates(model, names, (2, 1), model_file.optimizer, forward_loss, len(batches))
+    losses, expected = delayed_updates(model, names, (2, 1), spec.optimizer, forward_loss, len(batches))
     assert len(batches) == 10
     assert [entry.loss for entry in result.losses] == losses
     for name, tensor in expected.items():
@@ -121,8 +121,8 @@ def loss(output, target):
 def test_batch_norm_of_one_sample_is_refused_before_training(tmp_path: Path) -> None:
     path = tmp_path / "normed.py"
     path.write_text(NORMED, encoding="utf-8")
-    model_file = load_model_file(path)
-    graph = capture_file(model_file, model_file.example_batch(4))
+    spec = load_model_file(path)
+    graph = capture_file(spec, spec.example_batch(4))
     stage = build_stage(graph, [layer.name for layer in graph.layers])
     check_sizes([stage], [3, 2, 0])
     with pytest.raises(ModelFileError, match="microbatches of 1 sample, of which BatchNorm cannot"):

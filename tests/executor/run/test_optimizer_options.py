@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from planner.api import make_job
 from planner.errors import InputError, ModelFileError
 from planner.executor.job import TrainingOptions
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.schedule.check import check_streams
 from planner.schedule.streams import Channel, PipelineShape
 from tests.executor import eager
@@ -54,29 +54,29 @@ def clip_and_follow(scheduled: dict[int, torch.optim.lr_scheduler.LRScheduler], 
 
 def assert_delayed(case: Case, replicas: tuple[int, ...], outcome: tuple[object, dict[str, Tensor]]) -> None:
     """Equal, to the bit, to delayed rounds whose gradients are clipped per stage."""
-    model_file, options = load_model_file(case.path), case.options
-    batches = eager.minibatches(model_file, 4, 1)
+    spec, options = load_model_file(case.path), case.options
+    batches = eager.minibatches(spec, 4, 1)
     scheduled: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
     sizes = iter(replicas)
 
     def make_optimizer(parameters: dict[str, nn.Parameter]) -> Optimizer:
-        optimizer = model_file.optimizer(parameters)
+        optimizer = spec.optimizer(parameters)
         factor = next(sizes) * options.accumulate if options.scale_lr else 1
         for group in optimizer.param_groups:
             group["lr"] *= factor
-        scheduler = model_file.scheduler(optimizer)
+        scheduler = spec.scheduler(optimizer)
         assert scheduler is not None
         scheduled[id(optimizer)] = scheduler
         return optimizer
 
     losses, expected = delayed_rounds(
-        eager.build(model_file),
+        eager.build(spec),
         eager.stage_names(structural_profile(case.path, 4), case.plan),
         replicas,
         [stage.in_flight for stage in case.plan.stages],
         options.accumulate,
         make_optimizer,
-        lambda model, minibatch: eager.loss_of(model_file, model, batches[minibatch]),
+        lambda model, minibatch: eager.loss_of(spec, model, batches[minibatch]),
         len(batches),
         clip_and_follow(scheduled, options.clip_grad_norm),
     )
@@ -88,10 +88,10 @@ def assert_delayed(case: Case, replicas: tuple[int, ...], outcome: tuple[object,
 
 def assert_plain(case: Case, microbatches: int, outcome: tuple[object, dict[str, Tensor]]) -> None:
     """Equal, to rounding, to plain training whose gradients are clipped together."""
-    model_file = load_model_file(case.path)
-    model = eager.build(model_file)
-    optimizer = model_file.optimizer(dict(model.named_parameters()))
-    scheduler = model_file.scheduler(optimizer)
+    spec = load_model_file(case.path)
+    model = eager.build(spec)
+    optimizer = spec.optimizer(dict(model.named_parameters()))
+    scheduler = spec.scheduler(optimizer)
     assert scheduler is not None
     norms = []
 
@@ -101,7 +101,7 @@ def assert_plain(case: Case, microbatches: int, outcome: tuple[object, dict[str,
         optimizer.step()
         scheduler.step()
 
-    losses = eager.train(model_file, model, eager.minibatches(model_file, 4 * microbatches, 1), step, optimizer)
+    losses = eager.train(spec, model, eager.minibatches(spec, 4 * microbatches, 1), step, optimizer)
     assert max(norms) > CLIP, "clipping must matter"
     result, weights = outcome
     assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4)  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def test_only_1f1b_accumulates(tmp_path: Path) -> None:
 
 def test_a_scheduler_that_needs_the_loss_is_refused(tmp_path: Path) -> None:
     more = "\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
-    model_file = load_model_file(write_model(tmp_path, "language", "sgd", more=more))
-    optimizer = model_file.optimizer([nn.Parameter(torch.zeros(1))])
+    spec = load_model_file(write_model(tmp_path, "language", "sgd", more=more))
+    optimizer = spec.optimizer([nn.Parameter(torch.zeros(1))])
     with pytest.raises(ModelFileError, match=r"scheduler\(\) at .* returned a ReduceLROnPlateau"):
-        model_file.scheduler(optimizer)
+        spec.scheduler(optimizer)

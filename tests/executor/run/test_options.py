@@ -13,7 +13,8 @@ from planner.executor.job import Job, TrainResult
 from planner.executor.run.data import make_batches
 from planner.model.batch import Batch
 from planner.model.capture.load import capture_file
-from planner.model.file import ModelFile, load_model_file
+from planner.model.loss import loss_of
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.memory_format import lay_out
 from planner.model.stage.options import StageOptions
 from planner.model.stage.stage import StageModule, build_stage
@@ -103,7 +104,7 @@ def test_the_baseline_trains_weights_that_some_steps_leave_out(tmp_path: Path) -
     assert len(result.losses) == 8
 
 
-def _data_parallel(file: ModelFile) -> list[float]:
+def _data_parallel(file: TrainingSpec) -> list[float]:
     """Losses of one worker's steps, written out."""
     torch.manual_seed(SEED)
     model = file.build_model().train()
@@ -114,7 +115,7 @@ def _data_parallel(file: ModelFile) -> list[float]:
     for minibatch in range(MINIBATCHES):
         torch.manual_seed(SEED * 1_000_003 + minibatch)
         batch: Batch = data.batch(Unit(minibatch)).channels_last()
-        loss = file.loss(model(*batch.args), batch.target)
+        loss = loss_of(model(*batch.args), batch.target, file.loss)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()

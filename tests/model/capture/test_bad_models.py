@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from planner.errors import PlannerError
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profile import profile_model
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split

@@ -11,7 +11,7 @@ from torch import Tensor
 from planner.model.capture.batch_neighbours import NeighbourStage, cut_values
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.load import capture_file
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model
 
@@ -40,10 +40,10 @@ def pipelined(graph: LayerGraph, stages: list[NeighbourStage], received: tuple[T
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("model", ["language", "convolutional", "blocks"])
 def test_equal_to_the_unsplit_model(model: str, recompute: bool, tmp_path: Path) -> None:
-    model_file = load_model_file(str(write_model(tmp_path, model, "sgd")))
+    spec = load_model_file(str(write_model(tmp_path, model, "sgd")))
     torch.manual_seed(0)
-    batch = model_file.example_batch(BATCH_SIZE)
-    graph = capture_file(model_file, batch)
+    batch = spec.example_batch(BATCH_SIZE)
+    graph = capture_file(spec, batch)
     names = [layer.name for layer in graph.layers]
     whole = build_stage(graph, names)
     whole.set_random_key(5, 2, 1)
@@ -64,8 +64,8 @@ def test_equal_to_the_unsplit_model(model: str, recompute: bool, tmp_path: Path)
 
 
 def test_a_value_for_a_later_stage_is_handed_on(tmp_path: Path) -> None:
-    model_file = load_model_file(str(write_model(tmp_path, "language", "sgd")))
-    graph = capture_file(model_file, model_file.example_batch(BATCH_SIZE))
+    spec = load_model_file(str(write_model(tmp_path, "language", "sgd")))
+    graph = capture_file(spec, spec.example_batch(BATCH_SIZE))
     names = [layer.name for layer in graph.layers]
     position = len(names) // 2
     crossing = {spec.name for spec in cut_values(graph, position)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from planner.model.capture.capture import capture
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 
 SPECS = ["profiles/gpt2/model.py:build_tiny", "profiles/lstm_lm/model.py:build_tiny"]
 

@@ -11,7 +11,7 @@ from planner.api import train
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.model.capture.capture import capture
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.autocast import autocast_dtype, autocast_name
 from planner.model.stage.options import StageOptions
 from planner.profiler.measured.profile import profile_model

@@ -13,7 +13,7 @@ from torch import Tensor
 from planner.errors import InputError
 from planner.executor.run.versions import WeightVersions
 from planner.model.capture.load import capture_file
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage import compiling
 from planner.model.stage.options import PLAIN, StageOptions
 from planner.model.stage.stage import StageModule, build_stage

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.load import capture_file
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.deferred_weights import build_deferred, materialize
 from planner.model.stage.memory_format import channels_last, lay_out
 from planner.model.stage.options import StageOptions

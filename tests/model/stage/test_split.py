@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from planner.model.capture.capture import capture, loss_of
+from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
+from planner.model.loss import loss_of
 from tests.model.models import CASES
 from tests.model.splitting import assert_same, cut_evenly, run_split
 

@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import InputError, ModelFileError
 from planner.formats.profile import MemoryFormat, Profile
-from planner.model.file import ModelFile, load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import (
     COMPUTE_CLASSES,
     DEVICES,
@@ -70,7 +70,7 @@ PIXELS = BATCH * 4 * 4  # after the first convolution
 STEPS = BATCH * 4  # of the LSTM
 
 
-def written(folder: Path, source: str, name: str = "net.py") -> ModelFile:
+def written(folder: Path, source: str, name: str = "net.py") -> TrainingSpec:
     path = folder / name
     path.write_text(source)
     return load_model_file(path)
@@ -135,9 +135,9 @@ def test_launches_are_counted(chain: StepTrace) -> None:
 
 
 def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> None:
-    model_file = written(tmp_path, TIED)
-    measured = profile_model(model_file, BATCH, seconds=0.01, repeats=1)
-    estimated = estimate_profile(model_file, BATCH, device="cpu")
+    training_spec = written(tmp_path, TIED)
+    measured = profile_model(training_spec, BATCH, seconds=0.01, repeats=1)
+    estimated = estimate_profile(training_spec, BATCH, device="cpu")
     assert without_times(estimated) == without_times(measured)
     assert estimated.graph_hash == measured.graph_hash
 
@@ -179,9 +179,9 @@ def example_batch(batch_size):
 def loss(output, target):
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 """
-    model_file = written(tmp_path, source)
-    measured = profile_model(model_file, 2, seconds=0.01, repeats=1)
-    assert without_times(estimate_profile(model_file, 2, device="h100")) == without_times(measured)
+    training_spec = written(tmp_path, source)
+    measured = profile_model(training_spec, 2, seconds=0.01, repeats=1)
+    assert without_times(estimate_profile(training_spec, 2, device="h100")) == without_times(measured)
 
 
 def test_what_an_lstm_keeps_is_near_to_what_is_measured(chain: StepTrace, tmp_path: Path) -> None:
@@ -221,14 +221,14 @@ def test_it_says_that_it_is_estimated(folder: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) -> None:
     """The graph has the same hash, so that a plan from the estimate trains under autocast."""
-    model_file = written(tmp_path, TIED)
-    half = estimate_profile(model_file, BATCH, device="h100", dtype=dtype)
+    training_spec = written(tmp_path, TIED)
+    half = estimate_profile(training_spec, BATCH, device="h100", dtype=dtype)
     assert half.autocast == dtype
     assert half.dtype == "float32"  # of the weights
-    measured = profile_model(model_file, BATCH, seconds=0.01, repeats=1, dtype=dtype)
+    measured = profile_model(training_spec, BATCH, seconds=0.01, repeats=1, dtype=dtype)
     # Without data, BatchNorm's statistics are taken to be kept in half precision.
     assert without_times(half, but="norm") == without_times(measured, but="norm")
-    single = estimate_profile(model_file, BATCH, device="h100")
+    single = estimate_profile(training_spec, BATCH, device="h100")
     by_name = {layer.name: layer for layer in half.layers}
     for layer in single.layers:
         other = by_name[layer.name]
@@ -241,9 +241,9 @@ def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) ->
 @pytest.mark.parametrize("memory_format", [None, "channels-last"])
 def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat | None, tmp_path: Path) -> None:
     """Blocks among them: those of this model decide by values, so that they are run."""
-    model_file = load_model_file(write_model(tmp_path, model, "momentum"))
-    measured = profile_model(model_file, 4, seconds=0.01, repeats=1, memory_format=memory_format)
-    estimated = estimate_profile(model_file, 4, device="h100", memory_format=memory_format)
+    training_spec = load_model_file(write_model(tmp_path, model, "momentum"))
+    measured = profile_model(training_spec, 4, seconds=0.01, repeats=1, memory_format=memory_format)
+    estimated = estimate_profile(training_spec, 4, device="h100", memory_format=memory_format)
     assert without_times(estimated) == without_times(measured)
     assert estimated.memory_format == memory_format
     assert all(layer.forward_s > 0 for layer in estimated.layers)
@@ -264,8 +264,8 @@ def test_blocks_that_do_not_look_at_values_compute_nothing(tmp_path: Path) -> No
 def test_tensor_cores_are_used_when_asked_for(tmp_path: Path) -> None:
     source = TIED.replace("nn.Embedding(32, 8)", "nn.Embedding(32, 4096)").replace("(8, 16)", "(4096, 4096)")
     source = source.replace("(16)", "(4096)").replace("(16, 8)", "(4096, 4096)").replace("(8, 8)", "(4096, 4096)")
-    model_file = written(tmp_path, source.replace("(8, 32,", "(4096, 32,"))
-    profiles = [estimate_profile(model_file, 4096, device="a100", dtype=dtype) for dtype in ("float32", "tf32")]
+    training_spec = written(tmp_path, source.replace("(8, 32,", "(4096, 32,"))
+    profiles = [estimate_profile(training_spec, 4096, device="a100", dtype=dtype) for dtype in ("float32", "tf32")]
     single, tf32 = (next(layer.forward_s for layer in p.layers if layer.name == "down") for p in profiles)
     assert single / tf32 == pytest.approx(156 / 19.5, rel=0.1)
 

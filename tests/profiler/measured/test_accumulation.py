@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.formats.profile import load_profile, save_profile
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.profiler.estimated.estimate import estimate_profile
 from planner.profiler.measured.accumulation import AddingTimes
 from planner.profiler.measured.clock import CpuClock

@@ -11,7 +11,7 @@ import torch
 from planner.cli.main import main
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.profiler.measured import profile
 from planner.profiler.measured.compiled import CompiledTimes, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.profile import profile_model

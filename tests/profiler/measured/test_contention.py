@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from planner.errors import InputError, WorkerError
-from planner.executor.custom_loop import in_memory
-from planner.model.file import load_model_file
+from planner.model.spec import in_memory, load_model_file
 from planner.model.stage.options import PLAIN
 from planner.profiler.measured.contention import at_work, check_processes
 from planner.profiler.measured.profile import profile_model
@@ -67,29 +66,29 @@ def test_others_end_with_an_error_in_the_block(model_path: Path) -> None:
 
 @needs_two_cores
 def test_profile_says_how_many_were_at_work(model_path: Path) -> None:
-    model_file = load_model_file(model_path)
-    assert profile_model(model_file, 4, seconds=0.1, processes=2).device.processes == 2
-    assert profile_model(model_file, 4, seconds=0.1).device.processes is None
+    spec = load_model_file(model_path)
+    assert profile_model(spec, 4, seconds=0.1, processes=2).device.processes == 2
+    assert profile_model(spec, 4, seconds=0.1).device.processes is None
 
 
 def test_a_step_that_fails_there_is_told(model_path: Path) -> None:
-    model_file = load_model_file(model_path)
+    spec = load_model_file(model_path)
     model_path.write_text(MODEL.replace("(output - target)", "(output - target[:, :0].sum(2))"), encoding="utf-8")
     told = r"process 1 that was to train beside the measured one failed: .*Dimension"
-    with pytest.raises(WorkerError, match=told), at_work(model_file, 4, 1, options=PLAIN):
+    with pytest.raises(WorkerError, match=told), at_work(spec, 4, 1, options=PLAIN):
         pass
 
 
 def test_numbers_that_do_not_fit(model_path: Path) -> None:
-    model_file, cpu = load_model_file(model_path), torch.device("cpu")
+    spec, cpu = load_model_file(model_path), torch.device("cpu")
     cores = len(os.sched_getaffinity(0))
-    check_processes(cores, 1, cpu, model_file)
+    check_processes(cores, 1, cpu, spec)
     with pytest.raises(InputError, match=f"{cores + 1} processes of 1 threads need {cores + 1} cores"):
-        check_processes(cores + 1, 1, cpu, model_file)
+        check_processes(cores + 1, 1, cpu, spec)
     with pytest.raises(InputError, match=r"processes 0 is less than 1"):
-        check_processes(0, 1, cpu, model_file)
+        check_processes(0, 1, cpu, spec)
     with pytest.raises(InputError, match="2 processes cannot be measured on 'cuda'"):
-        check_processes(2, 1, torch.device("cuda"), model_file)
+        check_processes(2, 1, torch.device("cuda"), spec)
 
 
 @needs_two_cores

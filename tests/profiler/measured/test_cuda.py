@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.profiler.measured.profile import profile_model
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 
 from planner.errors import InputError
 from planner.formats.profile import Layer, Profile
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.profiler.measured.profile import profile_model
 
 MODEL = """

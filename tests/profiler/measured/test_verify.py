@@ -11,7 +11,8 @@ from planner.cli.main import main
 from planner.errors import InputError, PlanError
 from planner.formats.cluster import flat_cluster
 from planner.model.capture.load import capture_file
-from planner.model.file import load_model_file
+from planner.model.loss import loss_of
+from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.clock import clock_for
 from planner.profiler.measured.profile import profile_model
@@ -102,7 +103,7 @@ def test_stages_get_the_gradients_that_they_get_in_training(tmp_path: Path) -> N
     _return_gradients(runs, clock_for(torch.device("cpu")))
     split = {name: parameter.grad for name, parameter in graph.model.named_parameters()}
     graph.model.zero_grad()
-    file.loss(graph.model(*batch.args), batch.target).backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss_of(graph.model(*batch.args), batch.target, file.loss))
     for name, parameter in graph.model.named_parameters():
         torch.testing.assert_close(split[name], parameter.grad)
 

@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile
 from planner.cost.work import working_bytes
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.saved import saved_bytes
 from planner.profiler.measured.update import update_workspaces
@@ -121,10 +121,10 @@ def test_a_step_with_weight_decay_works_in_a_tensor_of_the_weights_size(
     """One process, one tensor at a time: the gradient and the decay are added in a fresh one."""
     path = tmp_path / "model.py"
     path.write_text(MODEL_FILE.replace("DECAY", str(decay)), encoding="utf-8")
-    model_file = load_model_file(path)
-    linear = model_file.build_model()
+    spec = load_model_file(path)
+    linear = spec.build_model()
     for parameter in linear.parameters():
         parameter.grad = torch.ones_like(parameter)
     trained = dict(linear.named_parameters())
-    found = update_workspaces(model_file, [trained, {"bias": trained["bias"]}, {}], torch.device("cpu"))
+    found = update_workspaces(spec, [trained, {"bias": trained["bias"]}, {}], torch.device("cpu"))
     assert found == pytest.approx([tensors * 4 * 1000 * 1000, 0, 0], abs=1000)

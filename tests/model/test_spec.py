@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.errors import ModelFileError
-from planner.model.file import load_model_file
+from planner.model.spec import load_model_file
 
 GOOD = """
 import torch
@@ -41,10 +41,10 @@ def test_a_good_file(tmp_path: Path) -> None:
     batch = file.example_batch(3)
     assert batch.size == 3
     assert batch.args[0].shape == (3, 4)
-    assert file.has_loss
+    assert file.loss is not None
     assert file.loss(torch.zeros(3, 2), torch.ones(3, 2)) == 1
     assert file.dataset() is None
-    assert file.default_optimizer
+    assert not file.defines("optimizer")
     optimizer = file.optimizer(file.build_model().parameters())
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.defaults["lr"] == 0.01
@@ -85,7 +85,7 @@ def test_a_file_may_define_dataclasses_and_its_own_optimizer(tmp_path: Path) -> 
         "def dataset():\n    return [(torch.zeros(4), torch.zeros(2))] * 3\n"
     )
     file = load_model_file(_write(tmp_path, _with_future_first(text)))
-    assert not file.default_optimizer
+    assert file.defines("optimizer")
     assert isinstance(file.optimizer(file.build_model().parameters()), torch.optim.AdamW)
     dataset = file.dataset()
     assert dataset is not None
@@ -156,4 +156,4 @@ def test_functions_that_return_the_wrong_thing(tmp_path: Path, text: str, call: 
 
 
 def test_without_a_loss(tmp_path: Path) -> None:
-    assert not load_model_file(_write(tmp_path, GOOD.split("def loss")[0])).has_loss
+    assert load_model_file(_write(tmp_path, GOOD.split("def loss")[0])).loss is None

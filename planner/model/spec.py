@@ -1,0 +1,298 @@
+"""TrainingSpec: the model, loss, optimizer and data of a training, from a model file or from objects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
+
+from planner.errors import ModelFileError, PlannerError
+from planner.model.batch import Batch, make_batch
+from planner.model.file import DEFAULT_BUILDER, failing_line, import_file, on_path, reason_of, split_location
+from planner.model.loss import LossFunction
+
+DEFAULT_LEARNING_RATE = 0.01
+
+# Functions that a user can give, by their arguments.
+_ARGUMENTS = {
+    "build_model": "",
+    "example_batch": "batch_size",
+    "loss": "output, target",
+    "optimizer": "parameters",
+    "scheduler": "optimizer",
+    "dataset": "",
+    "evaluation_dataset": "",
+    "metrics": "output, target",
+    "on_update": "minibatch, loss, metrics",
+    "blocks": "model",
+}
+_REQUIRED = ("build_model", "example_batch")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSpec:
+    """What to train. Its methods call the user's functions and check what they return.
+
+    Attributes:
+        name: of the model: the name of its file, or of its folder where the file is called model.py, and the builder
+            where it is not build_model(); for objects, the model's class.
+        functions: the user's; all but build_model and example_batch are optional.
+        path: of the model file; None when made from objects.
+        builder: name of the function that builds the model.
+    """
+
+    name: str
+    functions: Mapping[str, Callable[..., Any]]
+    path: Path | None = None
+    builder: str = DEFAULT_BUILDER
+
+    @classmethod
+    def from_file(cls, location: str | Path) -> TrainingSpec:
+        """Import a model file.
+
+        Args:
+            location: "model.py", or "model.py:other_builder" to build another model than build_model() does.
+
+        Raises:
+            ModelFileError: when there is no such file, it cannot be imported, or a function is missing.
+        """
+        path, builder = split_location(str(location))
+        if not path.is_file():
+            raise ModelFileError(
+                f"there is no model file '{path}'", hint="give the path of a file like profiles/vgg16/model.py"
+            )
+        module = import_file(path)
+        written = {name: builder if name == "build_model" else name for name in _ARGUMENTS}
+        functions = {name: found for name in _ARGUMENTS if (found := getattr(module, written[name], None)) is not None}
+        for name in _REQUIRED:
+            if name not in functions:
+                own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+                raise ModelFileError(
+                    f"'{path}' has no {written[name]}({_ARGUMENTS[name]})",
+                    hint=f"it defines {', '.join(own) or 'no function'}; the model file needs {written[name]}()",
+                )
+        stem = path.resolve().parent.name if path.stem == "model" else path.stem
+        return cls(stem if builder == DEFAULT_BUILDER else f"{stem}:{builder}", functions, path, builder)
+
+    @classmethod
+    def from_objects(
+        cls,
+        model: nn.Module,
+        *,
+        example_batch: Any,
+        loss: LossFunction | None = None,
+        optimizer: Callable[..., Optimizer] | None = None,
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    ) -> TrainingSpec:
+        """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
+
+        Args:
+            model: every worker makes the same one, weights included: seed before you build it.
+            example_batch: (args, target) or (args, kwargs, target) of at least one sample.
+            loss: of (output, target), the mean over the batch; None where the model's output has one.
+            optimizer: of the parameters of a stage; SGD when None.
+            scheduler: of the optimizer.
+        """
+        batch = make_batch(example_batch, "example_batch")
+        functions: dict[str, Callable[..., Any]] = {"build_model": lambda: model, "example_batch": batch.repeated}
+        optional = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler}
+        functions |= {name: function for name, function in optional.items() if function is not None}
+        return cls(type(model).__name__, functions)
+
+    def __post_init__(self) -> None:
+        for name in self.functions:
+            self._check_signature(name)
+
+    @property
+    def origin(self) -> str:
+        """Where the model comes from, for messages: the file's path, or the class of a model in memory."""
+        return str(self.path or self.name)
+
+    @property
+    def loss(self) -> LossFunction | None:
+        """The loss function; None where the model's output has the loss."""
+        return self.functions.get("loss")
+
+    def defines(self, name: str) -> bool:
+        """Return whether there is a user's function `name`."""
+        assert name in _ARGUMENTS, name
+        return name in self.functions
+
+    def build_model(self) -> nn.Module:
+        """Return a new model, initialised from PyTorch's generator.
+
+        Raises:
+            ModelFileError: when the builder fails or returns something else.
+        """
+        model = self._call("build_model")
+        if not isinstance(model, nn.Module):
+            raise self._wrong_type(
+                "build_model", model, "a torch.nn.Module", f"end {self.builder}() with: return model"
+            )
+        return model
+
+    def example_batch(self, batch_size: int) -> Batch:
+        """Return a batch of `batch_size` samples.
+
+        Raises:
+            ModelFileError: when the function fails, returns something else or another number of samples.
+        """
+        place = self._place("example_batch")
+        batch = make_batch(self._call("example_batch", batch_size), place)
+        for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)):
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != batch_size:
+                raise ModelFileError(
+                    f"{place} returned for batch_size={batch_size} a tensor of shape {tuple(leaf.shape)}, whose first "
+                    f"dimension is not {batch_size}",
+                    hint="the batch is the first dimension of every tensor; masks and the like belong in the model",
+                )
+        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((batch.args, batch.kwargs))):
+            raise ModelFileError(f"{place} returned no tensor for the model", hint="return (args, target)")
+        return batch
+
+    def blocks(self, model: nn.Module) -> Any:
+        """Return the user's blocks(model), unchecked; call it only where that is defined.
+
+        Raises:
+            ModelFileError: when the function fails.
+        """
+        return self._call("blocks", model)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter] | Mapping[str, nn.Parameter]) -> Optimizer:
+        """Return the user's optimizer for `parameters`, or SGD.
+
+        A user's optimizer(named_parameters) gets them with their names, which a mapping tells.
+
+        Raises:
+            ModelFileError: when the function fails or returns something else.
+        """
+        named = parameters if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
+        if not self.defines("optimizer"):
+            return SGD(list(named.values()), lr=DEFAULT_LEARNING_RATE)
+        takes_names = next(iter(inspect.signature(self.functions["optimizer"]).parameters)) == "named_parameters"
+        optimizer = self._call("optimizer", list(named.items()) if takes_names else list(named.values()))
+        if not isinstance(optimizer, Optimizer):
+            hint = "for example: return torch.optim.AdamW(parameters, lr=1e-3)"
+            raise self._wrong_type("optimizer", optimizer, "a torch.optim.Optimizer", hint)
+        return optimizer
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return the user's learning-rate scheduler; None where there is none.
+
+        Raises:
+            ModelFileError: when the function fails or returns something else.
+        """
+        if not self.defines("scheduler"):
+            return None
+        scheduler = self._call("scheduler", optimizer)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            wanted = "a scheduler of torch.optim.lr_scheduler that follows the number of steps alone"
+            hint = "for example: return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
+            raise self._wrong_type("scheduler", scheduler, wanted, hint)
+        return scheduler
+
+    def dataset(self) -> Dataset[Any] | None:
+        """Return the training data, a map-style dataset of (args, target) per sample; None where there is none.
+
+        Raises:
+            ModelFileError: when the function fails or returns something else.
+        """
+        return self._dataset("dataset") if self.defines("dataset") else None
+
+    def evaluation_dataset(self) -> Dataset[Any]:
+        """Return the data to evaluate on, like `dataset`.
+
+        Raises:
+            ModelFileError: when there is none, or the function fails or returns something else.
+        """
+        if not self.defines("evaluation_dataset"):
+            raise ModelFileError(
+                f"'{self.origin}' has no evaluation_dataset(), which --evaluate-every needs",
+                hint="define it as dataset(), with samples that are not trained on",
+            )
+        return self._dataset("evaluation_dataset")
+
+    def metrics(self, output: Any, target: Any) -> dict[str, float]:
+        """Return the user's metrics(output, target), means over the batch; call it only where that is defined.
+
+        Raises:
+            ModelFileError: when the function fails or returns something else.
+        """
+        found = self._call("metrics", output, target)
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            hint = 'for example: return {"accuracy": (output.argmax(1) == target).float().mean()}'
+            raise self._wrong_type("metrics", found, "numbers by name", hint) from None
+
+    def on_update(self, minibatch: int, loss: float, metrics: Mapping[str, float | None]) -> None:
+        """Call the user's hook; only where it is defined.
+
+        Raises:
+            ModelFileError: when it fails.
+        """
+        self._call("on_update", minibatch, loss, dict(metrics))
+
+    def _dataset(self, name: str) -> Dataset[Any]:
+        dataset: Dataset[Any] = self._call(name)
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            hint = "return a map-style torch.utils.data.Dataset"
+            raise self._wrong_type(name, dataset, "something with a length and items", hint)
+        return dataset
+
+    def _call(self, name: str, *args: Any) -> Any:
+        folder = self.path.parent if self.path is not None else Path()
+        try:
+            with on_path(folder):
+                return self.functions[name](*args)
+        except PlannerError:
+            raise  # of the project's own demonstration data; it says what to do
+        except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
+            written, line = self._written(name), failing_line(cause, folder) or self.origin
+            raise ModelFileError(
+                f"{written}() fails at {line}: {reason_of(cause)}", hint=f"run it: {written}()"
+            ) from cause
+
+    def _check_signature(self, name: str) -> None:
+        function, written, arguments = self.functions[name], self._written(name), _ARGUMENTS[name]
+        if not callable(function):
+            raise ModelFileError(
+                f"{written} in '{self.origin}' is a {type(function).__name__}, not a function",
+                hint=f"def {written}(...)",
+            )
+        count = len(arguments.split(", ")) if arguments else 0
+        try:
+            inspect.signature(function).bind(*range(count))
+        except ValueError:
+            return  # Python knows no signature of some functions written in C
+        except TypeError as cause:
+            raise ModelFileError(
+                f"{self._place(name)} cannot be called with {count} arguments: {cause}",
+                hint=f"define it as {written}({arguments})",
+            ) from None
+
+    def _wrong_type(self, name: str, returned: Any, wanted: str, hint: str) -> ModelFileError:
+        return ModelFileError(f"{self._place(name)} returned a {type(returned).__name__}, not {wanted}", hint=hint)
+
+    def _place(self, name: str) -> str:
+        """Where the user's function is: "loss() at model.py:12", or "loss() of Net" for a model in memory."""
+        if self.path is None:
+            return f"{name}() of {self.name}"
+        code = getattr(inspect.unwrap(self.functions[name]), "__code__", None)
+        return f"{self._written(name)}() at {self.path}:{1 if code is None else code.co_firstlineno}"
+
+    def _written(self, name: str) -> str:
+        """The name that the user gave to the function."""
+        return self.builder if name == "build_model" else name
+
+
+load_model_file = TrainingSpec.from_file
+in_memory = TrainingSpec.from_objects
