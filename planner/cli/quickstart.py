@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.cli.output import print_answer, print_progress
+
+if TYPE_CHECKING:
+    from planner.demo.quickstart import QuickstartResult
 
 DESCRIPTION = """\
 Profile VGG-16 on this machine, find the best plan for its cores, train it on scikit-learn's digits, train the same
 with DistributedDataParallel, and compare. Everything it makes stays in a folder to go on from.
 """
 NEXT = """\
-Next:
+{folder} holds model.py, profile.json and plan.json. Next:
   cd {folder}
   plan show                                     # stages, predictions, bottleneck
   plan solve --gpus 8 --bandwidth 10Gbps        # the same model on another cluster
@@ -44,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
     from planner.demo.quickstart import default_workers, quickstart
     from planner.errors import InputError
     from planner.profiler.measured.malloc import keep_freed_pages
-    from planner.report.tables.training import quickstart_report
 
     for option, value in (("--gpus", args.gpus), ("--steps", args.steps)):
         if value is not None and value < 1:
@@ -58,6 +61,29 @@ def run(args: argparse.Namespace) -> int:
         on_phase=print_progress,
     )
     print_answer(result, args.json, quickstart_report)
-    if not args.json:
-        print(NEXT.format(folder=result.folder))
     return 0
+
+
+def quickstart_report(result: QuickstartResult) -> str:
+    """The plan's run beside data parallelism's, and what to do next."""
+    from tabulate import tabulate
+
+    from planner.report.tables.training import loss_ends, percent_error
+    from planner.units import format_bandwidth
+
+    rows = []
+    for name, run, predicted in (
+        ("plan", result.pipeline, result.pipeline.predicted_samples_per_s),
+        ("DDP", result.data_parallel, result.predicted_data_parallel_samples_per_s),
+    ):
+        first, last = loss_ends(run.losses)
+        shown = ["-", "-"]
+        if predicted is not None:
+            shown = [f"{predicted:.1f} samples/s", percent_error(predicted, run.samples_per_s)]
+        measured = f"{run.samples_per_s:.1f} samples/s"
+        rows.append([name, run.config, shown[0], measured, shown[1], f"{first:.3f} -> {last:.3f}"])
+    table = tabulate(rows, ["", "config", "predicted", "measured", "error", "loss"], disable_numparse=True)
+    ratio = result.pipeline.samples_per_s / result.data_parallel.samples_per_s
+    link = format_bandwidth(result.link_bytes_per_s)
+    faster = f"The plan trains {ratio:.2f} times as fast as DistributedDataParallel here, over a link of {link}."
+    return f"{table}\n\n{faster}\n\n{NEXT.format(folder=result.folder)}"

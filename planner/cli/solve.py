@@ -130,9 +130,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
-    from planner.cost.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.formats.pipedream import read_profile
     from planner.formats.plan import save_plan
+    from planner.formats.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.report.tables.plan import plan_report
     from planner.units import format_bytes
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.cost.double_buffered import VERSIONS
-from planner.cost.work import POSTED, Footprint
+from planner.cost.work import Footprint
 from planner.formats.plan import Bottleneck, ScheduleName, StageMemory
+from planner.schedule.instructions import POSTED
 
 
 @dataclass(frozen=True)

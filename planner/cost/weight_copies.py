@@ -8,11 +8,11 @@ from dataclasses import replace
 from planner.cost.buckets import ready_s
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price, versions_of
-from planner.cost.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import ScheduleName
 from planner.formats.profile import Layer, Profile
+from planner.formats.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.schedule.shared import lag
 from planner.units import format_bytes
 

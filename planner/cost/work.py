@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from planner.schedule.instructions import POSTED
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
-POSTED = 2  # messages per link held at once: one in use and one on its way
 
 
 @dataclass(frozen=True)

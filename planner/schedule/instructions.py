@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+POSTED = 2  # receives per channel that are open at once: one message in use and one on its way
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.cost.asynchronous import BUCKETS
-from planner.cost.work import POSTED
-from planner.schedule.instructions import Receive, ReceiveShared, Send, SendActivation, SendShared
+from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
 from planner.simulator.links import ClusterLinks
 from planner.simulator.network import FairNetwork, Path
 from planner.simulator.times import Pipeline

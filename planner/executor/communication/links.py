@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.cost.work import POSTED
 from planner.executor.communication.messages import Layout, pack, unpack
 from planner.executor.health.failures import ConnectionLostError
 from planner.executor.run.setup import Place
 from planner.schedule.instructions import (
+    POSTED,
     Instruction,
     Receive,
     ReceiveShared,

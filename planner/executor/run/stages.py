@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from planner.cost.asynchronous import ASYNCHRONOUS
-from planner.cost.shared_weights import obstacle, shared_weights
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared import separate_copies, use_parameters
 from planner.executor.job import TrainingOptions
 from planner.formats.plan import Plan, Transfer
+from planner.formats.shared_weights import obstacle, shared_weights
 from planner.model.capture.evaluation import EvaluationStages, build_evaluation
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.load import capture_file

@@ -20,10 +20,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from planner.cost.work import POSTED
 from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level
 from planner.profiler.links.pair import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
+from planner.schedule.instructions import POSTED
 
 TIMEOUT_S = 120.0  # for one message
 _SHORT_BYTES = 64

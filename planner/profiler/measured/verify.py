@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.cost.shared_weights import copied_layers
 from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
+from planner.formats.shared_weights import copied_layers
 from planner.model.batch import Batch
 from planner.model.capture.load import capture_file
 from planner.model.spec import TrainingSpec

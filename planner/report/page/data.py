@@ -8,21 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.formats.timeline import LANES, LETTERS, Event, Kind, Timeline
-from planner.report.svg.lanes import COLOURS, LANE_ORDER, TEXTS, side_by_side
+from planner.report.svg.lanes import COLOURS, LANE_ORDER, TEXTS, shown_workers, side_by_side
 from planner.simulator.summary import Summary
 
-MOST_WORKERS = 64  # that a page shows
 KINDS: tuple[Kind, ...] = tuple(LANES)
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
-
-
-def shown_workers(timeline: Timeline) -> tuple[int, ...]:
-    """All workers; where they are too many for a page, one of every stage, or of evenly spaced stages."""
-    if len(timeline.workers) <= MOST_WORKERS:
-        return timeline.workers
-    first = sorted({ranks[0] for ranks in timeline.ranks})
-    step = -(-len(first) // MOST_WORKERS)
-    return tuple(first[::step])
 
 
 def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:

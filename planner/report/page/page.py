@@ -16,7 +16,7 @@ from planner.analysis.compare_runs import lay_over
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
-from planner.report.page.data import chart_data, shown_workers
+from planner.report.page.data import chart_data
 from planner.report.page.sections import (
     comparison_section,
     figures,
@@ -27,6 +27,7 @@ from planner.report.page.sections import (
     sweep_section,
     timeline_section,
 )
+from planner.report.svg.lanes import shown_workers
 from planner.report.tables.plan import cluster_line, schedule_line
 from planner.simulator.summary import summarize
 from planner.version import __version__

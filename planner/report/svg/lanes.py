@@ -1,12 +1,13 @@
-"""Events in rows in which none overlap, as timelines are drawn."""
+"""Arrange a timeline's events in rows in which none overlap, and name their colours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from planner.formats.timeline import Event, Kind, Lane
+from planner.formats.timeline import Event, Kind, Lane, Timeline
 
 LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
+MOST_WORKERS = 64  # drawn in one picture
 
 # White text on them has a contrast of 4.5 or more, they themselves have 3 or more on white and on near-black (WCAG 2).
 COLOURS: dict[Kind, str] = {
@@ -35,6 +36,15 @@ TEXTS: dict[Kind, str] = {
     "receive_gradient": "gradients received",
     "all_reduce": "all-reduce",
 }
+
+
+def shown_workers(timeline: Timeline) -> tuple[int, ...]:
+    """All workers; where they are too many for a page, one of every stage, or of evenly spaced stages."""
+    if len(timeline.workers) <= MOST_WORKERS:
+        return timeline.workers
+    first = sorted({ranks[0] for ranks in timeline.ranks})
+    step = -(-len(first) // MOST_WORKERS)
+    return tuple(first[::step])
 
 
 def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from planner.formats.timeline import LANES, Event, Kind, Lane, Timeline
-from planner.report.page.data import shown_workers
-from planner.report.svg.lanes import COLOURS, LANE_ORDER, TEXTS, side_by_side
+from planner.report.svg.lanes import COLOURS, LANE_ORDER, TEXTS, shown_workers, side_by_side
 from planner.units import format_seconds
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 100, 16, 60

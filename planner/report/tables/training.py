@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from planner.units import format_bandwidth, format_bytes
+from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.demo.quickstart import QuickstartResult
     from planner.executor.job import Evaluation, Loss, TrainResult
 
 LOSS_WINDOW = 10  # minibatches averaged at either end: single losses are noise
@@ -107,26 +106,3 @@ def _evaluations(result: TrainResult) -> str:
     if best is not last:
         lines.append(f"best after minibatch {best.minibatch}: {evaluation_numbers(best)}")
     return "\n".join(lines)
-
-
-def quickstart_report(result: QuickstartResult) -> str:
-    """The plan's run beside data parallelism's, and what to do next."""
-    header = ["", "config", "predicted", "measured", "error", "loss"]
-    rows = []
-    for name, run, predicted in (
-        ("plan", result.pipeline, result.pipeline.predicted_samples_per_s),
-        ("DDP", result.data_parallel, result.predicted_data_parallel_samples_per_s),
-    ):
-        first, last = loss_ends(run.losses)
-        shown = ["-", "-"]
-        if predicted is not None:
-            shown = [f"{predicted:.1f} samples/s", percent_error(predicted, run.samples_per_s)]
-        measured = f"{run.samples_per_s:.1f} samples/s"
-        rows.append([name, run.config, shown[0], measured, shown[1], f"{first:.3f} -> {last:.3f}"])
-    ratio = result.pipeline.samples_per_s / result.data_parallel.samples_per_s
-    link = format_bandwidth(result.link_bytes_per_s)
-    following = [
-        f"The plan trains {ratio:.2f} times as fast as DistributedDataParallel here, over a link of {link}.",
-        f"{result.folder} holds model.py, profile.json and plan.json.",
-    ]
-    return "\n".join([tabulate(rows, header, disable_numparse=True), "", *following])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.layer_costs import Candidate, Ledger, messages
-from planner.cost.shared_weights import SharedWeight
 from planner.cost.weight_copies import shared_in
 from planner.formats.plan import Shared, Transfer
+from planner.formats.shared_weights import SharedWeight
 
 
 def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True) -> tuple[Transfer, ...]:

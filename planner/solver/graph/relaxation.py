@@ -20,7 +20,8 @@ from typing import TypeVar
 import numpy as np
 
 from planner.cost.asynchronous import CostModel, RecomputeRule
-from planner.cost.work import POSTED, Floats, Footprint, Integers, Work, in_flight_1f1b
+from planner.cost.work import Floats, Footprint, Integers, Work, in_flight_1f1b
+from planner.schedule.instructions import POSTED
 from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Lattice
 

@@ -24,7 +24,7 @@ import pulp
 from planner.cost.asynchronous import link_of
 from planner.cost.layer_costs import Candidate
 from planner.cost.max_load import held_bytes, value_load_s
-from planner.cost.work import POSTED
+from planner.schedule.instructions import POSTED
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.milp import MilpName, run
 from planner.solver.integer.request import IlpAnswer, Request

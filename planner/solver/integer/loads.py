@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from planner.cost.asynchronous import link_of
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.max_load import held_bytes, value_load_s
-from planner.cost.work import POSTED, Floats, Integers
+from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, Kind
+from planner.schedule.instructions import POSTED
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.graph.downsets import ticks
 from planner.solver.graph.lattice import Words, to_bits

@@ -6,8 +6,8 @@ import numpy as np
 
 from planner.cost.layer_costs import Ledger
 from planner.cost.max_load import held_bytes
-from planner.cost.work import POSTED
 from planner.errors import InputError
+from planner.schedule.instructions import POSTED
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.chain.states import uncut_groups
 from planner.solver.graph.downsets import enumerate_downsets

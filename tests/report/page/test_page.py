@@ -20,8 +20,9 @@ from planner.errors import InputError
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
-from planner.report.page.data import MOST_WORKERS, script_json, shown_workers
+from planner.report.page.data import script_json
 from planner.report.page.page import Content, report_page
+from planner.report.svg.lanes import MOST_WORKERS, shown_workers
 from planner.report.svg.timeline import timeline_svg
 from planner.simulator.plan import simulate
 from planner.solver import solve
