@@ -19,11 +19,11 @@ from benchmarks.testbed.bed import testbed
 from benchmarks.timeline import emulated, real
 from benchmarks.timeline.emulated import DEVICES, EmulatedCase
 from benchmarks.timeline.real import RealCase
-from planner.analysis.compare_runs import Against, lay_over
+from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.report.svg.timeline import timeline_svg
-from planner.report.tables.compare_runs import against_report
+from planner.report.tables.compare_runs import run_comparison_report
 from planner.simulator.beside import cut, simulate_beside
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +76,11 @@ def main() -> None:
     rows: dict[str, Any] = json.loads(RESULTS.read_text()) if arguments.save and RESULTS.exists() else {}
     for case, plan, measured in _runs(arguments.only, arguments.cases, arguments.seconds):
         simulated = simulate_beside(plan, measured)
-        against = lay_over(plan, simulated, measured)
-        rows[case.name] = row(case, against)
+        comparison = compare_runs(plan, simulated, measured)
+        rows[case.name] = row(case, comparison)
         print(rows[case.name], file=sys.stderr, flush=True)
         if arguments.whole:
-            print(against_report(against, plan), file=sys.stderr, flush=True)
+            print(run_comparison_report(comparison, plan), file=sys.stderr, flush=True)
         if arguments.save:
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             if case == PICTURED:
@@ -109,10 +109,10 @@ def _runs(
                     yield each, *emulated.run_case(bed, each, seconds, folder)
 
 
-def row(case: RealCase | EmulatedCase, against: Against) -> list[Any]:
+def row(case: RealCase | EmulatedCase, comparison: RunComparison) -> list[Any]:
     """Of the table."""
-    planned, own = against.as_planned, against.as_run
-    simulated, measured = against.simulated, against.measured
+    planned, own = comparison.as_planned, comparison.as_run
+    simulated, measured = comparison.simulated, comparison.measured
     return [
         case.name,
         case.kind,

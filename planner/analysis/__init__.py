@@ -1,1 +1,1 @@
-"""Questions around a plan: what other plans would give, how it changes with the cluster, and why it is as it is."""
+"""Questions around a plan: compare it with others, explain it, sweep the cluster, compare it with a measured run."""

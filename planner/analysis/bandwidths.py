@@ -1,44 +1,44 @@
-"""A plan's cluster at other bandwidths."""
+"""Sweep the bandwidth around that of a plan's cluster."""
 
 from __future__ import annotations
 
-from planner.analysis.question import question_of
+from planner.analysis.given_plan import question_of
 from planner.analysis.sweep import Sweep, spread, sweep
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, Level
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 
 
 def bandwidth_sweep(profile: Profile, plan: Plan, points: int, factor: float) -> Sweep:
-    """The fastest plans from a `factor`-th of the bandwidth of the plan's cluster to `factor` times as much.
+    """Solve for bandwidths from a `factor`-th of the plan's to `factor` times as much.
 
-    It is that of the outermost level that joins anything.
+    Only the outermost level that joins more than one member changes.
 
     Args:
-        profile: that the plan was made from.
+        profile: the plan's profile.
         plan: with its cluster and schedule.
-        points: how many bandwidths.
+        points: number of bandwidths.
         factor: above 1.
 
     Raises:
         InputError: for a number of points that makes no sense.
     """
-    cluster = plan.cluster
-    outermost = max((n for n, level in enumerate(cluster.levels) if level.size > 1), default=0)
-    now = cluster.levels[outermost].bandwidth_bytes_per_s
+    levels = plan.cluster.levels
+    outermost = max((n for n, level in enumerate(levels) if level.size > 1), default=0)
+    now = levels[outermost].bandwidth_bytes_per_s
 
     def at(bandwidth_bytes_per_s: float) -> Cluster:
-        level = cluster.levels[outermost]
-        ring = level.all_reduce_bandwidth_bytes_per_s
-        changed = level.model_copy(
-            update={
-                "bandwidth_bytes_per_s": bandwidth_bytes_per_s,
-                # Measured all-reduces keep their ratio to messages.
-                "all_reduce_bandwidth_bytes_per_s": None if ring is None else ring * bandwidth_bytes_per_s / now,
-            }
-        )
-        levels = (*cluster.levels[:outermost], changed, *cluster.levels[outermost + 1 :])
-        return cluster.model_copy(update={"levels": levels})
+        changed = at_bandwidth(levels[outermost], bandwidth_bytes_per_s)
+        return plan.cluster.model_copy(update={"levels": (*levels[:outermost], changed, *levels[outermost + 1 :])})
 
     values = spread(now / factor, now * factor, points, whole=False)
     return sweep(profile, "bandwidth", values, at, question=question_of(plan))
+
+
+def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
+    """Return the level with another bandwidth; a measured all-reduce bandwidth keeps its ratio to it."""
+    ring = level.all_reduce_bandwidth_bytes_per_s
+    scaled = None if ring is None else ring * bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
+    return level.model_copy(
+        update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, "all_reduce_bandwidth_bytes_per_s": scaled}
+    )

@@ -1,25 +1,26 @@
-"""The chosen plan beside what one would do without a planner, on the same cluster and by the same cost model."""
+"""Compare a plan with what one would do without a planner, on the same cluster and under the same cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from planner.analysis.question import MICROBATCHES_PER_GPU, Question, question_of, stages_of
+from planner.analysis.given_plan import GivenPlan
+from planner.analysis.question import Question
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
-from planner.cost.pricing import price
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan, ScheduleName, config_of
 from planner.formats.profile import Profile
+from planner.solver.choose import MICROBATCHES_PER_GPU
 from planner.solver.reference import baselines
 
 CHOSEN = "chosen plan"
 DATA_PARALLEL = "data parallel"
 
 
-class Row(Record):
+class ComparisonRow(Record):
     """One way to train the model on the cluster. Times and bytes are per microbatch, which all rows have in common."""
 
     name: str
@@ -28,14 +29,14 @@ class Row(Record):
     microbatches: int  # per minibatch
     workers: int
     seconds_per_microbatch: float
-    samples_per_s: float | None  # None when the profile does not know its batch size
+    samples_per_s: float | None  # None if the profile does not know its batch size
     speedup_over_data_parallel: float
     memory_bytes: int  # of the worker that needs most
-    over_memory_bytes: int  # by which that does not fit; 0 where it does
+    over_memory_bytes: int  # by how much that exceeds the limit; 0 if it fits
     communication_bytes: float  # sent by all workers, per microbatch
     communication_bytes_per_sample: float | None
-    communication_cut: float | None  # share of data parallel's bytes that is not sent; None where that sends none
-    idle_share: float  # of the workers' time: bubbles, waits, and communication that computation does not hide
+    communication_cut: float | None  # share of data parallel's bytes that is not sent; None if that sends none
+    idle_share: float  # of the workers' time: bubbles, waits, and communication that is not overlapped
 
 
 class Comparison(Record):
@@ -43,33 +44,54 @@ class Comparison(Record):
 
     model: str
     cluster: Cluster
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A row to be made: stages, how they run, and their price."""
+
+    name: str
+    stages: Sequence[Candidate]
+    question: Question
+    cost: Price
 
 
 def compare(
     profile: Profile, cluster: Cluster | None = None, *, plan: Plan | None = None, question: Question | None = None
 ) -> Comparison:
-    """The plan for `cluster`, or `plan`, beside data parallelism, hand-made pipelines, and GPipe on the same cut.
+    """Compare a plan with data parallelism, hand-made pipelines, and GPipe on the same cut.
 
     Args:
         profile: costs per layer.
-        cluster: solved for, when there is no plan.
+        cluster: solved for, if there is no plan.
         plan: made from this profile; it brings its cluster and schedule.
-        question: how to solve; the default is `solve`'s.
+        question: how to solve; by default as `solve` does.
 
     Raises:
-        PlanError: when the plan was made from another profile.
+        PlanError: if the plan was made from another profile.
         InfeasibleError, InputError: as `solve`.
     """
     if plan is None:
         assert cluster is not None, "either a plan or a cluster"
         question = question or Question()
-        plan = question.solve(profile, cluster)
+        given = GivenPlan.of(profile, question.solve(profile, cluster), question)
     else:
-        question = question_of(plan)
-    ledger, cluster = Ledger(profile), plan.cluster
-    chosen, asked = stages_of(ledger, plan), question
-    if plan.schedule == "interleaved":  # whose chunks these cuts do not have
+        given = GivenPlan.of(profile, plan)
+    first, *others = _entries(given)
+    rows = [_row(given, entry) for entry in others]
+    rows.insert(0, _chosen_row(given, first))
+    parallel = rows[1]
+    return Comparison(
+        model=profile.model, cluster=given.plan.cluster, rows=tuple(_relative_to(parallel, row) for row in rows)
+    )
+
+
+def _entries(given: GivenPlan) -> list[_Entry]:
+    """List the chosen plan, then data parallelism, then the other baselines."""
+    ledger, plan, question = given.ledger, given.plan, given.question
+    cluster = plan.cluster
+    if plan.schedule == "interleaved":  # the baselines have no chunks
         question = replace(question, schedule="1f1b-flush")
     equal_time = baselines.equal_time(ledger, cluster.gpus)
     straight = question.fastest(ledger, [*baselines.straight(ledger, cluster), equal_time], cluster)
@@ -81,94 +103,82 @@ def compare(
         ("equal time", equal_time, question),
     ]
     if plan.schedule not in ("gpipe", "interleaved"):
-        drained = MICROBATCHES_PER_GPU * cluster.gpus
-        gpipe = replace(question, schedule="gpipe", microbatches=drained, cost_model="resource")
-        table.append(("gpipe, same cut", chosen, gpipe))
-    rows = [_row(ledger, cluster, name, stages, how, how.price(ledger, stages, cluster)) for name, stages, how in table]
-    first = _row(ledger, cluster, CHOSEN, chosen, asked, _price_of(ledger, plan, chosen))
-    if plan.chunks > 1:
-        first = _of_workers(plan, first, busy_s(ledger, chosen, plan.schedule, plan.microbatches))
-    rows.insert(0, first)
-    return Comparison(model=profile.model, cluster=cluster, rows=tuple(_against(rows[1], row) for row in rows))
+        microbatches = MICROBATCHES_PER_GPU * cluster.gpus
+        gpipe = replace(question, schedule="gpipe", microbatches=microbatches, cost_model="resource")
+        table.append(("gpipe, same cut", given.stages, gpipe))
+    return [
+        _Entry(CHOSEN, given.stages, given.question, given.price()),
+        *(_Entry(name, stages, how, how.price(ledger, stages, cluster)) for name, stages, how in table),
+    ]
 
 
-def _price_of(ledger: Ledger, plan: Plan, stages: Sequence[Candidate]) -> Price:
-    """The plan's price as it says itself: it may have been solved for other depths."""
-    priced = price(
-        ledger,
-        stages,
-        plan.cluster,
-        model=plan.solver.cost_model,
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        chunks=plan.chunks,
-    )
-    return replace(
-        priced,
-        seconds_per_minibatch=plan.predicted.seconds_per_minibatch,
-        memory=tuple(stage.memory for stage in plan.stages),
-    )
-
-
-def _row(
-    ledger: Ledger, cluster: Cluster, name: str, stages: Sequence[Candidate], question: Question, cost: Price
-) -> Row:
-    """A row that is not yet compared with data parallelism."""
-    microbatches = question.microbatches_on(cluster)
-    seconds = cost.seconds_per_minibatch / microbatches
-    size = ledger.profile.microbatch_size
-    memory = max(memory.total_bytes for memory in cost.memory)
-    sent = cost.communication_bytes / microbatches
-    workers = sum(stage.replicas for stage in stages)
-    return Row(
-        name=name,
-        config=config_of(tuple(stage.replicas for stage in stages)),
-        schedule=question.schedule,
+def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
+    """Make a row that is not yet compared with data parallelism."""
+    cluster, size = given.plan.cluster, given.ledger.profile.microbatch_size
+    microbatches = entry.question.microbatches_on(cluster)
+    seconds = entry.cost.seconds_per_minibatch / microbatches
+    sent = entry.cost.communication_bytes / microbatches
+    memory = max(memory.total_bytes for memory in entry.cost.memory)
+    replicas = tuple(stage.replicas for stage in entry.stages)
+    busy = busy_s(given.ledger, entry.stages, entry.question.schedule, microbatches)
+    return ComparisonRow(
+        name=entry.name,
+        config=config_of(replicas),
+        schedule=entry.question.schedule,
         microbatches=microbatches,
-        workers=workers,
+        workers=sum(replicas),
         seconds_per_microbatch=seconds,
         samples_per_s=None if size is None else size / seconds,
         speedup_over_data_parallel=1.0,
         memory_bytes=memory,
-        over_memory_bytes=0 if cluster.memory_bytes is None else max(0, memory - cluster.memory_bytes),
+        over_memory_bytes=_excess_bytes(memory, cluster),
         communication_bytes=sent,
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,
-        idle_share=1 - busy_s(ledger, stages, question.schedule, microbatches) / (workers * seconds),
+        idle_share=1 - busy / (sum(replicas) * seconds),
     )
 
 
-def _of_workers(plan: Plan, row: Row, busy: float) -> Row:
-    """The row of a plan whose workers have several stages each."""
-    memory, limit = max(map(plan.memory_bytes, range(len(plan.stages)))), plan.cluster.memory_bytes
+def _chosen_row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
+    """Make the plan's row; if its workers run several stages each, count workers and their memory, not stages."""
+    plan, row = given.plan, _row(given, entry)
+    if plan.chunks == 1:
+        return row
+    memory = max(map(plan.memory_bytes, range(len(plan.stages))))
+    busy = busy_s(given.ledger, given.stages, plan.schedule, plan.microbatches)
     return row.model_copy(
         update={
             "config": plan.config,
             "workers": plan.workers,
             "memory_bytes": memory,
-            "over_memory_bytes": 0 if limit is None else max(0, memory - limit),
+            "over_memory_bytes": _excess_bytes(memory, plan.cluster),
             "idle_share": 1 - busy / plan.workers / row.seconds_per_microbatch,
         }
     )
 
 
-def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: ScheduleName, microbatches: int) -> float:
-    """Seconds per microbatch that the workers of all stages compute, together.
+def _excess_bytes(memory_bytes: int, cluster: Cluster) -> int:
+    return 0 if cluster.memory_bytes is None else max(0, memory_bytes - cluster.memory_bytes)
 
-    Each microbatch is one replica's work; of a minibatch's end, every replica updates its own weights. Under 1f1b that
-    is once per round of as many minibatches as there are replicas, so that it adds up to one update per minibatch.
+
+def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: ScheduleName, microbatches: int) -> float:
+    """Sum the seconds per microbatch that the workers of all stages compute.
+
+    A microbatch runs on one replica of each stage. All replicas update: once per minibatch, or under 1f1b once per
+    round of as many minibatches as there are replicas, which is one update per minibatch again.
     """
     total = 0.0
     for stage in stages:
         work = ledger.work(stage)
         updates = 1 if schedule in ("1f1b", "naive") else stage.replicas / microbatches
-        adding = max(0, microbatches - stage.replicas) / microbatches
+        # The first microbatch of each replica has no gradients to accumulate into.
+        accumulating = max(0, microbatches - stage.replicas) / microbatches
         total += float(work.forward_s + work.recompute_s + work.backward_s) + updates * float(work.update_s)
-        total += adding * float(work.accumulate_s)
+        total += accumulating * float(work.accumulate_s)
     return total
 
 
-def _against(data_parallel: Row, row: Row) -> Row:
+def _relative_to(data_parallel: ComparisonRow, row: ComparisonRow) -> ComparisonRow:
     sent = data_parallel.communication_bytes
     return row.model_copy(
         update={

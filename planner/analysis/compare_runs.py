@@ -1,73 +1,206 @@
-"""A run laid over its simulation: how far apart they are, and whether that is the stages' times or the schedule."""
+"""Compare a measured run with the simulation of its minibatches, event by event and stage by stage.
+
+Two simulations are compared with the run. The first uses the plan's stage times: its error is the error of the
+prediction. The second uses the run's own mean stage times: what remains is due to messages, waits and jitter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+from typing import Literal
 
-from planner.analysis.deviation import Deviation, StageSeconds, deviation, mean_seconds
+from planner.errors import InputError
 from planner.formats.files import Record
 from planner.formats.plan import Plan
-from planner.formats.timeline import Timeline
+from planner.formats.timeline import Event, Timeline
 from planner.simulator.beside import simulate_beside
 from planner.simulator.plan import pipeline_of
 from planner.simulator.summary import Summary, summarize
 
-
-class StageBeside(Record):
-    """Mean seconds of a stage's computations, simulated and measured."""
-
-    simulated: StageSeconds
-    measured: StageSeconds
+COMPARED = ("forward", "backward", "backward_input", "backward_weight")
+_MOST = 0.95
 
 
-class Against(Record):
-    """A simulation and a run of the same minibatches.
+class Moment(Record):
+    """Start or end of a computation, in both runs."""
 
-    `as_planned` is how far the simulation lies from the run: the prediction. `as_run` is the same of a simulation whose
-    stages take what they took on average in the run: what is left is not the stages' times, but messages, waits and how
-    evenly the stages ran.
+    name: str  # as timelines are drawn: "B3.1"
+    at: Literal["start", "end"]
+    rank: int
+    stage: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error_s(self) -> float:
+        """Distance between prediction and measurement."""
+        return abs(self.predicted_s - self.measured_s)
+
+
+class TimingError(Record):
+    """Distances between simulated and measured starts and ends, as shares of the measured run's length."""
+
+    events: int  # forwards and backwards that both runs have
+    median_share: float
+    p95_share: float  # 95% of the distances are no larger
+    worst_share: float
+    worst: Moment | None  # None if the runs have no event in common
+
+
+class MeanStageTimes(Record):
+    """Mean seconds of one stage's computations; 0 for kinds that the run does not have.
+
+    A backward includes the recomputation before it, because workers record the two as one event.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+
+class StageComparison(Record):
+    """Mean stage times, simulated and measured."""
+
+    simulated: MeanStageTimes
+    measured: MeanStageTimes
+
+
+class RunComparison(Record):
+    """A simulation and a measured run of the same minibatches.
+
+    `as_planned`: timing error of the simulation at the plan's stage times. `as_run`: the same at the run's mean stage
+    times.
     """
 
     simulated: Summary
     measured: Summary
-    as_planned: Deviation
-    as_run: Deviation
-    stages: tuple[StageBeside, ...]
+    as_planned: TimingError
+    as_run: TimingError
+    stages: tuple[StageComparison, ...]
 
 
-def lay_over(plan: Plan, simulated: Timeline, measured: Timeline) -> Against:
+def compare_runs(plan: Plan, simulated: Timeline, measured: Timeline) -> RunComparison:
     """Compare a run with the simulation of its minibatches.
 
     Args:
-        plan: that was run.
-        simulated: what `simulate_beside` gives for the two others.
+        plan: the plan that was run.
+        simulated: what `simulate_beside` returns for `plan` and `measured`.
         measured: the run.
 
     Raises:
-        InputError: when the run is one of another plan.
+        InputError: if the run is of another plan.
     """
-    as_planned = deviation(simulated, measured)
-    planned, found = mean_seconds(simulated), mean_seconds(measured)
-    own = simulate_beside(with_times(plan, found), measured)
-    return Against(
+    as_planned = timing_error(simulated, measured)
+    planned, found = mean_stage_times(simulated), mean_stage_times(measured)
+    as_run = simulate_beside(with_stage_times(plan, found), measured)
+    return RunComparison(
         simulated=summarize(simulated),
         measured=summarize(measured),
         as_planned=as_planned,
-        as_run=deviation(own, measured),
-        stages=tuple(StageBeside(simulated=one, measured=other) for one, other in zip(planned, found, strict=True)),
+        as_run=timing_error(as_run, measured),
+        stages=tuple(StageComparison(simulated=one, measured=other) for one, other in zip(planned, found, strict=True)),
     )
 
 
-def with_times(plan: Plan, times: Sequence[StageSeconds]) -> Plan:
-    """The plan whose stages compute for so long as was seen, what messages cost the processor included."""
-    # What adding up gradients takes is within the mean backward that was seen.
+def timing_error(predicted: Timeline, measured: Timeline) -> TimingError:
+    """Compare starts and ends of every forward and backward.
+
+    Raises:
+        InputError: if the two are not runs of the same plan.
+    """
+    for field in ("config", "schedule", "ranks", "microbatches"):
+        expected, found = getattr(predicted, field), getattr(measured, field)
+        if expected != found:
+            raise InputError(
+                f"the run is of another plan: its {field} {_shown(found)} is not the plan's {_shown(expected)}",
+                hint="give the `plan` that was run",
+            )
+    ours, theirs = _compared(predicted), _compared(measured)
+    length = measured.span_s
+    moments = [
+        Moment(
+            name=measured.name_of(found),
+            at=at,
+            rank=found.rank,
+            stage=found.stage,
+            predicted_s=getattr(ours[key], f"{at}_s"),
+            measured_s=getattr(found, f"{at}_s"),
+        )
+        for key, found in theirs.items()
+        if key in ours and length > 0
+        for at in ("start", "end")
+    ]
+    if not moments:
+        return TimingError(events=0, median_share=0.0, p95_share=0.0, worst_share=0.0, worst=None)
+    shares = sorted(moment.error_s / length for moment in moments)
+    return TimingError(
+        events=len(moments) // 2,
+        median_share=median(shares),
+        p95_share=shares[int(_MOST * (len(shares) - 1))],
+        worst_share=shares[-1],
+        worst=max(moments, key=lambda moment: moment.error_s),
+    )
+
+
+def mean_stage_times(timeline: Timeline) -> list[MeanStageTimes]:
+    """Average each stage's forwards, backwards and updates over a run."""
+    seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
+    counts: defaultdict[tuple[int, str], int] = defaultdict(int)
+    for event in _computations(timeline.events.rows()):
+        # The two parts of a split backward count as one backward, so only the first part is counted.
+        kind = event.kind.partition("_")[0]
+        seconds[event.stage, kind] += event.end_s - event.start_s
+        counts[event.stage, kind] += event.kind != "backward_weight"
+    return [
+        MeanStageTimes(
+            **{f"{kind}_s": seconds[s, kind] / max(1, counts[s, kind]) for kind in ("forward", "backward", "update")}
+        )
+        for s in range(len(timeline.ranks))
+    ]
+
+
+def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
+    """Return the plan with stages that take `times` when simulated.
+
+    On a cluster without overlap the simulator adds the processor's time for messages to each stage. Measured times
+    contain it already, so it is subtracted here.
+    """
+    # The measured mean backward contains gradient accumulation.
     nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
     idle = plan.model_copy(update={"stages": tuple(stage.model_copy(update=nothing) for stage in plan.stages)})
     stages = []
     for stage, seen, handling in zip(plan.stages, times, pipeline_of(idle).stages, strict=True):
         forward_s = max(0.0, seen.forward_s - handling.forward_s)
-        again_s = forward_s if stage.recompute else 0.0  # is within the backward that was seen
-        backward_s = max(0.0, seen.backward_s - again_s - handling.backward_s)
+        recompute_s = forward_s if stage.recompute else 0.0  # part of the measured backward
+        backward_s = max(0.0, seen.backward_s - recompute_s - handling.backward_s)
         own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": seen.update_s, "accumulate_s": 0.0}
         stages.append(stage.model_copy(update=own))
     return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _compared(timeline: Timeline) -> dict[tuple[object, ...], Event]:
+    """Index the forwards and backwards of a run by rank, kind, stage and unit."""
+    return {
+        (event.rank, event.kind, event.stage, event.minibatch, event.microbatch): event
+        for event in _computations(timeline.events.rows())
+        if event.kind in COMPARED
+    }
+
+
+def _computations(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the computations, each recomputation merged into the backward that follows it."""
+    recomputed: dict[tuple[int, ...], float] = {}
+    for event in events:
+        unit = event.rank, event.stage, event.minibatch, event.microbatch
+        if event.kind == "recompute":
+            recomputed[unit] = event.start_s
+        elif event.kind in ("backward", "backward_input") and unit in recomputed:
+            yield event._replace(start_s=recomputed.pop(unit))
+        elif event.lane == "compute":
+            yield event
+
+
+def _shown(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value)

@@ -1,4 +1,4 @@
-"""How the plan changes with one quantity of the cluster, and where it changes."""
+"""Sweep one quantity of the cluster: how the plan changes with it, and where."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from planner.analysis.question import Question
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
-from planner.formats.plan import Bottleneck, Plan
+from planner.formats.plan import Bottleneck
 from planner.formats.profile import Profile
 
 Quantity = Literal["bandwidth", "gpus", "memory"]
 ClusterAt = Callable[[float], Cluster]
 
 MOST_POINTS = 200
-PRECISION = 0.01  # of the places where the plan changes, relative
-MOST_CHANGES = 8  # looked for between two neighbouring points
+PRECISION = 0.01  # relative, of the values at which the config changes
+MOST_CHANGES = 8  # to look for between two adjacent points
 
 
-class Point(Record):
-    """The plan for one cluster; None throughout where none fits."""
+class SweepPoint(Record):
+    """The plan for one value of the quantity; its fields are None if no plan fits."""
 
     value: float  # bytes/s, GPUs or bytes
     config: str | None
@@ -34,24 +34,27 @@ class Point(Record):
     speedup_over_one_gpu: float | None = None
     speedup_over_data_parallel: float | None = None
     bottleneck: Bottleneck | None = None
-    why_not: str | None = None  # where no plan fits
+    why_not: str | None = None  # if no plan fits
 
 
-class Change(Record):
-    """The config changes between two values, `PRECISION` apart or neighbouring integers."""
+class ConfigChange(Record):
+    """A change of config between two values, which are within `PRECISION` or adjacent integers."""
 
     below: float
     from_config: str | None
-    above: Point  # the first with another config
+    above: SweepPoint  # the first with another config
 
 
 class Sweep(Record):
-    """Points in ascending order of the quantity, and every change of config between them that was found."""
+    """Points in ascending order of the quantity, and the changes of config found between them."""
 
     model: str
     quantity: Quantity
-    points: tuple[Point, ...]
-    changes: tuple[Change, ...]
+    points: tuple[SweepPoint, ...]
+    changes: tuple[ConfigChange, ...]
+
+
+PointAt = Callable[[float], SweepPoint]
 
 
 def sweep(
@@ -62,28 +65,28 @@ def sweep(
     *,
     question: Question | None = None,
 ) -> Sweep:
-    """Solve for each of the values, and bisect between those whose configs differ.
+    """Solve for each value, and bisect between adjacent values whose configs differ.
 
     Args:
         profile: costs per layer.
         quantity: what the values are: bytes/s, a number of GPUs, or bytes of memory per GPU.
         values: see `spread`.
-        cluster_at: the cluster with that value.
-        question: how to solve; the default is `solve`'s.
+        cluster_at: returns the cluster with a value.
+        question: how to solve; by default as `solve` does.
 
     Raises:
-        InputError: as `solve`; a cluster that no plan fits is an answer here.
+        InputError: as `solve`. That no plan fits a cluster is an answer, not an error.
     """
     question = question or Question()
     points = [_point(profile, value, cluster_at, question) for value in sorted(set(values))]
-    changes: list[Change] = []
+    changes: list[ConfigChange] = []
     for low, high in pairwise(points):
         changes += _changes(low, high, quantity, lambda value: _point(profile, value, cluster_at, question))
     return Sweep(model=profile.model, quantity=quantity, points=tuple(points), changes=tuple(changes))
 
 
 def spread(low: float, high: float, points: int, whole: bool) -> list[float]:
-    """Values from low to high in equal ratios; every whole number where there are not more, for GPUs.
+    """Spread values from `low` to `high` in equal ratios; `whole` numbers only, all of them if `points` suffice.
 
     Raises:
         InputError: for a range that runs backwards, or a number of points that makes no sense.
@@ -101,17 +104,13 @@ def spread(low: float, high: float, points: int, whole: bool) -> list[float]:
     return sorted({float(round(value)) for value in values}) if whole else values
 
 
-def _point(profile: Profile, value: float, cluster_at: ClusterAt, question: Question) -> Point:
+def _point(profile: Profile, value: float, cluster_at: ClusterAt, question: Question) -> SweepPoint:
     try:
         plan = question.solve(profile, cluster_at(value))
     except InfeasibleError as error:
-        return Point(value=value, config=None, why_not=error.message)
-    return _of_plan(value, plan)
-
-
-def _of_plan(value: float, plan: Plan) -> Point:
+        return SweepPoint(value=value, config=None, why_not=error.message)
     predicted = plan.predicted
-    return Point(
+    return SweepPoint(
         value=value,
         config=plan.config,
         workers=plan.workers,
@@ -124,20 +123,20 @@ def _of_plan(value: float, plan: Plan) -> Point:
     )
 
 
-def _changes(low: Point, high: Point, quantity: Quantity, at: Callable[[float], Point]) -> list[Change]:
-    """The changes from one point to the next, each found by bisection from the one before it."""
-    found: list[Change] = []
+def _changes(low: SweepPoint, high: SweepPoint, quantity: Quantity, point_at: PointAt) -> list[ConfigChange]:
+    """Find the changes between two points, each by bisection from the one before it."""
+    found: list[ConfigChange] = []
     while low.config != high.config and len(found) < MOST_CHANGES:
         below, above = low, high
-        while not _neighbours(below.value, above.value, quantity):
-            middle = at(_middle(below.value, above.value, quantity))
+        while not _adjacent(below.value, above.value, quantity):
+            middle = point_at(_middle(below.value, above.value, quantity))
             below, above = (middle, above) if middle.config == low.config else (below, middle)
-        found.append(Change(below=below.value, from_config=below.config, above=above))
+        found.append(ConfigChange(below=below.value, from_config=below.config, above=above))
         low = above
     return found
 
 
-def _neighbours(low: float, high: float, quantity: Quantity) -> bool:
+def _adjacent(low: float, high: float, quantity: Quantity) -> bool:
     return high - low <= 1 if quantity == "gpus" else high <= low * (1 + PRECISION)
 
 

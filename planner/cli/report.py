@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from planner.analysis.sweep import MOST_POINTS
     from planner.formats.files import write_bytes, write_text
     from planner.formats.plan import load_plan
-    from planner.report.page.page import Content, report_page
+    from planner.report.page.page import ReportContent, report_page
     from planner.report.svg.png import png
     from planner.report.svg.timeline import timeline_svg
     from planner.report.trace import load_run
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         simulated = simulate_beside(plan, measured)
     if style == "html":
         comparison, sweep, why_not = _alternatives(args, plan)
-        write_text(output, report_page(Content(plan, simulated, measured, comparison, sweep, why_not)))
+        write_text(output, report_page(ReportContent(plan, simulated, measured, comparison, sweep, why_not)))
     else:
         picture = timeline_svg([simulated] if measured is None else [simulated, measured])
         if style == "svg":

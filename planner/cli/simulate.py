@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _against(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, str]:
     """The simulation of the run's minibatches, and what to print."""
-    from planner.analysis.compare_runs import lay_over
-    from planner.report.tables.compare_runs import against_report
+    from planner.analysis.compare_runs import compare_runs
+    from planner.report.tables.compare_runs import run_comparison_report
     from planner.report.trace import load_run
     from planner.simulator.beside import simulate_beside
 
@@ -105,5 +105,5 @@ def _against(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, str]:
         raise InputError("--accumulate has no meaning with --against, which knows it", hint="leave out one of the two")
     measured = load_run(args.against)
     timeline = simulate_beside(plan, measured)
-    found = lay_over(plan, timeline, measured)
-    return timeline, found.model_dump_json(indent=1) if args.json else against_report(found, plan)
+    found = compare_runs(plan, timeline, measured)
+    return timeline, found.model_dump_json(indent=1) if args.json else run_comparison_report(found, plan)

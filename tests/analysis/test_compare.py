@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.compare import Comparison, Row, compare
+from planner.analysis.compare import Comparison, ComparisonRow, compare
 from planner.analysis.question import Question
 from planner.cost.layer_costs import Ledger
 from planner.cost.pricing import price
@@ -27,7 +27,7 @@ MODEL = profile(
 )
 
 
-def row(comparison: Comparison, name: str) -> Row:
+def row(comparison: Comparison, name: str) -> ComparisonRow:
     return next(each for each in comparison.rows if each.name == name)
 
 

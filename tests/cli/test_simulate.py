@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.compare_runs import Against
+from planner.analysis.compare_runs import RunComparison
 from planner.cli.main import main
 from planner.formats.plan import load_plan, save_plan
 from planner.report.tables.run import run_report
@@ -53,7 +53,7 @@ def test_against_a_run(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "at the plan's times" in done.stdout
     assert load_run(folder / "beside.json").minibatches == 30
-    found = Against.model_validate_json(plan("simulate", "--against", "run.json", "--json", cwd=folder).stdout)
+    found = RunComparison.model_validate_json(plan("simulate", "--against", "run.json", "--json", cwd=folder).stdout)
     assert found.as_planned.worst_share < 1e-6
     assert found.as_planned.events == 30 * 2 * 2
 
@@ -86,6 +86,6 @@ def test_many_workers_are_a_row_per_stage() -> None:
     many = plan_of(equal_layers(2), (40, 1))
     report = run_report(summarize(simulate(many, 100)), many)
     assert "0-39" in report
-    assert "of several workers the largest" in report
+    assert "the largest of each stage's workers" in report
     few = run_report(summarize(simulate(plan_of(equal_layers(1), (1,)), 1)))
     assert "too short for a steady state" in few

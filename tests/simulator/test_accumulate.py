@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.analysis.deviation import deviation
+from planner.analysis.compare_runs import timing_error
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, ScheduleName
@@ -61,7 +61,7 @@ def test_a_part_of_a_run_lies_where_its_own_simulation_does(part: range) -> None
     plan = plan_of(layers, (2, 1, 1))
     measured = cut(simulate(plan, 300, 3), part).model_copy(update={"source": "measured", "minibatches": 300})
     simulated = simulate_beside(plan, measured)
-    assert deviation(simulated, measured).worst_share < 1e-6
+    assert timing_error(simulated, measured).worst_share < 1e-6
     rounds = {(e.rank, e.minibatch) for e in measured.events.rows() if e.kind == "update"}
     assert {(e.rank, e.minibatch) for e in simulated.events.rows() if e.kind == "update"} == rounds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.analysis.deviation import deviation
+from planner.analysis.compare_runs import timing_error
 from planner.errors import InputError
 from planner.formats.plan import Plan, ScheduleName
 from planner.formats.timeline import Events, Timeline
@@ -28,7 +28,7 @@ def test_a_part_lies_where_its_own_simulation_does(part: range, schedule: Schedu
     plan = plan_of(layers, (2, 1, 1), schedule=schedule, microbatches=microbatches)
     measured = noted(plan, 300, part)
     simulated = simulate_beside(plan, measured)
-    apart = deviation(simulated, measured)
+    apart = timing_error(simulated, measured)
     assert apart.events == len(part) * microbatches * 3 * 2
     assert apart.worst_share < 1e-6
     rounds = {(e.rank, e.kind, e.minibatch) for e in measured.events.rows() if e.kind in ("update", "all_reduce")}
@@ -47,7 +47,7 @@ def test_little_is_simulated_of_a_long_run() -> None:
     simulated = simulate_beside(plan, late)
     assert {e.minibatch for e in simulated.events.rows() if e.kind == "forward"} == set(range(10**6 + 60, 10**6 + 70))
     assert default_minibatches(plan) < 100
-    assert deviation(simulated, late).worst_share < 1e-6
+    assert timing_error(simulated, late).worst_share < 1e-6
 
 
 def test_a_run_of_nothing_is_refused() -> None:

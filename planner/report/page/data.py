@@ -1,4 +1,4 @@
-"""What the charts of the report draw, as JSON."""
+"""The data of the report's charts, as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.formats.timeline import LANES, LETTERS, Event, Kind, Timeline
-from planner.report.svg.lanes import COLOURS, LANE_ORDER, TEXTS, shown_workers, side_by_side
+from planner.report.svg.lanes import COLOURS, TEXTS, rows_of, shown_workers
+from planner.simulator.beside import ROUNDS
 from planner.simulator.summary import Summary
 
 KINDS: tuple[Kind, ...] = tuple(LANES)
@@ -16,14 +17,15 @@ _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest
 
 
 def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
-    """JSON that is safe inside a script element.
+    """Return JSON that is safe inside a script element.
 
     Args:
-        runs: the simulated one, and the measured one where there is one.
+        runs: the simulated run, and the measured one if there is one.
         summary: of the first.
     """
     first = runs[0]
     workers = shown_workers(first)
+    stages = {worker.rank: ", ".join(map(str, worker.stages)) for worker in summary.workers}
     span = max(run.span_s for run in runs)
     digits = max(0, _DIGITS - math.floor(math.log10(span))) if span > 0 else 0
     rows: dict[int, list[dict[str, Any]]] = {rank: [] for rank in workers}
@@ -40,34 +42,28 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
         "microbatches": first.microbatches,
         "pipeline_length": first.pipeline_length,
         "kinds": [
-            {"letter": LETTERS[kind], "text": TEXTS[kind], "colour": COLOURS[kind], "once": kind in _ONCE}
+            {"letter": LETTERS[kind], "text": TEXTS[kind], "colour": COLOURS[kind], "once": kind in ROUNDS}
             for kind in KINDS
         ],
-        "workers": [{"rank": rank, "stages": _stages(first, rank), "rows": rows[rank]} for rank in workers],
+        "workers": [{"rank": rank, "stages": stages[rank], "rows": rows[rank]} for rank in workers],
         "memory": _memory(runs, workers, digits),
     }
     return script_json(content)
 
 
 def script_json(content: object) -> str:
-    """JSON in which nothing can end the script element around it or begin a comment."""
+    """Write JSON in which nothing can end the script element around it or begin a comment."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-_ONCE: tuple[Kind, ...] = ("update", "all_reduce")  # per round
-
-
 def _rows(source: str, own: Sequence[Event], digits: int) -> list[dict[str, Any]]:
-    """A worker's events, a row for each lane that has any, each as columns."""
-    found: dict[tuple[int, int], list[Event]] = {}
-    for event, row in side_by_side(own):
-        found.setdefault((LANE_ORDER.index(event.lane), row), []).append(event)
+    """Write a worker's rows of events, each as columns."""
     return [
         {
-            "lane": LANE_ORDER[lane],
+            "lane": lane,
             "source": source,
             "start": [round(event.start_s, digits) for event in events],
             "end": [round(event.end_s, digits) for event in events],
@@ -77,12 +73,8 @@ def _rows(source: str, own: Sequence[Event], digits: int) -> list[dict[str, Any]
             "microbatch": [event.microbatch for event in events],
             "peer": [-1 if event.peer_rank is None else event.peer_rank for event in events],
         }
-        for (lane, _), events in sorted(found.items())
+        for lane, events in rows_of(own)
     ]
-
-
-def _stages(timeline: Timeline, rank: int) -> str:
-    return ", ".join(str(number) for number, ranks in enumerate(timeline.ranks) if rank in ranks)
 
 
 def _memory(runs: Sequence[Timeline], workers: Sequence[int], digits: int) -> list[dict[str, Any]]:

@@ -12,11 +12,12 @@ from html import escape
 from importlib.resources import files
 
 from planner.analysis.compare import Comparison
-from planner.analysis.compare_runs import lay_over
+from planner.analysis.compare_runs import compare_runs
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.report.page.data import chart_data
+from planner.report.page.elements import paragraph
 from planner.report.page.sections import (
     comparison_section,
     figures,
@@ -29,18 +30,16 @@ from planner.report.page.sections import (
 )
 from planner.report.svg.lanes import shown_workers
 from planner.report.tables.plan import cluster_line, schedule_line
-from planner.simulator.summary import summarize
+from planner.simulator.summary import Summary, summarize
 from planner.version import __version__
 
 SCRIPTS = ("axis.js", "timeline.js", "memory.js", "page.js")
+Section = tuple[str, str, str]  # anchor, title, HTML
 
 
 @dataclass(frozen=True)
-class Content:
-    """What a report is made of; what is None is left out of it.
-
-    `why_not`: says why there is no comparison and no sweep, where there is none.
-    """
+class ReportContent:
+    """What a report is made of; it leaves out what is None. `why_not`: why there is no comparison and no sweep."""
 
     plan: Plan
     simulated: Timeline
@@ -50,40 +49,21 @@ class Content:
     why_not: str = ""
 
 
-def report_page(content: Content) -> str:
-    """The page.
+def report_page(content: ReportContent) -> str:
+    """Write the page.
 
     Raises:
-        InputError: when the measured run is one of another plan.
+        InputError: if the measured run is of another plan.
     """
-    plan, runs = content.plan, [content.simulated]
-    summary, measured = summarize(content.simulated), None
-    sections = [
-        ("summary", "In short", figures(plan, summary)),
-        ("limits", "What limits it", limits_section(plan, summary)),
-        ("stages", "Stages", stages_section(plan)),
-    ]
-    if content.measured is not None:
-        runs.append(content.measured)
-        against = lay_over(plan, content.simulated, content.measured)
-        measured = against.measured
-        sections.append(("measured", "Predicted and measured", measured_section(plan, against)))
-    shown = shown_workers(content.simulated)
-    sections.append(("timeline", "Timeline", fill("timeline.html", timeline_section(content.simulated, runs, shown))))
-    sections.append(("memory", "Memory", memory_section(plan, summary, measured)))
-    if content.comparison is not None:
-        sections.append(("comparison", "Beside other ways", comparison_section(content.comparison)))
-    if content.sweep is not None:
-        sections.append(("sweep", "With other bandwidths", sweep_section(content.sweep)))
-    if content.why_not:
-        sections.append(("missing", "Not in this report", f'<p class="note">{escape(content.why_not)}</p>'))
-    lead = f"{schedule_line(plan)} · {cluster_line(plan.cluster)}"
+    plan, summary = content.plan, summarize(content.simulated)
+    runs = [run for run in (content.simulated, content.measured) if run is not None]
+    sections = _sections(content, runs, summary)
     return fill(
         "page.html",
         {
             "title": escape(f"{plan.model}: {plan.config}"),
             "heading": f"{escape(plan.model)}: {escape(plan.config)} on {plan.workers} GPU{'s' * (plan.workers > 1)}",
-            "lead": escape(lead),
+            "lead": escape(f"{schedule_line(plan)} · {cluster_line(plan.cluster)}"),
             "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections),
             "sections": "\n".join(
                 f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{body}\n'
@@ -101,8 +81,31 @@ def report_page(content: Content) -> str:
     )
 
 
+def _sections(content: ReportContent, runs: list[Timeline], summary: Summary) -> list[Section]:
+    plan, measured = content.plan, None
+    sections = [
+        ("summary", "Summary", figures(plan, summary)),
+        ("limits", "Bottleneck", limits_section(plan, summary)),
+        ("stages", "Stages", stages_section(plan)),
+    ]
+    if content.measured is not None:
+        comparison = compare_runs(plan, content.simulated, content.measured)
+        measured = comparison.measured
+        sections.append(("measured", "Predicted and measured", measured_section(plan, comparison)))
+    shown = shown_workers(content.simulated)
+    sections.append(("timeline", "Timeline", fill("timeline.html", timeline_section(content.simulated, runs, shown))))
+    sections.append(("memory", "Memory", memory_section(plan, summary, measured)))
+    if content.comparison is not None:
+        sections.append(("comparison", "Compared with other plans", comparison_section(content.comparison)))
+    if content.sweep is not None:
+        sections.append(("sweep", "At other bandwidths", sweep_section(content.sweep)))
+    if content.why_not:
+        sections.append(("missing", "Not in this report", paragraph(content.why_not, "note")))
+    return sections
+
+
 def fill(name: str, values: dict[str, str]) -> str:
-    """The part of that name, its `{{ places }}` filled."""
+    """Fill the `{{ places }}` of a part."""
     return re.sub(r"\{\{ (\w+) \}\}", lambda place: values[place[1]], _part(name))
 
 

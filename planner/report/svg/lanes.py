@@ -1,15 +1,15 @@
-"""Arrange a timeline's events in rows in which none overlap, and name their colours."""
+"""How timelines are drawn: which workers, in which rows, in which colours and words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from planner.formats.timeline import Event, Kind, Lane, Timeline
+from planner.formats.timeline import LANES, Event, Kind, Lane, Timeline
 
+MOST_WORKERS = 64  # on a page
 LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
-MOST_WORKERS = 64  # drawn in one picture
 
-# White text on them has a contrast of 4.5 or more, they themselves have 3 or more on white and on near-black (WCAG 2).
+# White text on a colour has a contrast of 4.5 or more; the colour has 3 or more on white and on near-black (WCAG 2).
 COLOURS: dict[Kind, str] = {
     "forward": "#0072b2",
     "recompute": "#6a60c4",
@@ -25,10 +25,10 @@ COLOURS: dict[Kind, str] = {
 }
 TEXTS: dict[Kind, str] = {
     "forward": "forward",
-    "recompute": "forward once more",
+    "recompute": "recomputation",
     "backward": "backward",
-    "backward_input": "backward, for the inputs",
-    "backward_weight": "backward, for the weights",
+    "backward_input": "backward for the inputs",
+    "backward_weight": "backward for the weights",
     "update": "update",
     "send_activation": "activations sent",
     "send_gradient": "gradients sent",
@@ -39,7 +39,7 @@ TEXTS: dict[Kind, str] = {
 
 
 def shown_workers(timeline: Timeline) -> tuple[int, ...]:
-    """All workers; where they are too many for a page, one of every stage, or of evenly spaced stages."""
+    """Choose the workers to draw: all, or if they are too many, one of every stage or of evenly spaced stages."""
     if len(timeline.workers) <= MOST_WORKERS:
         return timeline.workers
     first = sorted({ranks[0] for ranks in timeline.ranks})
@@ -47,10 +47,30 @@ def shown_workers(timeline: Timeline) -> tuple[int, ...]:
     return tuple(first[::step])
 
 
-def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
-    """Each event and its row: the first of its worker's lane that is free by then. `events` by their start.
+def colour_legend(kinds: Iterable[Kind]) -> list[tuple[str, str]]:
+    """List the colours of these kinds of events, each with what it stands for."""
+    found: dict[str, dict[str, None]] = {}
+    present = set(kinds)
+    for kind in LANES:
+        if kind in present:
+            # Both ends of a message have one colour: "activations sent" and "activations received" are "activations".
+            text = TEXTS[kind].split()[0] if LANES[kind] in ("send", "receive") else TEXTS[kind]
+            found.setdefault(COLOURS[kind], {})[text] = None
+    return [(colour, ", ".join(texts)) for colour, texts in found.items()]
 
-    One row per lane does, but where a real run has several messages under way at once.
+
+def rows_of(events: Iterable[Event]) -> list[tuple[Lane, list[Event]]]:
+    """Arrange one worker's events, given by their start, in rows from top to bottom."""
+    rows: dict[tuple[int, int], list[Event]] = {}
+    for event, row in side_by_side(events):
+        rows.setdefault((LANE_ORDER.index(event.lane), row), []).append(event)
+    return [(LANE_ORDER[lane], own) for (lane, _), own in sorted(rows.items(), key=lambda item: item[0])]
+
+
+def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
+    """Yield each event and its row: the first of its worker's lane that is free by then. `events` by their start.
+
+    A lane needs one row, except in real runs, which have several messages in progress at once.
     """
     free: dict[tuple[int, Lane], list[float]] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""Pictures as pixels, where CairoSVG is installed."""
+"""Turn SVG pictures into PNG, with CairoSVG."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ SCALE = 2.0  # pixels per unit of the picture
 
 
 def png(svg: str) -> bytes:
-    """The picture, at twice its size.
+    """Draw the picture at twice its size.
 
     Raises:
-        InputError: where CairoSVG, or the Cairo library that it needs, is not there.
+        InputError: if CairoSVG, or the Cairo library that it needs, is not installed.
     """
     try:
         import cairosvg
-    except (ImportError, OSError) as cause:  # the latter when the library is missing
+    except (ImportError, OSError) as cause:  # OSError: the Cairo library is missing
         why = str(cause).splitlines()[0]
         raise InputError(
             f"png needs CairoSVG and the Cairo library: {why}",

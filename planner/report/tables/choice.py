@@ -1,16 +1,15 @@
-"""The schedules that were compared, for people."""
+"""The table of `plan solve --schedule auto`: the schedules that were compared."""
 
 from __future__ import annotations
 
-from tabulate import tabulate
-
 from planner.errors import InputError
+from planner.report.tables.table import Table
 from planner.solver.choose import Choice, Option
 from planner.units import format_bytes, format_seconds
 
 
 def choice_report(choice: Choice) -> str:
-    """A row per schedule and microbatch size: what its best plan gives, or why there is none."""
+    """List each schedule and microbatch size with its best plan, or why it has none."""
     several = len({option.profile.digest for option in choice.options}) > 1
     known = choice.best.profile.microbatch_size is not None
     headers = [
@@ -27,7 +26,7 @@ def choice_report(choice: Choice) -> str:
         [option.schedule, *([option.profile.microbatch_size] if several else []), *_answer(option, choice)]
         for option in choice.options
     ]
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    return Table(headers, rows).text()
 
 
 def _answer(option: Option, choice: Choice) -> list[str]:
@@ -44,7 +43,7 @@ def _answer(option: Option, choice: Choice) -> list[str]:
 
 
 def _why(option: Option) -> str:
-    """A few words; the whole sentence comes when the schedule is asked for by itself."""
+    """Say in a few words why there is no plan; solving for this schedule alone gives the whole message."""
     if option.obstacle is None:
         return ""
     return "too little to divide" if isinstance(option.obstacle, InputError) else "does not fit the memory"

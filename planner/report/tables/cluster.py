@@ -1,15 +1,14 @@
-"""A cluster for people."""
+"""The table of a cluster."""
 
 from __future__ import annotations
 
-from tabulate import tabulate
-
 from planner.formats.cluster import Cluster
+from planner.report.tables.table import Table
 from planner.units import format_bandwidth, format_seconds
 
 
 def cluster_report(cluster: Cluster) -> str:
-    """Its levels, inner to outer."""
+    """List the levels, inner to outer."""
     rows = [
         [
             index,
@@ -20,5 +19,4 @@ def cluster_report(cluster: Cluster) -> str:
         ]
         for index, level in enumerate(cluster.levels)
     ]
-    headers = ["level", "members", "bandwidth", "latency", "all-reduce"]
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    return Table(["level", "members", "bandwidth", "latency", "all-reduce"], rows).text()

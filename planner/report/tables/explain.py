@@ -1,11 +1,10 @@
-"""An explanation for people: plain sentences, then tables."""
+"""The report of `plan explain`: sentences first, then tables."""
 
 from __future__ import annotations
 
-from tabulate import tabulate
-
 from planner.analysis.explain import Alternative, Explanation
-from planner.report.tables.plan import RESOURCES
+from planner.report.tables.plan import bottleneck_place
+from planner.report.tables.table import Table
 from planner.units import format_bytes, format_seconds
 
 _NAMES = {
@@ -16,31 +15,32 @@ _NAMES = {
     "cut_before": "transfer before",
     "cut_after": "transfer after",
 }
+_WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
+_ROUNDING = 1e-9  # relative slack that is only rounding
 
 
 def explanation_report(explanation: Explanation) -> str:
-    """What limits the plan, what is left over, and what else there is."""
+    """Report what limits the plan, the slack of everything else, and the alternatives."""
     parts = [sentences(explanation), _uses(explanation), _memory(explanation)]
     if explanation.moves:
         parts.append(_moves(explanation))
     elif len(explanation.memory) > 1:
-        parts.append("No boundary was moved: the stages are no runs of consecutive layers, or several share a worker.")
+        parts.append("No boundary was moved: the stages are not runs of consecutive layers, or several share a worker.")
     parts.append(_alternatives(explanation))
     return "\n\n".join(parts)
 
 
 def sentences(explanation: Explanation) -> str:
-    """What limits, whether it is optimal, and what would help."""
+    """Say what limits the plan, whether it is optimal, and what would help."""
     bottleneck, seconds = explanation.bottleneck, explanation.seconds_per_minibatch
-    place = RESOURCES[bottleneck.resource].format(stage=bottleneck.stage)
     lines = [
-        f"The plan {explanation.config} takes {format_seconds(seconds)} per minibatch, limited by {place}, "
-        f"which is busy {bottleneck.busy_s / seconds:.0%} of that."
+        f"The plan {explanation.config} takes {format_seconds(seconds)} per minibatch, limited by "
+        f"{bottleneck_place(bottleneck)}, which is busy {bottleneck.busy_s / seconds:.0%} of that."
     ]
-    if explanation.waiting_s > 0.005 * seconds:
+    if explanation.waiting_s > _WORTH_A_SENTENCE * seconds:
         lines.append(
-            f"For {format_seconds(explanation.waiting_s)} of it ({explanation.waiting_s / seconds:.0%}) it waits for "
-            "messages or for the other replicas of its round."
+            f"It spends {format_seconds(explanation.waiting_s)} of that ({explanation.waiting_s / seconds:.0%}) "
+            "waiting for messages or for the other replicas of a round."
         )
     lines.append(_optimality(explanation))
     lines += [_gain(alternative) for alternative in explanation.what_if]
@@ -53,18 +53,20 @@ def _optimality(explanation: Explanation) -> str:
         if solver.status == "optimal":
             return "No plan is faster by this cost model: the search was exact."
         return (
-            f"It may not be the fastest: none can take less than {format_seconds(solver.lower_bound_s)}, "
-            f"which is {solver.gap:.1%} below it."
+            f"It may not be the fastest: the cost model's lower bound is {format_seconds(solver.lower_bound_s)}, "
+            f"{solver.gap:.1%} below it."
         )
     bound = f"By the cost model no plan takes less than {format_seconds(solver.lower_bound_s)}"
     if solver.status == "optimal":
         return f"{bound}: the search was exact, and the simulation of this plan is within 1% of that."
-    which = "a candidate was" if solver.simulated == 1 else f"{solver.simulated} candidates were"
-    left = "none was left" if solver.exhausted else "the work allowed for it was done, and some were left"
-    return (
-        f"{bound}; the simulation of this plan is {solver.gap:.1%} above that.\nIt may not be the fastest: "
-        f"{which} simulated, after which {left} that could be faster by the cost model."
+    count = solver.simulated
+    which = "only simulated candidate" if count == 1 else f"fastest of {count} simulated candidates"
+    others = (
+        "by the cost model no other candidate could be faster, though not every plan is a candidate"
+        if solver.exhausted
+        else "the work allowed for simulating was used up before all that could be faster were simulated"
     )
+    return f"{bound}; the simulation of this plan is {solver.gap:.1%} above that.\nIt is the {which}; {others}."
 
 
 def _gain(alternative: Alternative) -> str:
@@ -81,18 +83,18 @@ def _faster(gain: float) -> str:
 
 
 def _uses(explanation: Explanation) -> str:
+    seconds = explanation.seconds_per_minibatch
     rows = [
         [
             use.stage,
             _NAMES.get(use.resource, use.resource),
             format_seconds(use.busy_s),
             f"{use.share:.1%}",
-            format_seconds(max(0.0, explanation.seconds_per_minibatch - use.busy_s)),
+            format_seconds(seconds - use.busy_s if seconds - use.busy_s > _ROUNDING * seconds else 0.0),
         ]
         for use in explanation.uses
     ]
-    headers = ["stage", "resource", "busy", "of the time", "slack"]
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    return Table(["stage", "resource", "busy", "of the time", "slack"], rows).text()
 
 
 def _memory(explanation: Explanation) -> str:
@@ -100,7 +102,7 @@ def _memory(explanation: Explanation) -> str:
         [use.stage, format_bytes(use.bytes), "no limit" if use.slack_bytes is None else format_bytes(use.slack_bytes)]
         for use in explanation.memory
     ]
-    return tabulate(rows, headers=["stage", "memory per GPU", "slack"], disable_numparse=True)
+    return Table(["stage", "memory per GPU", "slack"], rows).text()
 
 
 def _moves(explanation: Explanation) -> str:
@@ -114,7 +116,7 @@ def _moves(explanation: Explanation) -> str:
         ]
         for move in explanation.moves
     ]
-    return tabulate(rows, headers=["boundary", "moving", "per minibatch", "time", "fits"], disable_numparse=True)
+    return Table(["boundary", "moving", "per minibatch", "time", "fits"], rows).text()
 
 
 def _alternatives(explanation: Explanation) -> str:
@@ -128,4 +130,4 @@ def _alternatives(explanation: Explanation) -> str:
         ]
         for other in (*others, *explanation.what_if)
     ]
-    return tabulate(rows, headers=["otherwise", "config", "per minibatch", "speed"], disable_numparse=True)
+    return Table(["otherwise", "config", "per minibatch", "speed"], rows).text()

@@ -1,15 +1,14 @@
-"""A plan for people."""
+"""The tables of a plan: its stages, and what to expect of it."""
 
 from __future__ import annotations
 
-from tabulate import tabulate
-
 from planner.formats.cluster import Cluster, Kind
-from planner.formats.plan import Plan, Stage
+from planner.formats.plan import Bottleneck, Plan, Stage
 from planner.report.tables.options import options_words
+from planner.report.tables.table import Table, named_values
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
-RESOURCES = {
+_RESOURCES = {
     "compute": "the computation of stage {stage}",
     "link": "the link of stage {stage}",
     "shared_link": "the link of stage {stage}'s server",
@@ -27,7 +26,7 @@ _SCHEDULES = {
 
 
 def plan_report(plan: Plan) -> str:
-    """What the plan is, stage by stage, and what to expect of it."""
+    """Report the plan, its stages and its prediction."""
     return "\n\n".join((_head(plan), _stage_table(plan), _prediction(plan)))
 
 
@@ -42,11 +41,11 @@ def _head(plan: Plan) -> str:
     ]
     if words := options_words(plan):
         lines.append(("stages run", words))
-    return tabulate(lines, tablefmt="plain", disable_numparse=True)
+    return named_values(lines)
 
 
 def schedule_line(plan: Plan) -> str:
-    """The schedule, and what there is to say about it."""
+    """Describe the schedule."""
     if plan.solver.cost_model == "max-load":
         return "none: max-load counts what each GPU does, in whatever order"
     if plan.vertical_sync:
@@ -55,7 +54,7 @@ def schedule_line(plan: Plan) -> str:
 
 
 def cluster_line(cluster: Cluster) -> str:
-    """Sizes, rates and memory."""
+    """Describe the cluster: sizes, rates and memory."""
     levels = ", ".join(
         f"{level.size} at {format_bandwidth(level.bandwidth_bytes_per_s)}"
         + (f" and {format_seconds(level.latency_s)} latency" if level.latency_s else "")
@@ -75,14 +74,8 @@ def _memory(limit: int | None) -> str:
 
 
 def _stage_table(plan: Plan) -> str:
-    headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "sends", "memory per GPU"]
-    some_recompute = any(stage.recompute for stage in plan.stages)
-    if some_recompute:
-        headers.append("recomputes")
-    # Only where some backwards of a minibatch find gradients to add to.
-    adds = plan.microbatches > 1 and any(stage.accumulate_s for stage in plan.stages)
-    if adds:
-        headers.insert(headers.index("compute") + 1, "adding up")
+    headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "accumulation", "sends"]
+    headers += ["memory per GPU", "recomputes"]
     rows = [
         [
             number,
@@ -91,62 +84,74 @@ def _stage_table(plan: Plan) -> str:
             ranks_line(stage),
             stage.in_flight,
             format_seconds(stage.compute_s),
-            *([format_seconds(stage.accumulate_s)] if adds else []),
-            _sends(plan, number),
+            format_seconds(stage.accumulate_s),
+            format_bytes(sum(sent_bytes(plan, number))),
             format_bytes(plan.memory_bytes(number)),
-            *(["yes" if stage.recompute else "no"] if some_recompute else []),
+            "yes" if stage.recompute else "no",
         ]
         for number, stage in enumerate(plan.stages)
     ]
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    table = Table(headers, rows)
+    # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
+    if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
+        table = table.without("accumulation")
+    return (table if any(stage.recompute for stage in plan.stages) else table.without("recomputes")).text()
 
 
 def layer_range(layers: tuple[str, ...]) -> str:
-    """First to last, and how many: "features.0 .. features.9 (10)"."""
+    """Write the first and the last layer, and how many: "features.0 .. features.9 (10)"."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
 
 
 def ranks_line(stage: Stage) -> str:
-    """ "0-3", or "0, 2" where they are not consecutive."""
+    """Write the ranks as "0-3", or "0, 2" if they are not consecutive."""
     ranks = stage.ranks
     consecutive = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
 
 
 def gpus(plan: Plan) -> str:
-    """How many the cluster has, "1 GPU"."""
+    """Write how many GPUs the cluster has: "1 GPU"."""
     count = plan.cluster.gpus
     return f"{count} GPU{'s' * (count > 1)}"
 
 
-def _sends(plan: Plan, number: int) -> str:
-    """Activations forward and gradients back, per microbatch."""
-    forward = sum(transfer.output_bytes for transfer in plan.transfers if transfer.source == number)
-    back = sum(transfer.gradient_bytes for transfer in plan.transfers if transfer.target == number)
-    return format_bytes(forward + back)
+def sent_bytes(plan: Plan, stage: int) -> tuple[int, int]:
+    """Sum what a stage sends per microbatch: activations forward and gradients back."""
+    forward = sum(transfer.output_bytes for transfer in plan.transfers if transfer.source == stage)
+    back = sum(transfer.gradient_bytes for transfer in plan.transfers if transfer.target == stage)
+    return forward, back
 
 
 def _prediction(plan: Plan) -> str:
     predicted, solver = plan.predicted, plan.solver
-    seconds = f"{format_seconds(predicted.seconds_per_minibatch)} per minibatch"
-    if predicted.samples_per_s is not None:
-        seconds = f"{format_rate(predicted.samples_per_s)} samples/s, {seconds}"
-    place = RESOURCES[predicted.bottleneck.resource].format(stage=predicted.bottleneck.stage)
+    limit = predicted.bottleneck
     lines = [
-        ("predicted", f"{seconds}, {_by(plan)}"),
-        ("limited by", f"{place}, busy {format_seconds(predicted.bottleneck.busy_s)} per minibatch"),
-        ("against one GPU", f"{predicted.speedup_over_one_gpu:.2f}x"),
-        ("against data parallel", f"{predicted.speedup_over_data_parallel:.2f}x on {gpus(plan)}"),
+        ("predicted", f"{pace(predicted.samples_per_s, predicted.seconds_per_minibatch)}, {_by(plan)}"),
+        ("limited by", f"{bottleneck_place(limit)}, busy {format_seconds(limit.busy_s)} per minibatch"),
+        ("over one GPU", f"{predicted.speedup_over_one_gpu:.2f}x"),
+        ("over data parallel", f"{predicted.speedup_over_data_parallel:.2f}x on {gpus(plan)}"),
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]
     if predicted.by == "simulation" and solver.status != "optimal":
-        lines.append(("bound", bound_line(plan)))
+        lines.append(("bound", _bound(plan)))
     if not plan.contiguous:
         lines.append(("stages", "not contiguous: this plan cannot be trained"))
     if solver.cost_model != "resource":
         lines.insert(1, ("cost model", f"{solver.cost_model}, as published"))
-    return tabulate(lines, tablefmt="plain", disable_numparse=True)
+    return named_values(lines)
+
+
+def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
+    """Write samples per second, if they are known, and the time of a minibatch."""
+    seconds = f"{format_seconds(seconds_per_minibatch)} per minibatch"
+    return seconds if samples_per_s is None else f"{format_rate(samples_per_s)} samples/s, {seconds}"
+
+
+def bottleneck_place(bottleneck: Bottleneck) -> str:
+    """Name the resource that limits the plan: "the link of stage 2"."""
+    return _RESOURCES[bottleneck.resource].format(stage=bottleneck.stage)
 
 
 def _communication(plan: Plan) -> str:
@@ -157,9 +162,13 @@ def _communication(plan: Plan) -> str:
     if predicted.data_parallel_communication_bytes_per_sample is not None:
         parts.append(f"data parallel {format_bytes(predicted.data_parallel_communication_bytes_per_sample)}")
     if predicted.communication_cut is not None:
-        cut = predicted.communication_cut
-        parts.append(f"{cut:.0%} less than data parallel" if cut >= 0 else f"{-cut:.0%} more than data parallel")
+        parts.append(f"{less_or_more(predicted.communication_cut)} than data parallel")
     return ", ".join(parts) or "none"
+
+
+def less_or_more(cut: float) -> str:
+    """Write a cut as "96% less", or a negative one as "4% more"."""
+    return f"{abs(cut):.0%} {'less' if cut >= 0 else 'more'}"
 
 
 def _solver(plan: Plan) -> str:
@@ -174,19 +183,19 @@ def _solver(plan: Plan) -> str:
 
 
 def _by(plan: Plan) -> str:
-    """Who predicts."""
+    """Say what the prediction comes from, and why it is no simulation where one would be expected."""
     if plan.predicted.by == "simulation":
         return "simulated"
     if plan.solver.cost_model == "resource" and plan.contiguous:
-        why = "too large to simulate here" if plan.solver.exhausted else "the time limit left none to simulate it"
+        why = "too large to simulate" if plan.solver.exhausted else "the time limit left no time to simulate it"
         return f"by the cost model: {why}"
     return "by the cost model"
 
 
-def bound_line(plan: Plan) -> str:
-    """How far the simulated time is from the bound of the cost model, and whether all was simulated that could be."""
+def _bound(plan: Plan) -> str:
+    """Say how far the simulated time is from the cost model's bound, and which candidates were simulated."""
     solver = plan.solver
     text = f"{solver.gap:.1%} above the cost model's bound of {format_seconds(solver.lower_bound_s)}"
     if solver.exhausted:
         return f"{text}; the fastest of {solver.simulated} simulated" if solver.simulated > 1 else text
-    return f"{text}; {solver.simulated} simulated, others were left that could be faster"
+    return f"{text}; {solver.simulated} simulated, others that could be faster were not"

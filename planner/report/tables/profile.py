@@ -1,14 +1,13 @@
-"""A profile for people."""
+"""The tables of a profile: its totals and its layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from tabulate import tabulate
-
 from planner.formats.profile import Compiled, Layer, Profile
 from planner.report.tables.options import options_words
+from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes, format_seconds
 
 Order = Literal["order", "time", "output", "weights", "saved"]
@@ -16,12 +15,12 @@ _MOST = 3  # layers named in the head
 
 
 def profile_report(profile: Profile, *, by: Order = "order", top: int | None = None) -> str:
-    """The layers' costs, and their sums against the step measured whole.
+    """Report the layers' costs, their sums, and the whole step as it was measured.
 
     Args:
         profile: of a model.
-        by: execution order, or what to sort by, largest first.
-        top: at most so many layers; None for all.
+        by: "order" for execution order, or what to sort by, largest first.
+        top: number of layers to show; None for all.
     """
     layers = list(profile.layers)
     if by != "order":
@@ -34,12 +33,12 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
 
 
 def time_s(layer: Layer) -> float:
-    """Seconds of a layer per microbatch, its update included."""
+    """Sum a layer's forward, backward and update."""
     return layer.forward_s + layer.backward_s + layer.update_s
 
 
 def output_bytes(layer: Layer) -> int:
-    """Bytes that a cut after the layer would send of its own."""
+    """Sum the layer's own outputs that a cut after it would send."""
     return sum(value.output_bytes for value in layer.outputs)
 
 
@@ -64,7 +63,7 @@ def _head(profile: Profile) -> str:
     device = profile.device
     threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
     if device.processes is not None:
-        threads += f", one of {device.processes} processes at work"
+        threads += f", one of {device.processes} busy processes"
     size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
     sums = [sum(getattr(layer, name) for layer in profile.layers) for name in ("forward_s", "backward_s", "update_s")]
     lines = [
@@ -79,11 +78,11 @@ def _head(profile: Profile) -> str:
     if (whole := profile.whole_step) is not None:
         lines.append(("measured whole", _step(whole.forward_s, whole.backward_s, whole.update_s)))
         if whole.forward_thread_s is not None and whole.backward_thread_s is not None:
-            lines.append(("on the processor", _thread_times(profile, whole.forward_thread_s, whole.backward_thread_s)))
-    if adding_s := sum(layer.accumulate_s for layer in profile.layers):
-        lines.append(("adding gradients up", f"{format_seconds(adding_s)} more where a microbatch finds some"))
+            lines.append(("processor time", _thread_times(profile, whole.forward_thread_s, whole.backward_thread_s)))
+    if accumulate_s := sum(layer.accumulate_s for layer in profile.layers):
+        lines.append(("accumulation", f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"))
     if (compiled := profile.compiled) is not None:
-        lines.append(("runs of layers", _runs(compiled)))
+        lines.append(("compiled parts", _compiled_parts(compiled)))
         lines.append(("uncompiled", _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)))
     total_s = _total_s(profile)
     lines += [
@@ -91,20 +90,20 @@ def _head(profile: Profile) -> str:
         ("most weights", _most(profile, _SIZES["weights"], lambda layer: format_bytes(layer.weight_bytes))),
         ("largest outputs", _most(profile, output_bytes, lambda layer: format_bytes(output_bytes(layer)))),
     ]
-    return tabulate(lines, tablefmt="plain", disable_numparse=True)
+    return named_values(lines)
 
 
 def _thread_times(profile: Profile, forward_s: float, backward_s: float) -> str:
-    """Of the whole step without its update, and how far the layers' sum is from it."""
+    """Write the processor time of the whole step without its update, and how close the layers' sum is to it."""
     summed_s = sum((layer.forward_thread_s or 0.0) + (layer.backward_thread_s or 0.0) for layer in profile.layers)
     whole_s = forward_s + backward_s
     parts = f"forward {format_seconds(forward_s)}, backward {format_seconds(backward_s)}"
-    return f"{format_seconds(whole_s)}: {parts}; the layers add up to {summed_s / whole_s:.1%} of it"
+    return f"{format_seconds(whole_s)}: {parts}; the layers' sum is {summed_s / whole_s:.1%} of it"
 
 
-def _runs(compiled: Compiled) -> str:
-    """What the layers' times come from, before they were scaled to the whole."""
-    return f"{len(compiled.runs)} compiled apart, {_step(compiled.runs_forward_s, compiled.runs_backward_s)}"
+def _compiled_parts(compiled: Compiled) -> str:
+    """Write the times of the separately compiled runs of layers, before scaling to the whole step."""
+    return f"{len(compiled.runs)}, {_step(compiled.runs_forward_s, compiled.runs_backward_s)}"
 
 
 def _step(forward_s: float, backward_s: float, update_s: float | None = None) -> str:
@@ -116,20 +115,18 @@ def _step(forward_s: float, backward_s: float, update_s: float | None = None) ->
 
 
 def _layer_table(layers: Sequence[Layer], total_s: float) -> str:
-    adds = any(layer.accumulate_s for layer in layers)
-    headers = ["layer", "op", "forward", "backward", *(["adding up"] if adds else []), "update"]
-    headers += ["share", "output", "weights", "saved"]
-    rows = [_row(layer, total_s, adds=adds) for layer in layers]
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    headers = ["layer", "op", "forward", "backward", "accumulation", "update", "share", "output", "weights", "saved"]
+    table = Table(headers, [_row(layer, total_s) for layer in layers])
+    return (table if any(layer.accumulate_s for layer in layers) else table.without("accumulation")).text()
 
 
-def _row(layer: Layer, total_s: float, *, adds: bool) -> list[str]:
+def _row(layer: Layer, total_s: float) -> list[str]:
     return [
         layer.name,
         layer.op,
         format_seconds(layer.forward_s),
         format_seconds(layer.backward_s),
-        *([format_seconds(layer.accumulate_s)] if adds else []),
+        format_seconds(layer.accumulate_s),
         format_seconds(layer.update_s),
         f"{time_s(layer) / total_s:.1%}" if total_s else "",
         format_bytes(output_bytes(layer)),

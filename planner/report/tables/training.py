@@ -1,22 +1,21 @@
-"""The table at the end of a training run: predicted beside measured."""
+"""The report of a training run: predicted and measured numbers."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from tabulate import tabulate
-
+from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
     from planner.executor.job import Evaluation, Loss, TrainResult
 
-LOSS_WINDOW = 10  # minibatches averaged at either end: single losses are noise
+LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
 
 
 def training_report(result: TrainResult) -> str:
-    """The whole report as text."""
+    """Report throughput, workers, loss and evaluations."""
     parts = [_throughput(result), _workers(result), _loss(result)]
     if result.evaluations:
         parts.append(_evaluations(result))
@@ -24,12 +23,12 @@ def training_report(result: TrainResult) -> str:
 
 
 def loss_window(losses: tuple[Loss, ...]) -> int:
-    """Minibatches to average at either end of a run."""
+    """Return how many minibatches to average at either end of a run."""
     return max(1, min(LOSS_WINDOW, len(losses) // 2))
 
 
 def loss_ends(losses: tuple[Loss, ...]) -> tuple[float, float]:
-    """Mean loss of the first and of the last minibatches."""
+    """Average the losses of the first and of the last minibatches."""
     window = loss_window(losses)
     first, last = (
         sum(math.nan if entry.loss is None else entry.loss for entry in part) / window
@@ -39,32 +38,32 @@ def loss_ends(losses: tuple[Loss, ...]) -> tuple[float, float]:
 
 
 def percent_error(predicted: float, measured: float) -> str:
-    """Signed error of a prediction, relative to the measurement."""
+    """Write the signed error of a prediction, relative to the measurement."""
     return f"{(predicted - measured) / measured:+.1%}" if measured else "-"
 
 
 def _throughput(result: TrainResult) -> str:
     predicted, measured = result.predicted_samples_per_s, result.samples_per_s
-    rows = [
-        ["config", result.config],
-        ["schedule", result.schedule],
-        ["minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"],
-        ["measured", f"{measured:.1f} samples/s in steady state" if measured else "too few minibatches to measure"],
+    lines = [
+        ("config", result.config),
+        ("schedule", result.schedule),
+        ("minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"),
+        ("measured", f"{measured:.1f} samples/s in steady state" if measured else "too few minibatches to measure"),
     ]
     if predicted is not None:
-        rows.append(["predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"])
-    rows += [["restarted", f"after {reason}"] for reason in result.restarts]
+        lines.append(("predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"))
+    lines += [("restarted", f"after {reason}") for reason in result.restarts]
     if result.resumed_from is not None:
-        rows.append(["went on from", f"{result.resumed_from}, minibatch {result.first_minibatch}"])
+        lines.append(("resumed from", f"{result.resumed_from}, minibatch {result.first_minibatch}"))
     if result.checkpoint is not None:
-        rows.append(["checkpoint", result.checkpoint])
+        lines.append(("checkpoint", result.checkpoint))
     if result.saved_weights is not None:
-        rows.append(["weights", result.saved_weights])
-    return tabulate(rows, tablefmt="plain")
+        lines.append(("weights", result.saved_weights))
+    return named_values(lines)
 
 
 def _workers(result: TrainResult) -> str:
-    header = ["worker", "stage", "busy", "peak memory predicted", "measured", "weight versions"]
+    headers = ["worker", "stage", "busy", "peak memory predicted", "measured", "weight versions"]
     rows = [
         [
             report.rank,
@@ -76,7 +75,7 @@ def _workers(result: TrainResult) -> str:
         ]
         for report in result.reports
     ]
-    return tabulate(rows, header, disable_numparse=True)
+    return Table(headers, rows).text()
 
 
 def _loss(result: TrainResult) -> str:
@@ -84,22 +83,22 @@ def _loss(result: TrainResult) -> str:
         return "Trained on random batches: the model file has no dataset(), so the loss means nothing."
     diverged = next((entry.minibatch for entry in result.losses if entry.loss is None), None)
     if diverged is not None:
-        return f"The loss is no finite number from minibatch {diverged} on: lower the learning rate."
+        return f"The loss is not finite from minibatch {diverged} on: lower the learning rate."
     if not result.losses:
-        return "No minibatch was left to train: the checkpoint is of the end of the run."
+        return "No minibatch was left to train: the checkpoint is from the end of the run."
     first, last = loss_ends(result.losses)
     window = loss_window(result.losses)
     return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"
 
 
 def evaluation_numbers(evaluation: Evaluation) -> str:
-    """Loss and metrics by name."""
+    """Write the loss and the metrics, each with its name."""
     found = {"loss": evaluation.loss, **evaluation.metrics}
     return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
 
 
 def _evaluations(result: TrainResult) -> str:
-    """The last evaluation, and the one with the least loss."""
+    """Write the last evaluation, and the one with the smallest loss."""
     last = result.evaluations[-1]
     best = min(result.evaluations, key=lambda each: math.inf if each.loss is None else each.loss)
     lines = [f"evaluation on {last.samples} samples: {evaluation_numbers(last)}"]

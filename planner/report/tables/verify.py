@@ -1,19 +1,18 @@
-"""Measured stages beside the sums of their layers, for people."""
+"""The table of `plan solve --verify`: measured stages and the sums of their layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from tabulate import tabulate
-
 from planner.formats.plan import Plan
 from planner.report.tables.plan import layer_range
+from planner.report.tables.table import Table
 from planner.units import format_seconds
 
 
 class StageTime(Protocol):
-    """What `planner.profiler.measured.verify` measures; this module must not import PyTorch."""
+    """What `planner.profiler.measured.verify` returns; a protocol, because this module must not import PyTorch."""
 
     @property
     def summed_s(self) -> float: ...
@@ -26,7 +25,7 @@ class StageTime(Protocol):
 
 
 def verify_report(plan: Plan, times: Sequence[StageTime]) -> str:
-    """Forward, backward and update of each stage for one microbatch."""
+    """Compare the forward, backward and update of each stage for one microbatch."""
     rows = [
         [
             index,
@@ -37,8 +36,6 @@ def verify_report(plan: Plan, times: Sequence[StageTime]) -> str:
         ]
         for index, (stage, time) in enumerate(zip(plan.stages, times, strict=True))
     ]
-    table = tabulate(
-        rows, headers=["stage", "layers", "sum of layers", "measured", "sum is off by"], disable_numparse=True
-    )
+    table = Table(["stage", "layers", "sum of layers", "measured", "sum is off by"], rows).text()
     worst = max(times, key=lambda time: abs(time.error))
     return f"{table}\n\nworst stage: the sum of its layers is off by {worst.error:+.1%}"

@@ -97,7 +97,7 @@ def test_compiled_profile_plan_and_stages(model: str, tmp_path: Path) -> None:
     assert whole is not None
     assert sum(layer.forward_s for layer in compiled.layers) == pytest.approx(whole.forward_s)
     assert sum(layer.backward_s for layer in compiled.layers) == pytest.approx(whole.backward_s)
-    assert "compiled apart" in profile_report(compiled)
+    assert "compiled parts" in profile_report(compiled)
     plan = solve(compiled, flat_cluster(2, 1e12), depth="published")
     assert plan.compiled
     assert all(time.measured_s > 0 for time in verify(file, compiled, [s.layers for s in plan.stages], seconds=0.1))

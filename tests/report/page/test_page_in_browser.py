@@ -13,7 +13,7 @@ import pytest
 from planner.analysis.bandwidths import bandwidth_sweep
 from planner.analysis.compare import compare
 from planner.formats.cluster import flat_cluster
-from planner.report.page.page import Content, report_page
+from planner.report.page.page import ReportContent, report_page
 from planner.simulator.plan import simulate
 from planner.solver import solve
 from tests.report.page.test_page import evil_plan, slower
@@ -75,7 +75,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = profile(layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8))
     solved = solve(model, flat_cluster(3, 1e8))
     path = tmp_path_factory.mktemp("report") / "report.html"
-    content = Content(
+    content = ReportContent(
         plan,
         simulated,
         slower(simulated, 1.1),
@@ -116,14 +116,14 @@ def wide(browser: Browser, file: Path) -> Iterator[Opened]:
 def test_everything_is_there(wide: Opened) -> None:
     titles = wide.page.locator("h2").all_inner_texts()
     assert titles == [
-        "In short",
-        "What limits it",
+        "Summary",
+        "Bottleneck",
         "Stages",
         "Predicted and measured",
         "Timeline",
         "Memory",
-        "Beside other ways",
-        "With other bandwidths",
+        "Compared with other plans",
+        "At other bandwidths",
     ]
     assert wide.page.locator(".stages > li").count() == 3
     assert wide.page.locator("figure svg").count() == 1

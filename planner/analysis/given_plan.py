@@ -1,0 +1,101 @@
+"""Price a given plan: the plan's stages and schedule in the terms of the cost model and the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.analysis.question import Question
+from planner.cost.asynchronous import Resource
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.plan_price import Price
+from planner.cost.pricing import busy_resources
+from planner.cost.work import Floats
+from planner.errors import PlanError
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """A plan, the profile it was made from, and the question it answers.
+
+    Attributes:
+        ledger: costs of the profile's layers.
+        plan: from `solve` or `load_plan`.
+        question: under which it and its alternatives are priced.
+        stages: of the plan, by the positions of their layers.
+    """
+
+    ledger: Ledger
+    plan: Plan
+    question: Question
+    stages: tuple[Candidate, ...]
+
+    @classmethod
+    def of(cls, profile: Profile, plan: Plan, question: Question | None = None) -> GivenPlan:
+        """Prepare `plan`; without a `question`, take what the plan says of it.
+
+        Raises:
+            PlanError: if the plan was made from another profile, or is for GPUs of several kinds or has layers that
+                are not contiguous: the formulas price only plans for identical GPUs.
+        """
+        if plan.cluster.kinds or not plan.contiguous:
+            raise PlanError(
+                "the plan is for GPUs of several kinds, or its stages are not contiguous",
+                hint="compare and explain plans for identical GPUs",
+            )
+        ledger = Ledger(profile)
+        if plan.profile_digest != profile.digest:
+            raise PlanError(
+                f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'",
+                hint="give the plan's own `profile`, or solve again",
+            )
+        before: frozenset[int] = frozenset()
+        stages = []
+        for stage in plan.stages:
+            layers = frozenset(ledger.position[name] for name in stage.layers)
+            stages.append(Candidate(before, layers, stage.replicas, stage.recompute))
+            before |= layers
+        return cls(ledger, plan, question or question_of(plan), tuple(stages))
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds per minibatch."""
+        return self.plan.predicted.seconds_per_minibatch
+
+    def price(self) -> Price:
+        """Price the plan, with the time and the memory that it states: it may have been solved for other depths."""
+        return replace(
+            question_of(self.plan).formula(self.ledger, self.stages, self.plan.cluster),
+            seconds_per_minibatch=self.seconds,
+            memory=tuple(stage.memory for stage in self.plan.stages),
+        )
+
+    def price_other(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Price:
+        """Price other stages under the same question, on the plan's cluster or on another one."""
+        return self.question.price(self.ledger, stages, cluster or self.plan.cluster)
+
+    def busy_resources(self) -> list[dict[Resource, Floats]]:
+        """Compute the busy seconds per minibatch of each stage's resources."""
+        plan = self.plan
+        return busy_resources(
+            self.ledger,
+            self.stages,
+            plan.cluster,
+            model=plan.solver.cost_model,
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            chunks=plan.chunks,
+        )
+
+
+def question_of(plan: Plan) -> Question:
+    """Return the question that `plan` answers, as far as the plan records it."""
+    return Question(
+        cost_model=plan.solver.cost_model,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        chunks=plan.chunks,
+    )
