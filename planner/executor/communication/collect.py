@@ -1,4 +1,4 @@
-"""Bringing what the workers have to rank 0, and weights to disk."""
+"""Gather results and weights of all workers on rank 0, and write weights to disk."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from planner.formats.files import replacing
 def gather_bytes(
     content: bytes, device: torch.device, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
 ) -> list[bytes]:
-    """The `content` of each of `ranks` (of all), in that order, on the first one; an empty list elsewhere.
+    """Return the `content` of each of `ranks`, by default all, on the first of them; an empty list elsewhere.
 
-    Nothing is unpickled.
+    Raw bytes, because torch's gather of objects unpickles what it receives.
     """
     root, *others = range(dist.get_world_size()) if ranks is None else ranks
+    # torch.frombuffer refuses an empty buffer, so at least one byte travels.
     mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8).to(device)
     size = torch.tensor([len(content)], device=device)
     if dist.get_rank() != root:
@@ -42,7 +43,7 @@ def gather_bytes(
 
 
 def broadcast_bytes(content: bytes, group: dist.ProcessGroup) -> bytes:
-    """Rank 0's `content`, everywhere; the group is gloo's."""
+    """Return rank 0's `content` on all workers of a gloo group."""
     size = torch.tensor([len(content)])
     dist.broadcast(size, 0, group)
     buffer = torch.empty(max(1, int(size)), dtype=torch.uint8)
@@ -53,12 +54,12 @@ def broadcast_bytes(content: bytes, group: dist.ProcessGroup) -> bytes:
 
 
 def encode_losses(losses: Iterable[tuple[int, float]]) -> bytes:
-    """(minibatch, part of its loss) pairs as JSON."""
+    """Encode (minibatch, part of its loss) pairs as JSON."""
     return json.dumps(list(losses)).encode()
 
 
 def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
-    """Add up the parts of each minibatch's loss, in order of the minibatches."""
+    """Sum the parts of each minibatch's loss; the result is in order of the minibatches."""
     total: defaultdict[int, float] = defaultdict(float)
     for part in parts:
         for minibatch, loss in json.loads(part):
@@ -70,7 +71,7 @@ def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
 
 
 def gather_state(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The union of all ranks' `state` on rank 0; an empty dict elsewhere. Give {} to contribute nothing."""
+    """Return the union of all workers' `state` on rank 0; an empty dict elsewhere. All workers call it."""
     part = io.BytesIO()
     torch.save({name: tensor.cpu() for name, tensor in state.items()}, part)
     union: dict[str, Tensor] = {}
@@ -83,10 +84,10 @@ def save_state(state: Mapping[str, Tensor], path: Path) -> None:
     """Write a state dict atomically; `torch.load(path, weights_only=True)` reads it.
 
     Raises:
-        PlannerError: when the disk is full or the folder cannot be written; an older file is left as it was.
+        PlannerError: when the disk is full or the folder cannot be written; an existing file is left as it was.
     """
     try:
         with replacing(path) as temporary:
             torch.save(dict(state), temporary)
-    except (OSError, RuntimeError) as cause:  # the latter is torch.save's for a full disk
+    except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
         raise PlannerError(f"the weights cannot be written to '{path}': {cause}", hint="is the disk full?") from None

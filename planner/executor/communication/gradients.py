@@ -1,8 +1,8 @@
-"""Averaging gradients over the replicas of a stage, bucket by bucket, while the backward still runs.
+"""Average gradients over the replicas of a stage, bucket by bucket, while the backward still runs.
 
-Buckets are filled in the reverse order of the parameters, which is roughly the order in which backward produces
-gradients, and always reduced in that order, so that the replicas' all-reduces pair up whatever the timing.
-DistributedDataParallel cannot be used here: it expects one forward per backward.
+Buckets hold the parameters in reverse order, which is roughly the order in which backward computes their gradients.
+They are all-reduced in that order, whichever is full first: an all-reduce carries no header, so replicas match it by
+its place in the order of calls. DistributedDataParallel cannot be used here: it expects one forward per backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.cost.buckets import bucket_bytes
 
 
 class _Parts(NamedTuple):
-    """Gradients, one behind the other, and the counts of replicas that had them, as parts of one tensor."""
+    """One flat tensor with all gradients of a bucket, and per parameter the number of replicas that had a gradient."""
 
     flat: Tensor
     views: list[Tensor]
@@ -26,10 +26,10 @@ class _Parts(NamedTuple):
 
 
 class _Bucket:
-    """Consecutive gradients of one dtype in one flat tensor, and per parameter the count of replicas that had one.
+    """Consecutive parameters of one dtype, whose gradients are all-reduced in one flat tensor.
 
-    The tensor is made when the first gradient comes and lives on as the gradients, so that all of them take memory
-    once.
+    The tensor is allocated when the first gradient comes, and the averaged gradients are views of it: there is never a
+    second copy of all gradients.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -40,7 +40,7 @@ class _Bucket:
 
     @property
     def parts(self) -> _Parts:
-        """The tensor and its parts, until `scatter`."""
+        """The flat tensor and its parts, until `scatter`."""
         if self._parts is None:
             first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
             flat = torch.empty(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
@@ -50,7 +50,7 @@ class _Bucket:
         return self._parts
 
     def fill(self, index: int) -> None:
-        """Move the gradient of parameter `index` into the bucket."""
+        """Move the gradient of parameter `index` from `.grad` into the bucket."""
         parameter = self.parameters[index]
         assert parameter.grad is not None
         self.parts.views[index].copy_(parameter.grad)
@@ -59,14 +59,14 @@ class _Bucket:
         self.ready.add(index)
 
     def fill_missing(self) -> None:
-        """Contribute zero for each parameter that got no gradient here."""
+        """Contribute zeros for each parameter that has no gradient on this replica."""
         for index in range(len(self.parameters)):
             if index not in self.ready:
                 self.parts.views[index].zero_()
                 self.parts.present[index] = 0
 
     def scatter(self, divisor: int) -> None:
-        """Hand the averages back as `.grad`; None where no replica had a gradient, as an optimizer expects."""
+        """Set `.grad` to the averages, or to None where no replica had a gradient: optimizers skip those parameters."""
         if divisor > 1:
             self.parts.flat[: -len(self.parameters)].div_(divisor)
         had = self.parts.present.tolist()
@@ -77,30 +77,30 @@ class _Bucket:
 
 
 class GradientAverager:
-    """Sums the gradients of `parameters` over `group`.
+    """All-reduces the gradients of `parameters` over `group`.
 
-    Use: `begin()` before the last backward of a round, `finish(divisor)` after it; a replica that has no backward
-    in a round calls `finish` alone and contributes zeros.
+    Call `begin()` before the last backward of a round and `finish(divisor)` after it. A replica without a backward in a
+    round calls only `finish` and contributes zeros: an all-reduce needs all replicas.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
         self._buckets = [_Bucket(chunk) for chunk in _chunks([p for p in reversed(parameters) if p.requires_grad])]
         self._active = False
-        self._next = 0  # first bucket not yet reduced
+        self._next = 0  # first bucket that is not yet all-reduced
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """The backward that follows completes the gradients: reduce each bucket as soon as it is full."""
+        """All-reduce each bucket as soon as it is full, because the next backward completes the gradients."""
         self._active = True
 
     def finish(self, divisor: int) -> None:
-        """Wait for the sums and divide them by `divisor`; afterwards each `.grad` is the average."""
+        """Wait for the all-reduces, and set each `.grad` to the sum divided by `divisor`."""
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
-                # Accumulated by earlier microbatches, but not touched by the last one.
+                # Accumulated by earlier microbatches, but unused in the last one, so its hook did not run.
                 if index not in bucket.ready and parameter.grad is not None:
                     bucket.fill(index)
             bucket.fill_missing()
@@ -134,7 +134,7 @@ class GradientAverager:
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split into buckets: one dtype each, of about the same size."""
+    """Split parameters into buckets of one dtype each and of about the same size."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     full_bytes = bucket_bytes(total)
     chunks: list[list[nn.Parameter]] = []

@@ -1,4 +1,4 @@
-"""The layout of every message of a worker."""
+"""Layouts of all messages that a worker sends and receives."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from planner.schedule.instructions import (
 
 
 class Layouts:
-    """Fixed by the plan and the size of a microbatch, so that both ends of a message know its layout.
+    """Layouts by message; they follow from the plan and the size of a microbatch, so both ends know them.
 
     Args:
         transfers: by (source, target) stage, the values that travel to and from this worker's stages.
-        shared: by stage, the weights that it shares with others.
+        shared: by stage, gradients of the weights that it shares with other stages.
         size_of: samples of a unit.
-        with_scale: whether each message of gradients says what factor they carry.
+        with_scale: whether each message of gradients carries the loss scale that they were computed with.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Layouts:
         self._made: dict[tuple[int, int, bool, int], Layout] = {}
 
     def of(self, message: Receive | Send) -> Layout:
-        """The layout of `message`."""
+        """Return the layout of `message`."""
         if isinstance(message, (ReceiveShared, SendShared)):
             return layout_of(self._shared[message.stage].specs(message.peer_stage), 1)
         activation = isinstance(message, (ReceiveActivation, SendActivation))

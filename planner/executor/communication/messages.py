@@ -1,10 +1,10 @@
-"""One message per stage pair and unit: a header, then every value, in one flat buffer.
+"""The content of a message: for one pair of stages and one unit, a header and then every value, in one flat buffer.
 
     int64 header: magic, minibatch, microbatch, layout checksum      (64 bytes, the rest zero)
     payload:      the values in the plan's order, each in its own memory order, at a multiple of 64 bytes
 
-gloo accepts a message of the wrong size and NCCL matches by order alone, so both would hand over garbage in silence.
-The header makes a wrong pairing an error.
+gloo accepts a message of the wrong size, and NCCL matches messages by order alone: both would deliver garbage without
+an error. The header makes a mismatch an error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from planner.errors import WorkerError
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import Unit
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: a cache line, and enough for vector instructions of any width
 _MAGIC = 0x706C616E  # "plan"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one value lies in the buffer; `wire_shape` is that of its memory."""
+    """The place of one value in the buffer; `wire_shape` is its shape in memory order."""
 
     spec: ValueSpec
     shape: tuple[int, ...]
@@ -37,10 +37,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The buffer of a message: fixed by the values and the batch size, so that both ends compute it alone."""
+    """The buffer of a message. It follows from the values and the batch size, so each end computes it by itself."""
 
     batch_size: int
-
     slots: tuple[Slot, ...]
     size_bytes: int
     checksum: int
@@ -60,7 +59,11 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int) -> Layout:
 
 
 def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.device) -> Tensor:
-    """A fresh uint8 buffer on device `wire` holding `values`; later changes to them do not reach the message."""
+    """Copy `values` into a new uint8 buffer on device `wire`.
+
+    Raises:
+        WorkerError: when a value has another shape or dtype than the captured graph says.
+    """
     buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
     header = torch.tensor([_MAGIC, unit.minibatch, unit.microbatch, layout.checksum, 0, 0, 0, 0])
     buffer[:_ALIGNMENT].view(torch.int64).copy_(header)
@@ -77,11 +80,12 @@ def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.d
 
 
 def unpack(layout: Layout, unit: Unit, buffer: Tensor, sender: str) -> dict[str, Tensor]:
-    """The values in `buffer`, as views of it.
+    """Return the values in `buffer`, as views of it.
 
     Raises:
-        WorkerError: when the message is not the one expected.
+        WorkerError: when it is not the expected message.
     """
+    # Reads four numbers on the host: where the buffer is on a GPU, this waits for the transfer.
     magic, minibatch, microbatch, checksum = buffer[:_ALIGNMENT].view(torch.int64)[:4].tolist()
     if (magic, minibatch, microbatch, checksum) != (_MAGIC, unit.minibatch, unit.microbatch, layout.checksum):
         raise WorkerError(

@@ -1,7 +1,7 @@
-"""Where the workers of one host meet: a store that listens on one address, and the address of an interface.
+"""The rendezvous of one host's workers: a store that listens on one address only.
 
-torchrun's own rendezvous listens on all addresses of the host. Its launcher takes handlers made elsewhere, and torch's
-store takes a socket that is bound already.
+torchrun's own rendezvous listens on all addresses of the host. Its launcher accepts other handlers, though, and torch's
+store accepts a socket that is already bound.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from planner.errors import InputError
 
 BACKEND = "plan-one-host"
 LOOPBACK = "lo"
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what torch's backends go by
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by which torch's backends choose an interface
 _TIMEOUT = timedelta(minutes=5)
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the interface's IPv4 address
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: get an interface's IPv4 address
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface.
+    """Return the IPv4 address of a network interface.
 
     Raises:
-        InputError: when there is no such interface, or it has no address.
+        InputError: when there is no such interface, or it has no IPv4 address.
     """
     if interface == LOOPBACK:
         return "127.0.0.1"
@@ -43,13 +43,13 @@ def address_of(interface: str) -> str:
         except OSError:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise InputError(
-                f"'{interface}' is no network interface with an IPv4 address here", hint=f"there are: {names}"
+                f"'{interface}' is no network interface with an IPv4 address here", hint=f"interfaces here: {names}"
             ) from None
     return socket.inet_ntoa(answer[20:24])
 
 
 class OneHost(RendezvousHandler):
-    """A rendezvous of a single launcher, which has the store that its workers use."""
+    """Rendezvous of a single launcher, which holds the store that its workers use."""
 
     def __init__(self, address: str, run_id: str) -> None:
         self._run_id = run_id
@@ -57,19 +57,18 @@ class OneHost(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store: the only member of this rendezvous is the caller."""
+        """Open the store; nobody is waited for, because the caller is the only member."""
         listening = socket.create_server((self._address, 0))
         port = listening.getsockname()[1]
-        # The store closes the socket.
-        self._store = TCPStore(
-            self._address, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=listening.detach()
-        )
+        # Detached, because the store closes the socket.
+        descriptor = listening.detach()
+        self._store = TCPStore(self._address, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=descriptor)
         bootstrap = RendezvousStoreInfo(self._address, port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, bootstrap)
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers use the launcher's store, and open none."""
+        """Let the workers use the launcher's store instead of opening one."""
         return True
 
     def get_backend(self) -> str:
@@ -82,7 +81,7 @@ class OneHost(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """Do nothing: nobody else could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -98,5 +97,5 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> None:
-    """Make `BACKEND` known to torch's launcher."""
+    """Register `BACKEND` with torch's launcher."""
     rendezvous_handler_registry.register(BACKEND, _create)

@@ -1,4 +1,4 @@
-"""Weights that several stages hold: each has a copy, and all copies step with the sum of all stages' gradients."""
+"""Weights that several stages share: each stage updates a copy of its own with the sum of all stages' gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.schedule.shared import sharers
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """One of a stage's parameters that other stages hold too; `stages`: all that do, in order."""
+    """A parameter of a stage that other stages hold too; `stages` are all of them, in order."""
 
     name: str
     parameter: nn.Parameter
@@ -22,17 +22,17 @@ class SharedParameter:
 
     @property
     def spec(self) -> ValueSpec:
-        """Of its gradient, as a message."""
+        """Its gradient as a value of a message."""
         shape = tuple(self.parameter.shape)
         return ValueSpec(self.name, self.parameter.dtype, False, shape, tuple(range(len(shape))))
 
 
 class SharedGradients:
-    """The gradients of what one stage shares, by round, from the end of a round until they are added up.
+    """Gradients of the weights that one stage shares, from the end of a round until their sum is applied.
 
     Args:
-        stage: whose.
-        parameters: those that it shares.
+        stage: number of the stage.
+        parameters: that it shares.
     """
 
     def __init__(self, stage: int, parameters: Iterable[SharedParameter]) -> None:
@@ -42,31 +42,33 @@ class SharedGradients:
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """Those whose gradient another stage adds to the norm of all."""
+        """Parameters whose gradient an earlier stage counts in the global gradient norm."""
         return [each.parameter for each in self._parameters if each.stages[0] != self._stage]
 
     def specs(self, peer: int) -> list[ValueSpec]:
-        """What goes to and comes from stage `peer`."""
+        """Return the gradients that are exchanged with stage `peer`, as values of a message."""
         return [each.spec for each in self._parameters if peer in each.stages]
 
     def take(self, round_: int, peer: int) -> dict[str, Tensor]:
-        """The stage's own gradients of a round, of what it shares with `peer`.
+        """Return the stage's own gradients of a round, for the weights that it shares with `peer`.
 
-        They are taken from the parameters, whose update steps with the sum only. Where there is no gradient, zeros are
-        sent: another stage may have one.
+        They are moved out of `.grad`, because only the sum may reach the optimizer. A missing gradient becomes zeros:
+        another stage may have one.
         """
         own = self._own(round_)
         return {each.name: own[each.name] for each in self._parameters if peer in each.stages}
 
     def accept(self, round_: int, peer: int, gradients: dict[str, Tensor]) -> None:
-        """Take those of stage `peer`."""
-        self._own(round_)  # where another replica has sent them, which all have
+        """Store the gradients of stage `peer`."""
+        # A replica that sends to no peer has not set its own gradients aside yet.
+        self._own(round_)
         self._rounds[round_][peer] = gradients
 
     def add(self, round_: int) -> None:
-        """Give every parameter the sum, in the order of the stages: the same to the bit in all of them.
+        """Set every `.grad` to the sum over the stages.
 
-        It takes no further memory: what has been sent was copied, and what was received is ours.
+        All stages add in the same order, so that their copies of a weight stay equal to the bit. The sum overwrites the
+        first term: what was sent is a copy, and what was received belongs to this stage.
         """
         held = self._rounds.pop(round_)
         for each in self._parameters:
@@ -88,31 +90,30 @@ class SharedGradients:
 
 
 def _alone(gradient: Tensor) -> Tensor:
-    """`gradient`, without the others of a replicated stage, which lie in one tensor and can be freed before it."""
+    """Return `gradient`, cloned if it is a view of a bucket: kept for later rounds, it would keep the whole bucket."""
     return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
 
 
 def shared_parameters(
     stage: int, module: nn.Module, pairs: Mapping[tuple[int, int], Collection[str]]
 ) -> list[SharedParameter]:
-    """Those of a stage.
+    """Return the parameters that a stage shares with others.
 
     Args:
-        stage: its number.
+        stage: number of the stage.
         module: the stage.
-        pairs: by two stages, the names of what both hold.
+        pairs: by pair of stages, the names of the parameters that both hold.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    names = sorted({name for pair, shared in pairs.items() if stage in pair for name in shared})
     found = []
-    for name in names:
+    for name in sorted({name for pair, shared in pairs.items() if stage in pair for name in shared}):
         holding = [pair for pair, shared in pairs.items() if name in shared]
         found.append(SharedParameter(name, parameters[name], tuple(sorted({stage, *sharers(holding, stage)}))))
     return found
 
 
 def separate_copies(modules: Sequence[nn.Module]) -> None:
-    """Where stages of one worker hold the same parameter object, give the later ones copies of their own."""
+    """Give each stage of one worker its own copy of a parameter that an earlier stage holds as the same object."""
     seen: dict[nn.Parameter, nn.Parameter | None] = {}
     for module in modules:
         copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -120,15 +121,18 @@ def separate_copies(modules: Sequence[nn.Module]) -> None:
             if parameter in seen:
                 if parameter not in copies:
                     copies[parameter] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                path, _, last = name.rpartition(".")
-                module.get_submodule(path)._parameters[last] = copies[parameter]
+                _set_parameter(module, name, copies[parameter])
         seen.update(dict.fromkeys(module.parameters()))
 
 
 def use_parameters(module: nn.Module, of: nn.Module) -> None:
-    """Let `module` have the parameters of `of` for its own of the same names."""
+    """Replace the parameters of `module` by those of `of` with the same names."""
     theirs = dict(of.named_parameters(remove_duplicate=False))
     for name, _ in list(module.named_parameters(remove_duplicate=False)):
         if name in theirs:
-            path, _, last = name.rpartition(".")
-            module.get_submodule(path)._parameters[last] = theirs[name]
+            _set_parameter(module, name, theirs[name])
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    module.get_submodule(path)._parameters[last] = parameter

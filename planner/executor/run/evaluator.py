@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planner.executor.communication.collect import gather_bytes
 from planner.executor.communication.layouts import Layouts
-from planner.executor.communication.links import LinkGroups, Links
+from planner.executor.communication.links import LinkGroups, Links, SendLimits
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation
 from planner.executor.run.data import EvaluationBatches
@@ -130,9 +130,8 @@ class Evaluator:
             self._groups,
             lambda: evaluation_stream(self._shape, self._rank, self._data.batches),
             self._layouts.of,
-            rank=self._rank,
-            keep=2 * group_size(self._shape),
-            place=self._place,
+            SendLimits(2 * group_size(self._shape)),
+            self._place,
         )
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
         for instruction in evaluation_stream(self._shape, self._rank, self._data.batches):

@@ -17,7 +17,7 @@ from planner.executor.checkpoint.write_parts import Restorable
 from planner.executor.communication.collect import gather_state, save_state
 from planner.executor.communication.gradients import GradientAverager
 from planner.executor.communication.layouts import Layouts
-from planner.executor.communication.links import LinkGroups, Links
+from planner.executor.communication.links import LinkGroups, Links, SendLimits
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, TrainResult
@@ -245,15 +245,10 @@ class TrainingRun:
         return Worker(stages, links, heartbeat=self.heartbeat, joint_norm=self._joint_norm()), stages, links
 
     def _links(self, groups: LinkGroups, instructions: Callable[[], Iterable[Instruction]]) -> Links:
-        return Links(
-            groups,
-            instructions,
-            self.layouts.of,
-            rank=self.rank,
-            keep=max(self.shape.in_flight(stage) for stage in range(len(self.plan.stages))),
-            ahead=self.shape.lag,
-            place=self.place,
+        limits = SendLimits(
+            max(self.shape.in_flight(stage) for stage in range(len(self.plan.stages))), rounds=self.shape.lag
         )
+        return Links(groups, instructions, self.layouts.of, limits, self.place)
 
     def _make_random_batches(self) -> None:
         """Before the start: made when they are first used, they slow the first minibatches down, which are measured."""
