@@ -1,4 +1,4 @@
-"""Saying in one sentence why a worker failed: which one, at what, and where in the user's file."""
+"""Explain in one sentence why a run failed: which worker, what it was doing, and where in the user's file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,24 +20,26 @@ from planner.executor.health.heartbeat import Beat, Heartbeat, State
 from planner.executor.job import Failure, Job
 from planner.formats.files import save_record
 
-GRACE_S = 3.0  # how long a worker that lost its peer waits before it ends, so that the first cause is seen first
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2], Path(os.__file__).parent)
+# How long a worker that lost its peer waits before it ends: the launcher ends all workers as soon as one has ended, and
+# the peer, whose failure is the cause, must have reported it by then.
+GRACE_S = 3.0
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2], Path(os.__file__).parent, Path(sys.prefix))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 class ConnectionLostError(WorkerError):
-    """A peer is gone: the consequence of its failure, not the cause."""
+    """The connection to a peer broke: a consequence of the peer's failure, not the cause."""
 
 
 class LossNotFiniteError(PlannerError):
-    """The loss is NaN or infinite, and the run was to stop then."""
+    """The loss is NaN or infinite, and the run was asked to stop then."""
 
 
 class WorkersFailedError(PlannerError):
-    """A worker failed, and told why.
+    """A worker failed, and why.
 
     Attributes:
-        again: whether starting the workers once more may help.
+        again: whether restarting the workers may help.
     """
 
     def __init__(self, message: str, *, hint: str, exit_code: int, again: bool) -> None:
@@ -46,12 +48,12 @@ class WorkersFailedError(PlannerError):
         self.again = again
 
 
-class WorkerTraceback(Exception):  # noqa: N818 - not an error of its own: text for `-vv`
+class WorkerTraceback(Exception):  # noqa: N818 - no error of its own, but text for `-vv`
     """The traceback of another process."""
 
 
 def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = None) -> Failure:
-    """What this process, a worker that `error` ends, has to say."""
+    """Return the report of this worker, which `error` ends."""
     rank = int(os.environ.get("RANK", "0"))
     beat = heartbeat.read() if heartbeat is not None else None
     known = error if isinstance(error, PlannerError) else None
@@ -60,7 +62,7 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
         message = f"{known.message}{_at(_resolve(known.place, job))}"
     return Failure(
         rank=rank,
-        stage=_stage_of(job, rank, beat),
+        stage=stage_of(job, rank, beat),
         activity=None if beat is None or not beat.beats else beat.describe(),
         message=message,
         hint=known.hint if known else "the whole traceback: plan -vv train ...",
@@ -72,7 +74,7 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
 
 
 def leave_failure(job: Job, failure: Failure) -> None:
-    """Leave the reason where the launcher finds it; what is only a consequence waits for the first cause."""
+    """Write `failure` for the launcher; wait a little if it is only a consequence, for the cause to be reported."""
     if job.failure_folder is not None:
         save_record(failure, Path(job.failure_folder) / f"failure-{failure.rank}.json")
         if failure.consequence:
@@ -80,11 +82,14 @@ def leave_failure(job: Job, failure: Failure) -> None:
 
 
 def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFailedError:
-    """The first cause among everything that failed; the launcher itself ended the rest with SIGTERM.
+    """Return the first cause of a failed run.
+
+    Candidates, in this order: a worker's own error; a signal, except SIGTERM, with which the launcher itself ends the
+    remaining workers; a lost connection; an exit code alone.
 
     Args:
-        exit_codes: by rank, of the workers that did not end by themselves; negative for a signal.
-        folder: where the workers left their failures and heartbeats.
+        exit_codes: by rank, of the workers that failed; negative for a signal.
+        folder: with the workers' failures and heartbeats.
         job: that they ran.
     """
     left = [Failure.model_validate_json(path.read_text("utf-8")) for path in sorted(folder.glob("failure-*.json"))]
@@ -98,7 +103,7 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFai
         return error_of(left[0])
     rank, code = min(exit_codes.items())
     return WorkersFailedError(
-        f"{_name(rank, _stage_of(job, rank, None))} ended with exit code {code} and left no reason",
+        f"{worker_name(rank, stage_of(job, rank, None))} ended with exit code {code} and left no reason",
         hint="look for the reason in its last messages",
         exit_code=WorkerError.exit_code,
         again=True,
@@ -106,11 +111,11 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFai
 
 
 def error_of(failure: Failure) -> WorkersFailedError:
-    """As the user reads it."""
+    """Return `failure` as the error that the user reads."""
     message = failure.message
-    # A mistake in the input is every worker's; only what happened to one is told with its name.
+    # All workers meet a mistake in the input; only what happened to one of them names the worker.
     if failure.exit_code != InputError.exit_code:
-        where = _name(failure.rank, failure.stage)
+        where = worker_name(failure.rank, failure.stage)
         message = f"{where}, {failure.activity}: {message}" if failure.activity else f"{where}: {message}"
     error = WorkersFailedError(message, hint=failure.hint, exit_code=failure.exit_code, again=failure.again)
     if failure.traceback:
@@ -119,12 +124,12 @@ def error_of(failure: Failure) -> WorkersFailedError:
 
 
 def beat_path(folder: Path, rank: int) -> Path:
-    """Of the page on which worker `rank` writes what it does."""
+    """Return the path of the page on which worker `rank` writes what it does."""
     return folder / f"heartbeat-{rank}"
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """What worker `rank` did last; None when it never began."""
+    """Return what worker `rank` did last; None if it has not begun."""
     try:
         page = beat_path(folder, rank).read_bytes()
     except FileNotFoundError:
@@ -133,13 +138,13 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 
 
 def place_in_dump(dump: str, job: Job) -> str | None:
-    """Where a worker is, from faulthandler's dump, which begins with the innermost line; None of an empty one."""
+    """Return where a worker is, from faulthandler's dump, whose first line is the innermost; None for an empty dump."""
     frames = [(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(dump)]
     return innermost(frames[::-1], job)
 
 
 def model_folder(job: Job) -> Path:
-    """The folder of the user's file."""
+    """Return the folder of the user's file."""
     return _model_path(job).resolve().parent
 
 
@@ -149,25 +154,27 @@ def _killed(rank: int, signal_name: str, beat: Beat | None, job: Job) -> Workers
     if signal_name == "SIGKILL":
         hint = "the system ends processes that exhaust its memory; see the kernel's log"
     return WorkersFailedError(
-        f"{_name(rank, _stage_of(job, rank, beat))} was killed by {signal_name}, {activity}",
+        f"{worker_name(rank, stage_of(job, rank, beat))} was killed by {signal_name}, {activity}",
         hint=hint,
         exit_code=WorkerError.exit_code,
         again=True,
     )
 
 
-def _name(rank: int, stage: int | None) -> str:
+def worker_name(rank: int, stage: int | None) -> str:
+    """Return "worker 1 (stage 0)"."""
     return f"worker {rank}" + (f" (stage {stage})" if stage is not None else "")
 
 
-def _stage_of(job: Job, rank: int, beat: Beat | None) -> int | None:
+def stage_of(job: Job, rank: int, beat: Beat | None) -> int | None:
+    """Return the stage that worker `rank` is at, or else the first stage that it holds."""
     if beat is not None and beat.state not in (State.PREPARING, State.MEETING):
         return beat.stage
     return next((index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks), None)
 
 
 def _is_connection_loss(error: BaseException) -> bool:
-    """Whether torch.distributed lost a peer: it has no type of its own for that on gloo."""
+    """Return whether torch.distributed lost a peer; gloo raises a plain RuntimeError for that."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "Socket"))
     )
@@ -179,7 +186,12 @@ def _reason(error: BaseException) -> str:
 
 
 def innermost(stack: Sequence[tuple[str, int, str]], job: Job) -> str | None:
-    """Of (file, line, function), outermost first: the last of the user's folder, or of nobody's library, or at all."""
+    """Return the innermost frame that tells the user most: in the user's folder, or outside all libraries, or any.
+
+    Args:
+        stack: (file, line, function) of each frame, outermost first.
+        job: names the user's folder.
+    """
     own = [frame for frame in stack if Path(frame[0]).resolve().parent == model_folder(job)]
     others = [frame for frame in stack if not _in_libraries(frame[0])]
     chosen = next(iter((*own[::-1], *others[::-1], *stack[::-1])), None)
@@ -187,7 +199,7 @@ def innermost(stack: Sequence[tuple[str, int, str]], job: Job) -> str | None:
 
 
 def _place(error: BaseException, job: Job) -> str | None:
-    """Where it was raised."""
+    """Return file and line where `error` was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in frames], job)
     return None if place is None else place.partition(" in ")[0]
@@ -198,12 +210,12 @@ def _at(place: str | None) -> str:
 
 
 def _shorter(place: str) -> str:
-    """Relative to the current folder, where it is inside."""
+    """Return `place` relative to the current folder, if it is inside."""
     return place.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _resolve(place: str | None, job: Job) -> str | None:
-    """A function of the model file, "loss()", as its file and line."""
+    """Add file and line to a function of the model file, such as "loss()"."""
     if place is None or not place.endswith("()"):
         return place
     path = _model_path(job)
@@ -219,8 +231,4 @@ def _model_path(job: Job) -> Path:
 
 
 def _in_libraries(filename: str) -> bool:
-    return filename.startswith("<") or any(Path(filename).is_relative_to(library) for library in _libraries())
-
-
-def _libraries() -> Iterable[Path]:
-    return (*_LIBRARIES, Path(sys.prefix))
+    return filename.startswith("<") or any(Path(filename).is_relative_to(library) for library in _LIBRARIES)

@@ -1,8 +1,8 @@
-"""Who is stuck, and who only waits for whom: from the workers' heartbeats to one sentence about the first cause.
+"""Detect a hang from the workers' heartbeats, and find its first cause.
 
-A worker that waits is a consequence as long as the one it waits for has not done its part. So the cause is, in this
-order: a worker that does not respond at all; one that computes without an end; a link that does not deliver what was
-sent. A stream of a checked plan has no other way to stop.
+A worker that waits is only a consequence as long as the peer that it waits for has not done its part. So the cause is,
+in this order: a worker that does not respond at all; a worker whose own work does not end; a link that does not deliver
+what was sent. The streams of a checked plan cannot stop in any other way.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from planner.executor.job import Failure
 from planner.schedule.instructions import ReceiveActivation, ReceiveGradient
 
 _ACTIVATION, _GRADIENT = ReceiveActivation.__name__, ReceiveGradient.__name__
-BUSY_SHARE = 0.05  # of one processor: a preparing worker that uses more is at work
+BUSY_SHARE = 0.05  # of one processor: a worker that uses more while it prepares makes progress
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What can be seen of a worker from outside."""
+    """What others can see of a worker."""
 
     beat: Beat
-    cpu_s: float | None = None  # processor time of the process; None where it cannot be read
-    frozen: str | None = None  # why it cannot even respond: "is stopped by a signal"
+    cpu_s: float | None = None  # processor time of the process; None if it cannot be read
+    frozen: str | None = None  # why it cannot respond: "is stopped by a signal"
 
 
 @dataclass(frozen=True)
 class Hang:
-    """The first cause of a standstill."""
+    """The first cause of a hang."""
 
-    rank: int  # the worker to be ended, and named
+    rank: int  # the worker to name and to end
     stage: int | None
     stuck_s: float
     message: str
-    busy: bool  # whether the place in its code says more
-    frozen: bool = False  # whether it is sure to be the cause
+    busy: bool  # whether the place in its code tells more
+    frozen: bool = False  # whether it is the cause for certain
 
     def failure(self, place: str | None) -> Failure:
-        """What to tell of it; `place` in the worker's code, where that is known."""
+        """Return the report of this hang; `place` is the line of code that the worker is at, if known."""
         return Failure(
             rank=self.rank,
             stage=self.stage,
             message=self.message + (f", at {place}" if place else ""),
-            hint="look there for what may block; --hang-timeout SECONDS allows for more",
+            hint="look there for what may block; allow more time with `hang_timeout_s=SECONDS`",
             exit_code=WorkerError.exit_code,
             consequence=False,
         )
@@ -55,15 +55,15 @@ class Hang:
 @dataclass
 class _Seen:
     sign: Sign
-    moved_s: float  # when it last did
+    moved_s: float  # when it last moved
 
 
 class HangDetector:
-    """Judges the signs that come in.
+    """Decides from the workers' signs whether the run hangs.
 
     Args:
         ranks: per stage, the workers that run it.
-        timeout_s: beyond the slowest instruction so far, how long a worker may do nothing new.
+        timeout_s: how long a worker may do nothing new, in addition to the slowest instruction so far.
     """
 
     def __init__(self, ranks: Sequence[Sequence[int]], timeout_s: float) -> None:
@@ -72,19 +72,21 @@ class HangDetector:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, signs: Mapping[int, Sign], now_s: float) -> Hang | None:
-        """Take in what is known at `now_s`; the cause, once something has stood still for too long."""
+        """Record the signs seen at `now_s`; return the cause once a worker has not moved for too long."""
         for rank, sign in signs.items():
             seen = self._seen.get(rank)
             if seen is None or _has_moved(seen, sign, now_s):
                 self._seen[rank] = _Seen(sign, now_s)
             else:
+                # Keeps the old processor time, so that progress is judged over the whole time since the worker moved.
                 seen.sign = Sign(sign.beat, seen.sign.cpu_s, sign.frozen)
         limit_s = self._timeout_s + max((seen.sign.beat.slowest_s for seen in self._seen.values()), default=0.0)
         stuck = {rank: now_s - seen.moved_s for rank, seen in self._seen.items()}
         late = sorted((rank for rank in stuck if stuck[rank] > limit_s), key=lambda rank: -stuck[rank])
         if not late:
             return None
-        # Those that wait began to up to a step before the cause did.
+        # A worker that waits can have stopped up to a step before the cause did. So the cause may not be late yet: it is
+        # looked for among all that have not moved for half the time.
         still = sorted((rank for rank in stuck if stuck[rank] > limit_s / 2), key=lambda rank: -stuck[rank])
         for judge in (self._frozen, self._busy):
             for rank in still:
@@ -115,7 +117,8 @@ class HangDetector:
     def _undelivered(self, rank: int, stuck_s: float) -> Hang | None:
         beat = self._seen[rank].sign.beat
         match beat.state:
-            case State.SENDING:  # which waits for transfers of units that should have come back long ago
+            # A send waits only for transfers of units that should have come back long ago: see `SendLimits`.
+            case State.SENDING:
                 why = "the link carries nothing"
             case State.REDUCING if all(self._reduces_too(other, beat) for other in self._ranks[beat.stage or 0]):
                 why = "and so have the stage's other workers: a link between them carries nothing"
@@ -128,7 +131,7 @@ class HangDetector:
     def _was_sent(self, beat: Beat) -> bool:
         peer = self._seen.get(-1 if beat.peer_rank is None else beat.peer_rank)
         if peer is None or beat.peer_stage is None or beat.activity not in (_ACTIVATION, _GRADIENT):
-            return False  # what an evaluation sends is not noted
+            return False  # messages of an evaluation are not recorded as sent
         last = peer.sign.beat.sent.get((beat.peer_stage, beat.activity == _ACTIVATION))
         unit = beat.unit
         return last is not None and (last.minibatch, last.microbatch) >= (unit.minibatch, unit.microbatch)

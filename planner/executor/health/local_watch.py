@@ -1,4 +1,4 @@
-"""The launcher's watch over the workers that it started: ends the run when one hangs, and leaves the reason."""
+"""Watch over the workers of one launcher: end the run when one hangs, and leave the reason."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from planner.executor.job import Job
 from planner.formats.files import save_record
 
 INTERVAL_S = 0.5
-DUMP_SIGNAL = signal.SIGUSR1  # asks a worker for the place in its code
-_DUMP_S = 2.0  # how long it has to answer
+DUMP_SIGNAL = signal.SIGUSR1  # makes a worker dump its stack
+_DUMP_S = 2.0  # how long a worker has to do that
 
 
 class LocalWatch(threading.Thread):
-    """Looks at the pages in `folder` until stopped."""
+    """Reads the workers' heartbeats in `folder` until it is stopped."""
 
     def __init__(self, folder: Path, job: Job) -> None:
         super().__init__(name="hang watch", daemon=True)
@@ -29,10 +29,10 @@ class LocalWatch(threading.Thread):
         self._job = job
         self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
         self._ended = threading.Event()
-        self._starting: dict[int, int] = {}  # process ids by rank, of those that have no page yet
+        self._starting: dict[int, int] = {}  # process ids by rank, of workers that have no page yet
 
     def run(self) -> None:
-        """Until one hangs: leave its failure and kill it. Its launcher then ends the others."""
+        """Wait until a worker hangs, leave its failure and kill it. The launcher then ends the others."""
         while not self._ended.wait(min(INTERVAL_S, self._job.run_options.hang_timeout_s / 5)):
             hang = self._detector.look(self._signs(), time.monotonic())
             if hang is not None:
@@ -40,7 +40,7 @@ class LocalWatch(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """No worker is killed after this."""
+        """Stop watching; no worker is killed after this."""
         self._ended.set()
         self.join()
 
@@ -53,7 +53,7 @@ class LocalWatch(threading.Thread):
         return signs
 
     def _beat(self, rank: int) -> Beat | None:
-        """What worker `rank` does; None before its process exists."""
+        """Return what worker `rank` does; None before its process exists."""
         beat = read_beat(self._folder, rank)
         if beat is None and rank not in self._starting:
             self._starting |= _children()
@@ -65,14 +65,14 @@ class LocalWatch(threading.Thread):
         beat = self._beat(hang.rank)
         assert beat is not None
         place = self._place(hang.rank, beat.pid) if hang.busy else None
-        failure = hang.failure(place)
-        save_record(failure, self._folder / f"failure-{hang.rank}.json")
+        # The reason comes before the kill, which wakes the launcher and makes it look for one.
+        save_record(hang.failure(place), self._folder / f"failure-{hang.rank}.json")
         with suppress(ProcessLookupError):
             os.kill(beat.pid, signal.SIGKILL)
 
     def _place(self, rank: int, pid: int) -> str | None:
         path = dump_path(self._folder, rank)
-        if not path.exists():  # it does not listen to the signal yet, which would end it
+        if not path.exists():  # no handler yet: the signal would end the process
             return None
         with suppress(ProcessLookupError):
             os.kill(pid, DUMP_SIGNAL)
@@ -86,12 +86,12 @@ class LocalWatch(threading.Thread):
 
 
 def dump_path(folder: Path, rank: int) -> Path:
-    """Where worker `rank` writes the place in its code when asked."""
+    """Return the path to which worker `rank` dumps its stack."""
     return folder / f"stack-{rank}.txt"
 
 
 def _children() -> dict[int, int]:
-    """Process ids by rank of the workers that this process has started; none where there is no /proc."""
+    """Return process ids by rank of the workers that this process started; none on systems without /proc."""
     found: dict[int, int] = {}
     for listed in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, listed.read_text().split()):
@@ -102,11 +102,12 @@ def _children() -> dict[int, int]:
 
 
 def _look_at(pid: int) -> tuple[float | None, str | None]:
-    """A process' processor time, and what has stopped it, if anything; (None, None) where there is no /proc."""
+    """Return a process' processor time and what has stopped it, if anything; (None, None) without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
         return None, None
+    # proc_pid_stat(5), after the name: the state is field 0, user and system time are fields 11 and 12.
     cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     frozen = {"T": "is stopped by a signal (SIGSTOP)", "t": "is held by a debugger"}
     return cpu_s, frozen.get(fields[0])

@@ -1,8 +1,8 @@
-"""Under torchrun, on several hosts: workers tell each other through torchrun's store what they do and why they fail.
+"""Watch over workers on several hosts under torchrun: through its store, each tells what it does and why it fails.
 
-Each worker has a thread that puts the worker's page into the store every second or so and looks at the others', over
-a connection of its own: nothing travels with the training's messages. Whoever finds the cause of a standstill ends;
-each host tells of it once.
+A thread of each worker writes the worker's heartbeat to the store every second or two and reads those of the others. It
+has a connection of its own, because the training's connections are what may hang. A worker that finds the cause of a
+hang ends, and each host reports it once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NoReturn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import PlannerError, WorkerError
-from planner.executor.health.failures import GRACE_S, error_of, innermost
+from planner.executor.health.failures import GRACE_S, error_of, innermost, stage_of, worker_name
 from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat
 from planner.executor.job import Failure, Job
@@ -29,7 +29,7 @@ _CONNECT = timedelta(seconds=60)
 
 
 class Bulletin:
-    """What workers have to say about failures, in torchrun's store."""
+    """Failures that workers report to each other, in torchrun's store."""
 
     def __init__(self) -> None:
         self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -43,30 +43,30 @@ class Bulletin:
         self.store = PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def post(self, failure: Failure) -> None:
-        """Tell why this worker ends."""
+        """Report why this worker ends."""
         text = failure.model_copy(update={"traceback": ""}).model_dump_json()
         self.store.set(f"failure/{failure.rank}", text)
 
     def causes(self, workers: int) -> list[Failure]:
-        """The failures told so far that are no consequences of others."""
+        """Return the failures reported so far that are not consequences of others."""
         keys = [key for key in (f"failure/{rank}" for rank in range(workers)) if self.store.check([key])]
         found = [Failure.model_validate_json(self.store.get(key)) for key in keys]
         return [failure for failure in found if not failure.consequence]
 
     def is_first_here(self) -> bool:
-        """Whether this worker is the first of its host to ask, so that the host tells things once."""
+        """Return whether this worker is the first of its host to ask, so that each host reports an error once."""
         asked: int = self.store.add(f"told/{os.environ.get('GROUP_RANK', '0')}", 1)
         return asked == 1
 
 
 class RemoteWatch:
-    """Watches all workers from this one, until stopped.
+    """Watches all workers from this one, until it is stopped.
 
     Args:
         job: that they run.
         heartbeat: this worker's.
-        end_process: tells of the error, if there is one, and ends the process from a thread: the main thread waits in
-            a library that nothing can wake.
+        end_process: reports the error, if there is one, and ends the process from a thread: the main thread may wait
+            in a library call that nothing can interrupt.
     """
 
     def __init__(self, job: Job, heartbeat: Heartbeat, end_process: Callable[[PlannerError | None], NoReturn]) -> None:
@@ -76,23 +76,24 @@ class RemoteWatch:
         self._rank = int(os.environ["RANK"])
         self._everyone = set(range(job.plan.workers))
         self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
+        # At least ten exchanges within a time-out: a worker counts as silent after half of it.
         self._interval_s = min(2.0, job.run_options.hang_timeout_s / 10)
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
         self._bulletin = Bulletin()
-        self._reached = 0  # exchanges with the store
+        self._reached = 0  # number of the last exchange with the store
         self._last_sequence: dict[int, tuple[int, float]] = {}
         for target in (self._exchange, self._supervise):
             threading.Thread(target=target, name="hang watch", daemon=True).start()
 
     def stop(self) -> None:
-        """The worker's end is near, and nobody is to be judged any more."""
+        """Stop watching, because this worker is about to end."""
         self._stopped.set()
 
     def explained(self, failure: Failure) -> PlannerError | None:
-        """The error to end with for `failure`, after telling the others; None when this host has told it already.
+        """Report `failure` to the others; return the error to end with, or None if this host has reported one already.
 
-        What is only a consequence waits for somebody to tell the cause.
+        If `failure` is only a consequence, wait for another worker to report the cause.
         """
         self.stop()
         try:
@@ -104,12 +105,12 @@ class RemoteWatch:
                 causes = self._bulletin.causes(self._job.plan.workers)
             if not self._bulletin.is_first_here():
                 return None
-        except RuntimeError:  # torchrun, which has the store, is gone as well
+        except RuntimeError:  # torchrun, which holds the store, is gone as well
             causes = []
         return error_of(causes[0] if causes else failure)
 
     def _exchange(self) -> None:
-        """In a thread: publish, read, judge."""
+        """Write this worker's heartbeat and judge all, in a thread."""
         sequence = 0
         known = {self._rank}
         while not self._stopped.wait(self._interval_s):
@@ -137,7 +138,7 @@ class RemoteWatch:
 
     def _judge(self, ranks: Sequence[int], pages: Sequence[bytes]) -> Hang | None:
         now = time.monotonic()
-        # torchrun starts all at once: who has said nothing yet is late as well.
+        # torchrun starts all workers at once, so one that has written nothing yet can hang, too.
         signs = {rank: Sign(Beat.none_yet(rank)) for rank in self._everyone - set(ranks)}
         for rank, text in zip(ranks, pages, strict=True):
             told = json.loads(text)
@@ -159,9 +160,10 @@ class RemoteWatch:
         self._end_process(error_of(failure) if self._bulletin.is_first_here() else None)
 
     def _supervise(self) -> None:
-        """In a second thread: the first one may wait for a store that nobody can reach, without an end.
+        """Detect that `_exchange` is stuck, in a second thread: a call to an unreachable store may never return.
 
-        Counts its own ticks, so that a process that was stopped as a whole does not blame others.
+        It counts its own ticks instead of reading a clock: a process that was stopped as a whole and continues would
+        otherwise blame the store.
         """
         reached, ticks = 0, 0
         while not self._stopped.wait(self._interval_s):
@@ -172,14 +174,14 @@ class RemoteWatch:
                 return
 
     def _lost(self, reason: str) -> None:
-        """The store is gone. The main thread, if it moves, has its own end."""
+        """End this worker because the store is gone, unless the main thread ends with an error of its own first."""
         if self._stopped.wait(GRACE_S):
             return
-        stage = next(index for index, stage in enumerate(self._job.plan.stages) if self._rank in stage.ranks)
+        name = worker_name(self._rank, stage_of(self._job, self._rank, None))
         self._end_process(
             WorkerError(
-                f"worker {self._rank} (stage {stage}), {self._heartbeat.read().describe()}: lost torchrun's store at "
+                f"{name}, {self._heartbeat.read().describe()}: lost torchrun's store at "
                 f"{self._bulletin.place}: {reason}",
-                hint="its host, or the link to it, is down; or another worker failed first: see the first host",
+                hint="its host or the link to it is down, or another worker failed first: see the first host",
             )
         )
