@@ -85,7 +85,7 @@ class HangDetector:
         late = sorted((rank for rank in stuck if stuck[rank] > limit_s), key=lambda rank: -stuck[rank])
         if not late:
             return None
-        # A worker that waits can have stopped up to a step before the cause did. So the cause may not be late yet: it is
+        # A worker that waits may have stopped up to a step before the cause did, which may not be late yet. So it is
         # looked for among all that have not moved for half the time.
         still = sorted((rank for rank in stuck if stuck[rank] > limit_s / 2), key=lambda rank: -stuck[rank])
         for judge in (self._frozen, self._busy):

@@ -1,9 +1,11 @@
-"""What a worker is doing right now, where others can read it: a page of memory, in a file where there is a launcher.
+"""A worker's heartbeat: a page of memory that says what the worker is doing, in a file if a launcher reads it.
 
-Writing it costs about a microsecond per instruction and sends nothing. `planner.executor.health.hangs` reads it.
+Writing it costs about a microsecond per instruction and sends nothing. It can be trusted when the worker hangs: the
+main thread writes it before each instruction, so that it names the one that does not end, and the page is read without
+the worker's help. A thread that sent beats would go on while the main thread hangs.
 
     page:  pid, beats, state, stage, peer rank, peer stage, minibatch, microbatch, slowest_s, activity (40 bytes)
-    then:  per stage of the worker and direction, the last unit that it sent: stage, direction, minibatch, microbatch
+    then:  per stage of the worker and direction, the last unit that was sent: stage, direction, minibatch, microbatch
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from planner.schedule.instructions import (
 _PAGE = struct.Struct("<qqiiiiqid40s")
 _SENT = struct.Struct("<iiqq")
 _SENT_START = 128
-_NO_STAGE = -1
+_NONE = -1
 _EVALUATION = "Evaluation:"
 _FIRST = Unit(0)
 
 
 class State(IntEnum):
-    """What kind of thing a worker is at."""
+    """What kind of work a worker is doing."""
 
-    PREPARING = 0  # a phase of its own work outside of the schedule; processor time counts as progress
-    MEETING = 1  # a phase that needs all workers
+    PREPARING = 0  # a phase of its own outside of the schedule; processor time counts as progress
+    MEETING = 1  # a phase that waits for all workers
     COMPUTING = 2
     RECEIVING = 3
     SENDING = 4
@@ -54,13 +56,14 @@ class State(IntEnum):
 class Beat:
     """What a worker was doing when its page was read.
 
-    `sent`: by (stage, whether activations), the last unit sent. Units of a stage are sent in the order of its stream.
+    `sent` has the last unit sent by (stage, whether activations). Units are sent in the order of the stage's stream, so
+    all earlier ones were sent as well.
     """
 
     pid: int
     beats: int  # grows with every instruction and phase
     state: State
-    activity: str  # a class name of `planner.schedule.instructions`, or what a phase is called
+    activity: str  # a class name of `planner.schedule.instructions`, or the name of a phase
     stage: int | None = None
     unit: Unit = _FIRST
     peer_rank: int | None = None
@@ -70,37 +73,36 @@ class Beat:
 
     @classmethod
     def read(cls, page: bytes) -> Beat | None:
-        """What `Heartbeat` wrote; None before its first beat."""
-        pid, beats, state, stage, peer_rank, peer_stage, minibatch, microbatch, slowest_s, activity = _PAGE.unpack_from(
-            page
-        )
+        """Decode a page; None if `Heartbeat` has not written to it yet."""
+        pid, beats, state, *places, minibatch, microbatch, slowest_s, activity = _PAGE.unpack_from(page)
         if not beats:
             return None
+        stage, peer_rank, peer_stage = (None if place == _NONE else place for place in places)
         sent = {}
         for start in range(_SENT_START, len(page) - _SENT.size + 1, _SENT.size):
             sender, activation, sent_minibatch, sent_microbatch = _SENT.unpack_from(page, start)
-            if sender:  # counted from 1: zeros are an empty place
+            if sender:  # stage + 1: zeros are an empty place
                 sent[sender - 1, bool(activation)] = Unit(sent_minibatch, sent_microbatch)
         return cls(
             pid,
             beats,
             State(state),
             activity.rstrip(b"\0").decode(),
-            None if stage == _NO_STAGE else stage,
+            stage,
             Unit(minibatch, microbatch),
-            None if peer_rank == _NO_STAGE else peer_rank,
-            None if peer_stage == _NO_STAGE else peer_stage,
+            peer_rank,
+            peer_stage,
             slowest_s,
             sent,
         )
 
     @classmethod
     def none_yet(cls, pid: int) -> Beat:
-        """Of a process that has not come to write its page."""
+        """Return the beat of a process that has not written its page yet."""
         return cls(pid, 0, State.PREPARING, "starting")
 
     def describe(self) -> str:
-        """For a sentence: "in the forward of minibatch 17", "waiting for ... from worker 0"."""
+        """Return it as part of a sentence: "in the forward of minibatch 17", "waiting for ... from worker 0"."""
         of_evaluation = self.activity.startswith(_EVALUATION)
         unit = f"minibatch {self.unit.minibatch}" + (" of the evaluation" if of_evaluation else "")
         if self.unit.microbatch:
@@ -122,17 +124,16 @@ class Beat:
                     return f"adding up the shared weights' gradients of round {self.unit.minibatch}"
                 if self.activity == "Update":
                     return f"in the update after minibatch {self.unit.minibatch}"
-                words = "".join(
-                    f" {c.lower()}" if c.isupper() else c for c in self.activity.removeprefix(_EVALUATION)
-                ).strip()
-                return f"in the {words} of {unit}"
+                name = self.activity.removeprefix(_EVALUATION)
+                words = "".join(f" {c.lower()}" if c.isupper() else c for c in name)
+                return f"in the{words} of {unit}"
 
 
 class Heartbeat:
     """Writes the page of this worker.
 
     Args:
-        path: of the page's file; None to keep it in memory, for the threads of this process.
+        path: file of the page; None to keep it in memory, for threads of this process.
         stages: that this worker holds.
     """
 
@@ -148,7 +149,7 @@ class Heartbeat:
         self._beats = 0
         self._slowest_s = 0.0
         self._began_s: float | None = None
-        self._last_backward = 0  # its minibatch
+        self._last_backward = 0  # minibatch
         self._sent_at = {
             (stage, activation): _SENT_START + _SENT.size * (2 * index + activation)
             for index, stage in enumerate(stages)
@@ -156,54 +157,51 @@ class Heartbeat:
         }
 
     def begin(self, instruction: Instruction, *, evaluating: bool = False) -> None:
-        """The worker starts `instruction`; `evaluating`: of an evaluation's stream, which has a count of its own."""
+        """Record that the worker starts `instruction`; those of an evaluation count its minibatches, not training's."""
         self._end_last()
-        peer_rank = peer_stage = _NO_STAGE
+        peer = (_NONE, _NONE)
         state = State.COMPUTING
         if isinstance(instruction, Message):
             state = State.RECEIVING if isinstance(instruction, Receive) else State.SENDING
-            peer_rank, peer_stage = instruction.peer_rank, instruction.peer_stage
+            peer = (instruction.peer_rank, instruction.peer_stage)
         elif isinstance(instruction, AllReduce):
             state = State.REDUCING
         if isinstance(instruction, (AllReduce, AddShared)):
-            minibatch, microbatch = instruction.round, 0
+            unit = (instruction.round, 0)
         elif isinstance(instruction, Update):
-            # A round has a minibatch for each replica; this worker's last one says more than the round's number.
-            minibatch, microbatch = self._last_backward, 0
+            # A round has a minibatch for each replica: the worker's own last one tells more than the round's number.
+            unit = (self._last_backward, 0)
         else:
-            minibatch, microbatch = instruction.unit.minibatch, instruction.unit.microbatch
+            unit = (instruction.unit.minibatch, instruction.unit.microbatch)
         if isinstance(instruction, (Backward, BackwardInput)):
-            self._last_backward = minibatch
-        kind = type(instruction)
-        activity = _NAMES.get(kind) or _NAMES.setdefault(kind, kind.__name__.encode())
-        if evaluating:
-            activity = _EVALUATION.encode() + activity
-        self._write(state, activity, instruction.stage, minibatch, microbatch, peer_rank, peer_stage)
+            self._last_backward = unit[0]
+        activity = (_EVALUATION if evaluating else "") + type(instruction).__name__
+        self._write(state, activity, instruction.stage, unit, peer)
         self._began_s = time.perf_counter()
         if isinstance(instruction, (SendActivation, SendGradient)) and not evaluating:
             activation = isinstance(instruction, SendActivation)
             place = self._sent_at.get((instruction.stage, activation))
             if place is not None:
-                _SENT.pack_into(self._page, place, instruction.stage + 1, activation, minibatch, microbatch)
+                _SENT.pack_into(self._page, place, instruction.stage + 1, activation, *unit)
 
     def enter(self, activity: str, *, meeting: bool = False) -> None:
-        """The worker does something outside of its schedule, until it says otherwise.
+        """Record that the worker enters a phase outside of its schedule.
 
         Args:
-            activity: for a sentence after "while": "writing a checkpoint".
-            meeting: it needs all workers, and each waits for the last one.
+            activity: what follows "while" in a sentence: "writing a checkpoint".
+            meeting: the phase needs all workers, so each waits for the last one.
         """
         self._end_last()
-        self._write(State.MEETING if meeting else State.PREPARING, activity.encode()[:40], _NO_STAGE, 0, 0, -1, -1)
+        self._write(State.MEETING if meeting else State.PREPARING, activity, _NONE, (0, 0), (_NONE, _NONE))
 
     def read(self) -> Beat:
-        """What was written last."""
+        """Return what was written last."""
         beat = Beat.read(self._page[:])
         return beat if beat is not None else Beat.none_yet(self._pid)
 
     @property
     def page(self) -> bytes:
-        """As it is now, for `Beat.read`."""
+        """A copy of the page, for `Beat.read`."""
         return self._page[:]
 
     def _end_last(self) -> None:
@@ -211,31 +209,10 @@ class Heartbeat:
             self._slowest_s = max(self._slowest_s, time.perf_counter() - self._began_s)
             self._began_s = None
 
-    def _write(
-        self,
-        state: State,
-        activity: bytes,
-        stage: int,
-        minibatch: int,
-        microbatch: int,
-        peer_rank: int,
-        peer_stage: int,
-    ) -> None:
+    def _write(self, state: State, activity: str, stage: int, unit: tuple[int, int], peer: tuple[int, int]) -> None:
+        # Counted, so that an instruction that is repeated is told from one that does not end. A reader may see half of a
+        # write, which does no harm: only a page that has stopped changing is judged.
         self._beats += 1
         _PAGE.pack_into(
-            self._page,
-            0,
-            self._pid,
-            self._beats,
-            state,
-            stage,
-            peer_rank,
-            peer_stage,
-            minibatch,
-            microbatch,
-            self._slowest_s,
-            activity,
+            self._page, 0, self._pid, self._beats, state, stage, *peer, *unit, self._slowest_s, activity.encode()[:40]
         )
-
-
-_NAMES: dict[type, bytes] = {}
