@@ -210,7 +210,7 @@ class Heartbeat:
             self._began_s = None
 
     def _write(self, state: State, activity: str, stage: int, unit: tuple[int, int], peer: tuple[int, int]) -> None:
-        # Counted, so that an instruction that is repeated is told from one that does not end. A reader may see half of a
+        # Counted, so that an instruction that is repeated is told from one that does not end. A reader may see half a
         # write, which does no harm: only a page that has stopped changing is judged.
         self._beats += 1
         _PAGE.pack_into(

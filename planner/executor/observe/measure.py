@@ -1,4 +1,4 @@
-"""Rates in steady state, while a run goes on and after it."""
+"""Measure the throughput of a run in steady state, while it runs and afterwards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from planner.executor.run.worker import Completion, WorkerLog
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, as its last stage sees it."""
+    """Progress of a run, as its last stage sees it."""
 
     minibatch: int
     minibatches: int
     loss: float
     samples_per_s: float | None
     seconds_left: float | None
-    evaluation: Evaluation | None = None  # when there was one just now
+    evaluation: Evaluation | None = None  # if one has just ended
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -28,24 +28,24 @@ ProgressCallback = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class SteadyState:
-    """What a worker did between start-up and drain."""
+    """What a worker did between warm-up and drain."""
 
     units_per_s: float
     busy_share: float
 
 
 def steady_state(completions: Sequence[Completion], start_up: int, drain: int, per_round: int) -> SteadyState:
-    """Rate and busy share of the middle of a run.
+    """Return throughput and busy share in the middle of a run.
 
     Args:
-        completions: all backwards, in order.
+        completions: of all backwards, in order.
         start_up: units at the start that do not count.
         drain: units at the end that do not count.
         per_round: backwards between two updates; the window holds whole rounds, because they come in bursts.
     """
     if per_round == 0 or len(completions) < 2 * per_round + 1:
         return SteadyState(0.0, 0.0)
-    # A short run is measured whole rather than not at all.
+    # A short run is measured as a whole rather than not at all.
     if len(completions) < start_up + drain + 4 * per_round:
         start_up, drain = per_round, 0
     first = max(per_round, -(-start_up // per_round) * per_round) - 1
@@ -58,12 +58,12 @@ def steady_state(completions: Sequence[Completion], start_up: int, drain: int, p
 def progress_reporter(
     on_progress: ProgressCallback, minibatches: int, minibatches_per_update: int, minibatch_size: int
 ) -> Callable[[WorkerLog], None]:
-    """A callback for `Worker` that reports after each update, with the rate over the last updates."""
+    """Return a callback for `Worker` that reports after each update, with the throughput over the last 20 updates."""
     recent: deque[float] = deque(maxlen=20)
 
     def report(log: WorkerLog) -> None:
         recent.append(time.perf_counter())
-        # The other replicas are as far: those that follow this one in the round.
+        # The other replicas have done their minibatches of the round by about now, too.
         newest = log.losses[-1][0] if log.losses else 0
         done = min(minibatches, newest + minibatches_per_update)
         rate = None
@@ -83,12 +83,12 @@ def progress_reporter(
 
 
 def evaluated(evaluation: Evaluation, log: WorkerLog, minibatches: int) -> Progress:
-    """What is reported of an evaluation."""
+    """Return the progress to report after an evaluation."""
     return Progress(evaluation.minibatch, minibatches, latest_loss(log), None, None, evaluation)
 
 
 def latest_loss(log: WorkerLog) -> float:
-    """Loss of the newest minibatch in `log`, as far as this worker saw it: its parts add up."""
+    """Return the loss of the newest minibatch in `log`: the sum of the parts that this worker has seen."""
     newest = log.losses[-1][0] if log.losses else -1
     total = 0.0
     for minibatch, part in reversed(log.losses):

@@ -1,4 +1,4 @@
-"""Peak memory of this process or its device."""
+"""Measure the peak memory of this process or its device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Bytes needed since construction, on top of `already_bytes` that were allocated before.
+    """Peak bytes in use since construction, plus the `already_bytes` of them that were allocated before.
 
-    On a CUDA device: the allocator's peak. On a CPU: growth of the resident set's high-water mark, less the pages of
-    files, which are the libraries' code as it is first used. Workspaces of the libraries count. Pages that the C
-    library kept from before are returned first, so that reusing them shows as growth.
+    On a CUDA device it is the allocator's peak. On a CPU it is the growth of the resident set's high-water mark, less
+    pages of files: these are code of libraries, loaded at its first use. Workspaces of libraries count.
     """
 
     def __init__(self, device: torch.device, already_bytes: int) -> None:
@@ -30,13 +29,14 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._before_bytes = torch.cuda.memory_allocated(device)
         else:
+            # malloc keeps freed pages: reusing them would not show as growth.
             return_free_pages()
             _reset_high_water_mark()
             self._before_bytes = _resident_bytes()
             self._code_bytes = _status_bytes("RssFile")
 
     def bytes(self) -> int:
-        """The peak so far."""
+        """Return the peak so far."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
@@ -47,7 +47,7 @@ class PeakMemory:
 def _reset_high_water_mark() -> None:
     try:
         _CLEAR_REFS.write_text("5")
-    except OSError:  # not Linux, or not allowed: the mark is then the process's, an upper bound
+    except OSError:  # not Linux, or not permitted: the mark of the whole process is an upper bound
         return
 
 

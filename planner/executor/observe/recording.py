@@ -1,4 +1,4 @@
-"""The timeline of a real run: every worker notes what it did and when, and rank 0 puts the notes together."""
+"""Record the timeline of a real run: each worker records what it did and when, and rank 0 merges the records."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, Events, Kind, Timeline
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 
-_ROUNDS = 8  # messages there and back, per worker, to compare clocks
+_ROUNDS = 8  # round trips per worker to compare clocks; the fastest of them counts
 
 
 @dataclass(frozen=True)
 class Window:
-    """The minibatches to note: those from `first` on and before `end`, or else the last `last`."""
+    """The minibatches to record: from `first` to before `end`, or only the `last` ones of the run."""
 
     first: int = 0
     end: int | None = None
@@ -31,78 +31,73 @@ class Window:
 
     @classmethod
     def of(cls, chosen: tuple[int, int] | int) -> Window:
-        """(first, end), or how many at the end of the run."""
+        """Make a window of (first, end), or of so many minibatches at the end of the run."""
         return cls(last=chosen) if isinstance(chosen, int) else cls(chosen[0], chosen[1], None)
 
 
 class TraceRecorder:
-    """Notes instructions in a bounded memory: some microseconds each.
+    """Records instructions in bounded memory, in a few microseconds each.
 
     Args:
         rank: of this worker.
-        window: what to note.
-        device: where it computes. On a GPU each noted instruction is waited for, so that its time is its own: the
-            noted minibatches are somewhat slower than others.
+        window: minibatches to record.
+        device: that computes. On a GPU each recorded instruction is waited for, so that its time is its own; recorded
+            minibatches are therefore somewhat slower than others.
     """
 
     def __init__(self, rank: int, window: Window, device: torch.device) -> None:
         self._rank = rank
-        self._window = window
+        self.window = window
         self._device = device
         self._notes: deque[tuple[int, Instruction, float, float]] = deque()
         self._newest = 0
 
     def settle(self, instruction: Instruction) -> None:
-        """Called when `instruction` has been started: on a GPU, wait for its end."""
+        """Wait on a GPU until `instruction`, which has been started, ends."""
         if self._device.type == "cuda" and self._wanted(_minibatch(instruction, self._newest)):
             torch.cuda.synchronize(self._device)
 
     def record(self, instruction: Instruction, start_s: float, end_s: float) -> None:
-        """`instruction` ran from `start_s` to `end_s` on `time.perf_counter`'s clock."""
-        # Updates and all-reduces count rounds: they belong to the minibatches around them.
+        """Record that `instruction` ran from `start_s` to `end_s` on `time.perf_counter`'s clock."""
+        # Updates and all-reduces count rounds, so they go with the newest minibatch.
         minibatch = _minibatch(instruction, self._newest)
         self._newest = max(self._newest, minibatch)
         if not self._wanted(minibatch):
             return
         self._notes.append((minibatch, instruction, start_s, end_s))
-        if self._window.last is not None:
-            while self._notes[0][0] <= self._newest - self._window.last:
+        if self.window.last is not None:
+            while self._notes[0][0] <= self._newest - self.window.last:
                 self._notes.popleft()
 
-    def events(self, first_noted: int = 0) -> Iterator[Event]:
-        """What was noted, in this worker's time."""
+    def events(self, first: int = 0) -> Iterator[Event]:
+        """Yield what was recorded, on this worker's clock."""
         for minibatch, instruction, start_s, end_s in self._notes:
             own = isinstance(instruction, Message) and instruction.peer_rank == self._rank
             kind = _kind_of(type(instruction).__name__)
-            if kind is not None and minibatch >= first_noted and not own:  # within one worker nothing travels
+            if kind is not None and minibatch >= first and not own:  # within one worker nothing is sent
                 yield _event(self._rank, instruction, kind, start_s, end_s)
 
     def _wanted(self, minibatch: int) -> bool:
-        return minibatch >= self._window.first and (self._window.end is None or minibatch < self._window.end)
+        return minibatch >= self.window.first and (self.window.end is None or minibatch < self.window.end)
 
 
 def gather_timeline(
-    recorder: TraceRecorder,
-    plan: Plan,
-    minibatches: int,
-    window: Window,
-    wire: torch.device,
-    accumulate: int = 1,
+    recorder: TraceRecorder, plan: Plan, minibatches: int, wire: torch.device, accumulate: int = 1
 ) -> Timeline | None:
-    """The timeline of all workers, on rank 0; None elsewhere. All workers call it at the same point.
+    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point.
 
     Args:
         recorder: this worker's.
         plan: that runs.
         minibatches: of the run.
-        window: what was noted.
         wire: device of the messages.
         accumulate: minibatches per replica between two updates, under 1f1b.
     """
     offsets = _clock_offsets(wire)
-    # Each worker has kept the last ones that it saw; the last of the run are fewer.
-    first_noted = 0 if window.last is None else max(0, minibatches - window.last)
-    parts = gather_bytes(json.dumps([list(event) for event in recorder.events(first_noted)]).encode(), wire)
+    # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
+    last = recorder.window.last
+    first = 0 if last is None else max(0, minibatches - last)
+    parts = gather_bytes(json.dumps([list(event) for event in recorder.events(first)]).encode(), wire)
     if not parts:
         return None
     events = [
@@ -111,7 +106,7 @@ def gather_timeline(
         for event in (Event(*row) for row in json.loads(part))
     ]
     start = min((event.start_s for event in events if event.lane == "compute"), default=0.0)
-    # What a worker waited for before the first computation is of no interest, and has no time: they count from there.
+    # Time counts from the first computation: what a worker waited for before it is not of interest.
     moved = [
         event._replace(start_s=max(0.0, event.start_s - start), end_s=event.end_s - start)
         for event in events
@@ -121,9 +116,10 @@ def gather_timeline(
 
 
 def _clock_offsets(wire: torch.device) -> Sequence[float]:
-    """By rank, what to add to that worker's clock to get rank 0's; an empty list elsewhere.
+    """Return by rank what to add to that worker's clock to get rank 0's; an empty list elsewhere.
 
-    Cristian (1989): the answer to the fastest of some requests was given in the middle of its round trip.
+    Cristian (1989), "Probabilistic clock synchronization": the reply is assumed to be sent in the middle of the round
+    trip. The fastest round trip is taken, because the error is at most half its length.
     """
     here = torch.zeros(1, dtype=torch.float64, device=wire)
     if dist.get_rank() != 0:
@@ -161,6 +157,6 @@ def _event(rank: int, instruction: Instruction, kind: Kind, start_s: float, end_
 
 @cache
 def _kind_of(name: str) -> Kind | None:
-    """None for what timelines do not draw: the gradients of weights that stages share."""
+    """Return the kind of event of an instruction's class; None for gradients of shared weights, which are not drawn."""
     words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     return next((kind for kind in LANES if kind == words), None)

@@ -1,9 +1,9 @@
-"""The losses of a run beside its checkpoints, so that they are known when its workers have been started again.
+"""The losses of a run, kept beside its checkpoints so that they are known after its workers were restarted.
 
-    losses.jsonl     a `_Header`, then for every checkpoint a line, an `_LogLine`, with what came since the one before
+    losses.jsonl     a `_Header`, then for every checkpoint a `_LogLine` with what came since the one before
 
-Whatever the length of the run, each loss is written once, and is on the disk before the checkpoint is complete: of the
-minibatches before a checkpoint none is missing.
+Each loss is written once, however long the run is, and is on disk before the checkpoint is complete: no minibatch
+before a checkpoint is missing.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _log = logging.getLogger(__name__)
 
 
 class _Header(Record):
-    """Whose losses they are."""
+    """The run that the losses are of."""
 
     schema_version: Literal[1] = 1
     run: str
 
 
 class _LogLine(Record):
-    """What a run came to between two checkpoints."""
+    """Losses and evaluations between two checkpoints."""
 
     minibatch: int  # minibatches done
-    losses: tuple[tuple[int, float | None], ...]  # of a minibatch; None where it is no finite number
+    losses: tuple[tuple[int, float | None], ...]  # (minibatch, loss); None if it is NaN or infinite
     evaluations: tuple[Evaluation, ...]
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a run came to before its workers were started for the last time, up to the checkpoint."""
+    """Losses and evaluations of a run from before its workers were last restarted, up to the checkpoint."""
 
     losses: tuple[Loss, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
 
 
 def is_of(folder: Path, run: str) -> bool:
-    """Whether the losses in `folder`, and so its newest checkpoints, are those of `run`."""
+    """Return whether the losses in `folder`, and so its newest checkpoints, are of `run`."""
     try:
         header, _, _ = (folder / FILE).read_text(encoding="utf-8").partition("\n")
         return _Header.model_validate_json(header).run == run
@@ -57,28 +57,28 @@ def is_of(folder: Path, run: str) -> bool:
 
 
 class RunLog:
-    """The file in the folder of the checkpoints; rank 0 has it.
+    """The file of losses in the folder of the checkpoints; only rank 0 has one.
 
     Args:
-        folder: which exists.
-        run: tells runs apart; all starts of a run have the same.
+        folder: of the checkpoints; it exists.
+        run: identifies the run; the same for all its restarts.
     """
 
     def __init__(self, folder: Path, run: str) -> None:
         self._path = folder / FILE
         self._run = run
-        self._size = 0  # of what is whole
+        self._size = 0  # bytes of whole lines
         self._losses: list[tuple[int, float | None]] = []
         self._evaluations: list[Evaluation] = []
 
     def begin(self, first: int, *, again: bool) -> Past:
-        """Start the file anew; with what the same run did before minibatch `first` where it is started `again`.
+        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`.
 
         Raises:
             PlannerError: when it cannot be written.
         """
         entries = self._read(first) if again else []
-        for leftover in self._path.parent.glob(f".{FILE}.*"):  # of a process that ended while it wrote the next lines
+        for leftover in self._path.parent.glob(f".{FILE}.*"):  # of a process that ended while it wrote
             leftover.unlink()
         lines = [_Header(run=self._run), *entries]
         text = "".join(line.model_dump_json() + "\n" for line in lines)
@@ -88,19 +88,19 @@ class RunLog:
         return Past(tuple(losses), tuple(each for entry in entries for each in entry.evaluations))
 
     def note(self, losses: Iterable[Loss], evaluations: Iterable[Evaluation]) -> None:
-        """Take what came since the last time, to be written with the next checkpoint."""
+        """Add what came since the last checkpoint, to be written with the next one."""
         self._losses += [(loss.minibatch, loss.loss) for loss in losses]
         self._evaluations += evaluations
 
     def append(self, minibatch: int) -> None:
-        """Write what was noted until `minibatch` minibatches were done.
+        """Write what was noted until `minibatch` minibatches were done, and wait until it is on disk.
 
         Raises:
-            OSError: when the disk is full; what was there before stays, and what was noted is written the next time.
+            OSError: when the disk is full; the lines before stay, and what was noted is written the next time.
         """
         entry = _LogLine(minibatch=minibatch, losses=tuple(self._losses), evaluations=tuple(self._evaluations))
         with self._path.open("r+b") as file:
-            file.truncate(self._size)  # half a line, where the disk was full
+            file.truncate(self._size)  # removes half a line, left when the disk was full
             file.seek(self._size)
             file.write(entry.model_dump_json().encode() + b"\n")
             file.flush()
@@ -110,9 +110,9 @@ class RunLog:
         self._evaluations.clear()
 
     def _read(self, first: int) -> list[_LogLine]:
-        """The entries of the same run up to the checkpoint after `first` minibatches; none of another run."""
+        """Return the lines up to the checkpoint after `first` minibatches; none if the file is of another run."""
         try:
-            # What follows the last line is half a line, if anything.
+            # A crash can leave half a line at the end.
             whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
             header, *lines = whole.splitlines()
             if _Header.model_validate_json(header).run != self._run:
@@ -120,7 +120,7 @@ class RunLog:
             entries = []
             for line in lines:
                 entry = _LogLine.model_validate_json(line)
-                if entry.minibatch > first:  # of checkpoints that were never complete
+                if entry.minibatch > first:  # of a checkpoint that was never completed
                     break
                 entries.append(entry)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Who is told how a run goes on: the terminal's progress line, the user's hook, TensorBoard."""
+"""Report the progress of a run to the user's hook and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from planner.errors import InputError
 from planner.executor.observe.measure import Progress, ProgressCallback
 from planner.model.spec import TrainingSpec
 
-EVERY_MINIBATCHES = 10  # between two entries of the loss in TensorBoard
+EVERY_MINIBATCHES = 10  # between two losses in TensorBoard
 
 
 def hook(spec: TrainingSpec) -> ProgressCallback | None:
-    """The file's on_update(minibatch, loss, metrics), if it has one."""
+    """Return a callback for the model file's on_update(minibatch, loss, metrics), if it has one."""
     if not spec.defines("on_update"):
         return None
 
@@ -27,11 +27,11 @@ def hook(spec: TrainingSpec) -> ProgressCallback | None:
 
 
 def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
-    """Writes losses, rates and evaluations for TensorBoard.
+    """Return a callback that writes losses, throughput and evaluations for TensorBoard.
 
     Args:
-        folder: where to.
-        first: minibatch that the run goes on from: what is there of later ones is done again, and no longer shown.
+        folder: to write to.
+        first: minibatch that the run resumes from; what the folder has of later minibatches is no longer shown.
 
     Raises:
         InputError: when TensorBoard is not installed.
@@ -58,7 +58,7 @@ def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
 
 
 def all_of(*callbacks: ProgressCallback | None) -> ProgressCallback | None:
-    """One for all that there are; None for none."""
+    """Return one callback that calls all of `callbacks`; None if there are none."""
     found = [callback for callback in callbacks if callback is not None]
     if not found:
         return None
@@ -71,7 +71,7 @@ def all_of(*callbacks: ProgressCallback | None) -> ProgressCallback | None:
 
 
 def check_tensorboard() -> Callable[..., Any]:
-    """TensorBoard's writer class.
+    """Return TensorBoard's writer class.
 
     Raises:
         InputError: when it is not installed.
@@ -80,7 +80,7 @@ def check_tensorboard() -> Callable[..., Any]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise InputError(
-            "--tensorboard needs the package tensorboard, which is not installed", hint="pip install tensorboard"
+            "`tensorboard` needs the package tensorboard, which is not installed", hint="pip install tensorboard"
         ) from None
     writer: Callable[..., Any] = SummaryWriter
     return writer

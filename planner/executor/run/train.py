@@ -229,9 +229,7 @@ class TrainingRun:
         result = None if gathered is None else gathered.result(self.job, self.data, self.first, seconds, checkpointer)
         if recorder is not None:
             self.heartbeat.enter("gathering the trace", meeting=True)
-            timeline = gather_timeline(
-                recorder, self.plan, self.minibatches, window, self.place.wire, self.shape.accumulate
-            )
+            timeline = gather_timeline(recorder, self.plan, self.minibatches, self.place.wire, self.shape.accumulate)
             if timeline is not None and on_timeline is not None:
                 on_timeline(timeline)
         return result
