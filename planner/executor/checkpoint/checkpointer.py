@@ -122,10 +122,7 @@ class Checkpointer:
         return first
 
     def save(
-        self,
-        minibatch: int,
-        losses: Sequence[tuple[int, float]] = (),
-        evaluations: Sequence[Evaluation] = (),
+        self, minibatch: int, losses: Sequence[tuple[int, float]] = (), evaluations: Sequence[Evaluation] = ()
     ) -> None:
         """Write a checkpoint after `minibatch` minibatches; if that fails, the older ones are kept.
 
@@ -180,12 +177,12 @@ class Checkpointer:
         """Let rank 0 find the checkpoint to resume from, and check that all workers see the folder that it sees."""
         self._heartbeat.enter("looking for checkpoints", meeting=True)
         writes = self._job.checkpoints.every is not None
-        start = _Start(token=uuid.uuid4().hex[:8], resume=None)
+        token, found = uuid.uuid4().hex[:8], None
         if self._rank == 0:
             found = resolve(self._job.checkpoints.resume, self._folder, writes=writes)
-            start = start.model_copy(update={"resume": None if found is None else str(found)})
             if writes:
-                self._claim(start.token)
+                self._claim(token)
+        start = _Start(token=token, resume=None if found is None else str(found))
         start = _Start.model_validate_json(broadcast_bytes(start.model_dump_json().encode(), self._group))
         if writes:
             probe = self._folder / probe_name(start.token)

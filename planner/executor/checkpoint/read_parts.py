@@ -88,12 +88,7 @@ def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None 
 
 
 def fill_optimizer(
-    optimizer: Optimizer,
-    module: nn.Module,
-    saved: SavedCheckpoint,
-    *,
-    stage: int = 0,
-    learning_rate_factor: float = 1.0,
+    optimizer: Optimizer, module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, learning_rate_factor: float = 1
 ) -> None:
     """Restore `module`'s optimizer, whose learning rates are `learning_rate_factor` times the user's.
 
@@ -117,16 +112,8 @@ def fill_optimizer(
 def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> tuple[dict[str, Any], float]:
     """Return the saved state called `name`, and the factor by which its learning rates are larger than the user's.
 
-    That of the same stage is preferred, but any will do: all have done the same minibatches.
-
-    Args:
-        saved: the checkpoint.
-        name: of the state.
-        stage: which restores.
-        groups: parameter groups that its optimizer has now.
-
-    Raises:
-        InputError: when there is no such state, or it is for another number of groups.
+    That of the same stage is preferred, but any will do: all have done the same minibatches. `groups` is the number of
+    parameter groups that the optimizer has now.
     """
     found = [part for part in saved.index.parts if name in part.extras]
     if not found:

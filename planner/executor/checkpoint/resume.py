@@ -40,11 +40,8 @@ def seed_of_run(
 
 def after_failure(job: Job) -> Job:
     """Return the job to start after `job` failed: it resumes from its own newest checkpoint, or begins as before."""
-    options = job.checkpoints
-    if options.every is None or not complete(Path(options.folder)):
-        return job
-    options = options.model_copy(update={"resume": AUTO})
-    return job.model_copy(update={"checkpoints": options, "started_again": True})
+    options = _resuming(job.checkpoints)
+    return job if options is None else job.model_copy(update={"checkpoints": options, "started_again": True})
 
 
 def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | None:
@@ -53,10 +50,17 @@ def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | No
     None for the first workers of a run, and for a run without a checkpoint: those begin as the first ones did, or are
     refused for the same reason. Worker 0 decides, because it has the run's losses; the others follow what it finds.
     """
-    folder = Path(options.folder)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0 or options.every is None or not complete(folder):
+    resuming = _resuming(options)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0 or resuming is None:
         return None
-    if os.environ["RANK"] == "0" and not is_of(folder, torchrun_run_id()):
+    if os.environ["RANK"] == "0" and not is_of(Path(options.folder), torchrun_run_id()):
+        return None
+    return resuming
+
+
+def _resuming(options: CheckpointOptions) -> CheckpointOptions | None:
+    """Return `options` that resume from the newest checkpoint in the run's folder; None if it has or writes none."""
+    if options.every is None or not complete(Path(options.folder)):
         return None
     return options.model_copy(update={"resume": AUTO})
 

@@ -72,18 +72,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
                 hint="keep such a tensor out of the state, register_buffer(..., persistent=False)",
             )
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    sha, size, unsynced = hashlib.sha256(), 0, 0
+    sha, size, synced = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
         for piece in _pieces(ordered):
             file.write(piece)
             sha.update(piece)
             size += len(piece)
-            unsynced += len(piece)
             # One fsync at the end would wait for the whole file: on a slow disk the worker would look hung.
-            if unsynced > _SYNC_BYTES:
+            if size - synced > _SYNC_BYTES:
                 file.flush()
                 os.fsync(file.fileno())
-                unsynced = 0
+                synced = size
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size, sha.hexdigest())

@@ -49,6 +49,11 @@ class _Bucket:
             self._parts = _Parts(flat, views, present)
         return self._parts
 
+    @property
+    def full(self) -> bool:
+        """Whether all gradients are in the bucket."""
+        return len(self.ready) == len(self.parameters)
+
     def fill(self, index: int) -> None:
         """Move the gradient of parameter `index` from `.grad` into the bucket."""
         parameter = self.parameters[index]
@@ -58,10 +63,14 @@ class _Bucket:
         parameter.grad = None
         self.ready.add(index)
 
-    def fill_missing(self) -> None:
-        """Contribute zeros for each parameter that has no gradient on this replica."""
-        for index in range(len(self.parameters)):
-            if index not in self.ready:
+    def fill_rest(self) -> None:
+        """Fill what the last backward has not: with gradients of earlier microbatches, or else with zeros."""
+        for index, parameter in enumerate(self.parameters):
+            if index in self.ready:
+                continue
+            if parameter.grad is not None:
+                self.fill(index)
+            else:
                 self.parts.views[index].zero_()
                 self.parts.present[index] = 0
 
@@ -99,11 +108,7 @@ class GradientAverager:
     def finish(self, divisor: int) -> None:
         """Wait for the all-reduces, and set each `.grad` to the sum divided by `divisor`."""
         for bucket in self._buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                # Accumulated by earlier microbatches, but unused in the last one, so its hook did not run.
-                if index not in bucket.ready and parameter.grad is not None:
-                    bucket.fill(index)
-            bucket.fill_missing()
+            bucket.fill_rest()
         self._reduce_until(len(self._buckets))
         for bucket in self._buckets:
             assert bucket.work is not None
@@ -116,16 +121,12 @@ class GradientAverager:
         def move(_: Tensor) -> None:
             if self._active:
                 bucket.fill(index)
-                full = self._next
-                while full < len(self._buckets) and self._is_full(self._buckets[full]):
-                    full += 1
-                self._reduce_until(full)
+                end = self._next
+                while end < len(self._buckets) and self._buckets[end].full:
+                    end += 1
+                self._reduce_until(end)
 
         return move
-
-    @staticmethod
-    def _is_full(bucket: _Bucket) -> bool:
-        return len(bucket.ready) == len(bucket.parameters)
 
     def _reduce_until(self, end: int) -> None:
         for bucket in self._buckets[self._next : end]:

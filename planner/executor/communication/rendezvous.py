@@ -15,7 +15,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -92,10 +91,6 @@ class OneHost(RendezvousHandler):
         return True
 
 
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return OneHost(parameters.endpoint, parameters.run_id)
-
-
 def register() -> None:
     """Register `BACKEND` with torch's launcher."""
-    rendezvous_handler_registry.register(BACKEND, _create)
+    rendezvous_handler_registry.register(BACKEND, lambda found: OneHost(found.endpoint, found.run_id))

@@ -102,12 +102,7 @@ def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFai
     if left:
         return error_of(left[0])
     rank, code = min(exit_codes.items())
-    return WorkersFailedError(
-        f"{worker_name(rank, stage_of(job, rank, None))} ended with exit code {code} and left no reason",
-        hint="look for the reason in its last messages",
-        exit_code=WorkerError.exit_code,
-        again=True,
-    )
+    return _unreported(f"{worker_name(rank, stage_of(job, rank, None))} ended with exit code {code} and left no reason")
 
 
 def error_of(failure: Failure) -> WorkersFailedError:
@@ -150,15 +145,14 @@ def model_folder(job: Job) -> Path:
 
 def _killed(rank: int, signal_name: str, beat: Beat | None, job: Job) -> WorkersFailedError:
     activity = "while starting" if beat is None else beat.describe()
-    hint = "look for the reason in its last messages"
+    message = f"{worker_name(rank, stage_of(job, rank, beat))} was killed by {signal_name}, {activity}"
     if signal_name == "SIGKILL":
-        hint = "the system ends processes that exhaust its memory; see the kernel's log"
-    return WorkersFailedError(
-        f"{worker_name(rank, stage_of(job, rank, beat))} was killed by {signal_name}, {activity}",
-        hint=hint,
-        exit_code=WorkerError.exit_code,
-        again=True,
-    )
+        return _unreported(message, "the system ends processes that exhaust its memory; see the kernel's log")
+    return _unreported(message)
+
+
+def _unreported(message: str, hint: str = "look for the reason in its last messages") -> WorkersFailedError:
+    return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
 
 
 def worker_name(rank: int, stage: int | None) -> str:

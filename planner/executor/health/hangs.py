@@ -35,9 +35,8 @@ class Hang:
 
     rank: int  # the worker to name and to end
     stage: int | None
-    stuck_s: float
     message: str
-    busy: bool  # whether the place in its code tells more
+    busy: bool = False  # whether the place in its code tells more
     frozen: bool = False  # whether it is the cause for certain
 
     def failure(self, place: str | None) -> Failure:
@@ -82,14 +81,14 @@ class HangDetector:
                 seen.sign = Sign(sign.beat, seen.sign.cpu_s, sign.frozen)
         limit_s = self._timeout_s + max((seen.sign.beat.slowest_s for seen in self._seen.values()), default=0.0)
         stuck = {rank: now_s - seen.moved_s for rank, seen in self._seen.items()}
-        late = sorted((rank for rank in stuck if stuck[rank] > limit_s), key=lambda rank: -stuck[rank])
+        longest = sorted(stuck, key=lambda rank: -stuck[rank])
+        late = [rank for rank in longest if stuck[rank] > limit_s]
         if not late:
             return None
         # A worker that waits may have stopped up to a step before the cause did, which may not be late yet. So it is
         # looked for among all that have not moved for half the time.
-        still = sorted((rank for rank in stuck if stuck[rank] > limit_s / 2), key=lambda rank: -stuck[rank])
         for judge in (self._frozen, self._busy):
-            for rank in still:
+            for rank in (rank for rank in longest if stuck[rank] > limit_s / 2):
                 hang = judge(rank, stuck[rank])
                 if hang is not None:
                     return hang if rank in late or hang.frozen else None
@@ -97,22 +96,23 @@ class HangDetector:
             hang = self._undelivered(rank, stuck[rank])
             if hang is not None:
                 return hang
-        return self._nobody(late[0], stuck[late[0]]) if len(late) == len(set(chain(*self._ranks))) else None
+        if len(late) < len(set(chain(*self._ranks))):
+            return None
+        waited = _waited(stuck[late[0]], self._seen[late[0]].sign.beat)
+        return self._hang(late[0], f"{waited}, and all others wait too: a message was lost")
 
     def _frozen(self, rank: int, stuck_s: float) -> Hang | None:
         sign = self._seen[rank].sign
         if sign.frozen is None:
             return None
         message = f"has not moved for {stuck_s:.0f} s, {sign.beat.describe()}: it {sign.frozen}"
-        return Hang(rank, self._stage(rank), stuck_s, message, busy=False, frozen=True)
+        return self._hang(rank, message, frozen=True)
 
     def _busy(self, rank: int, stuck_s: float) -> Hang | None:
         beat = self._seen[rank].sign.beat
         if beat.state not in (State.PREPARING, State.COMPUTING):
             return None
-        return Hang(
-            rank, self._stage(rank), stuck_s, f"has not moved for {stuck_s:.0f} s, {beat.describe()}", busy=True
-        )
+        return self._hang(rank, f"has not moved for {stuck_s:.0f} s, {beat.describe()}", busy=True)
 
     def _undelivered(self, rank: int, stuck_s: float) -> Hang | None:
         beat = self._seen[rank].sign.beat
@@ -126,7 +126,7 @@ class HangDetector:
                 why = "which were sent: the link carries nothing"
             case _:
                 return None
-        return Hang(rank, beat.stage, stuck_s, f"{_waited(stuck_s, beat)}, {why}", busy=False)
+        return self._hang(rank, f"{_waited(stuck_s, beat)}, {why}")
 
     def _was_sent(self, beat: Beat) -> bool:
         peer = self._seen.get(-1 if beat.peer_rank is None else beat.peer_rank)
@@ -136,20 +136,16 @@ class HangDetector:
         unit = beat.unit
         return last is not None and (last.minibatch, last.microbatch) >= (unit.minibatch, unit.microbatch)
 
-    def _nobody(self, rank: int, stuck_s: float) -> Hang:
-        message = f"{_waited(stuck_s, self._seen[rank].sign.beat)}, and all others wait too: a message was lost"
-        return Hang(rank, self._stage(rank), stuck_s, message, busy=False)
-
     def _reduces_too(self, rank: int, beat: Beat) -> bool:
         seen = self._seen.get(rank)
         other = seen.sign.beat if seen is not None else None
         return other is not None and (other.state, other.stage, other.unit) == (beat.state, beat.stage, beat.unit)
 
-    def _stage(self, rank: int) -> int | None:
+    def _hang(self, rank: int, message: str, *, busy: bool = False, frozen: bool = False) -> Hang:
         stage = self._seen[rank].sign.beat.stage
-        if stage is not None:
-            return stage
-        return next((number for number, ranks in enumerate(self._ranks) if rank in ranks), None)
+        if stage is None:
+            stage = next((number for number, ranks in enumerate(self._ranks) if rank in ranks), None)
+        return Hang(rank, stage, message, busy, frozen)
 
 
 def _waited(stuck_s: float, beat: Beat) -> str:

@@ -83,18 +83,8 @@ class Beat:
             sender, activation, sent_minibatch, sent_microbatch = _SENT.unpack_from(page, start)
             if sender:  # stage + 1: zeros are an empty place
                 sent[sender - 1, bool(activation)] = Unit(sent_minibatch, sent_microbatch)
-        return cls(
-            pid,
-            beats,
-            State(state),
-            activity.rstrip(b"\0").decode(),
-            stage,
-            Unit(minibatch, microbatch),
-            peer_rank,
-            peer_stage,
-            slowest_s,
-            sent,
-        )
+        text, unit = activity.rstrip(b"\0").decode(), Unit(minibatch, microbatch)
+        return cls(pid, beats, State(state), text, stage, unit, peer_rank, peer_stage, slowest_s, sent)
 
     @classmethod
     def none_yet(cls, pid: int) -> Beat:

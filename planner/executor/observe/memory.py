@@ -40,7 +40,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            peak = _high_water_mark_bytes() - (_status_bytes("RssFile") - self._code_bytes)
+            peak = _status_bytes("VmHWM") - (_status_bytes("RssFile") - self._code_bytes)
         return max(0, peak - self._before_bytes) + self._already_bytes
 
 
@@ -53,10 +53,6 @@ def _reset_high_water_mark() -> None:
 
 def _resident_bytes() -> int:
     return _status_bytes("VmRSS")
-
-
-def _high_water_mark_bytes() -> int:
-    return _status_bytes("VmHWM")
 
 
 def _status_bytes(field: str) -> int:

@@ -36,7 +36,7 @@ def tensorboard(folder: str, first: int = 0) -> ProgressCallback:
     Raises:
         InputError: when TensorBoard is not installed.
     """
-    writer = _writer(folder, first + 1 if first else None)
+    writer = check_tensorboard()(folder, purge_step=first + 1 if first else None)
     newest = -EVERY_MINIBATCHES
 
     def write(progress: Progress) -> None:
@@ -84,7 +84,3 @@ def check_tensorboard() -> Callable[..., Any]:
         ) from None
     writer: Callable[..., Any] = SummaryWriter
     return writer
-
-
-def _writer(folder: str, purge_step: int | None) -> Any:
-    return check_tensorboard()(folder, purge_step=purge_step)
