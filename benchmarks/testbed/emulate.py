@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.testbed.layers import Block, write_model
 from planner.formats.cluster import Cluster
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can carry

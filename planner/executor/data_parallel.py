@@ -28,10 +28,10 @@ from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
 from planner.executor.run.optimizer import make_optimizer
 from planner.executor.run.setup import Place, check_world, join_group, local_place, message_timeout
 from planner.executor.run.worker import Completion, WorkerLog
+from planner.model.memory_format import lay_out
+from planner.model.options import ModuleOptions, module_options
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.compiling import compiled
-from planner.model.stage.memory_format import lay_out
-from planner.model.stage.options import StageOptions, options_of
 from planner.model.stage.unsplit import unsplit_loss
 from planner.schedule.instructions import Unit
 
@@ -136,7 +136,7 @@ def _train(
     device = place.compute
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(job.seed)
-    options = options_of(job.plan)
+    options = module_options(job.plan)
     model = spec.build_model().train().to(device)
     if options.channels_last:
         lay_out(model)
@@ -202,7 +202,7 @@ def _train(
 
 
 def _leaves_out_weights(
-    spec: TrainingSpec, model: nn.Module, batch_size: int, options: StageOptions, device: torch.device
+    spec: TrainingSpec, model: nn.Module, batch_size: int, options: ModuleOptions, device: torch.device
 ) -> bool:
     """Whether some weight gets no gradient, for which DistributedDataParallel would wait for ever unless it is told."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

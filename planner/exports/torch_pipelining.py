@@ -29,11 +29,11 @@ from torch.distributed.pipelining.schedules import $schedule
 
 from planner.executor.run.data import make_batches
 from planner.executor.communication.shared import separate_copies
-from planner.model.stage.autocast import autocast_dtype
+from planner.model.autocast import autocast_dtype
 from planner.model.spec import load_model_file
-from planner.model.capture.load import capture_file
-from planner.model.capture.batch_neighbours import NeighbourStage
-from planner.model.stage.options import StageOptions
+from planner.model.load import capture_file
+from planner.model.stage.chained import ChainedStage
+from planner.model.options import ModuleOptions
 from planner.schedule.instructions import Unit
 
 MODEL = $model_path
@@ -75,12 +75,12 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     model = spec.build_model()
     example = spec.example_batch(MICROBATCH_SIZE)
-    options = StageOptions(autocast_dtype(AUTOCAST), CHANNELS_LAST, COMPILED)
+    options = ModuleOptions(autocast_dtype(AUTOCAST), CHANNELS_LAST, COMPILED)
     graph = capture_file(spec, example, model, options=options)
     if graph.hash != GRAPH_HASH:
         raise SystemExit(f"the plan was made for another model than {MODEL}")
     modules = {
-        index: NeighbourStage(
+        index: ChainedStage(
             graph,
             STAGES[index],
             MICROBATCH_SIZE,

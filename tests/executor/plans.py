@@ -13,18 +13,18 @@ from planner.cost.pricing import price
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, ScheduleName, SolverReport
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
+from planner.model.autocast import autocast_name
 from planner.model.capture.graph import ValueSpec
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
+from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
-from planner.model.stage.autocast import autocast_name
-from planner.model.stage.options import PLAIN, StageOptions
 from planner.solver.assemble import assemble
 from planner.solver.chain.vertical_sync import synced_price
 
 _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 
 
-def structural_profile(path: Path, batch_size: int, options: StageOptions = PLAIN) -> Profile:
+def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLAIN) -> Profile:
     """The layers, values and edges of a model file, every layer as slow as every other."""
     training_spec = load_model_file(str(path))
     graph = capture_file(training_spec, training_spec.example_batch(batch_size), options=options)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.capture import as_tree
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.loss import LossFunction, loss_of
-from planner.model.stage.autocast import autocasting
 from planner.model.stage.stage import StageModule, build_stage
 
 

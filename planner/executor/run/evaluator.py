@@ -24,10 +24,10 @@ from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation
 from planner.executor.run.data import EvaluationBatches
 from planner.executor.run.setup import Place
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
-from planner.model.capture.evaluation import EvaluationStages
 from planner.model.spec import TrainingSpec
-from planner.model.stage.autocast import autocasting
+from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule
 from planner.schedule.evaluation import evaluation_stream, group_size
 from planner.schedule.instructions import (

@@ -13,12 +13,13 @@ from planner.executor.communication.shared import separate_copies, use_parameter
 from planner.executor.job import TrainingOptions
 from planner.formats.plan import Plan, Transfer
 from planner.formats.shared_weights import obstacle, shared_weights
-from planner.model.capture.evaluation import EvaluationStages, build_evaluation
+from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.capture.graph import LayerGraph, ValueSpec
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
+from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
 from planner.model.stage.deferred_weights import build_deferred, materialize
-from planner.model.stage.options import options_of
+from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.stage import StageModule, build_stage
 
 Shared = Mapping[tuple[int, int], Collection[str]]  # by two stages, the trained weights that both hold
@@ -69,7 +70,7 @@ def build_modules(
     torch.manual_seed(seed)
     model = build_deferred(spec.build_model, seed) if defer_weights else spec.build_model()
     example = spec.example_batch(plan.microbatch_size)
-    graph = capture_file(spec, example, model, options=options_of(plan))
+    graph = capture_file(spec, example, model, options=module_options(plan))
     if graph.hash != plan.graph_hash:
         raise PlanError(
             f"the plan was made for another model than '{spec.origin}': graph {plan.graph_hash} in the plan, "
@@ -79,7 +80,7 @@ def build_modules(
     shared = _shared(plan, graph)
     evaluation = None
     if evaluate:
-        evaluation = capture_file(spec, example, model, training=False, options=options_of(plan))
+        evaluation = capture_file(spec, example, model, training=False, options=module_options(plan))
     if defer_weights:
         own = {name for stage in stages for name in plan.stages[stage].layers}
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]

@@ -44,10 +44,10 @@ from planner.executor.run.setup import (
 from planner.executor.run.stages import build_modules, check_shared, check_sizes, transferred
 from planner.executor.run.worker import Worker, WorkerLog
 from planner.formats.timeline import Timeline
-from planner.model.capture.evaluation import separate_buffers, share_buffers
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.compiling import check_compiler
-from planner.model.stage.warmup import rehearse
+from planner.model.stage.evaluation import separate_buffers, share_buffers
+from planner.model.stage.warmup import warm_up
 from planner.schedule.instructions import (
     Instruction,
     Unit,
@@ -174,7 +174,7 @@ class TrainingRun:
             for size in {self.microbatch_size, *filter(None, self.data.last_sizes)}:
                 batch = spec.example_batch(size).to(self.place.compute)
                 for module in self.modules.values():
-                    rehearse(module, batch)
+                    warm_up(module, batch)
 
     def run(
         self, on_progress: ProgressCallback | None, on_timeline: Callable[[Timeline], None] | None = None

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from torch import nn
 
 from planner.errors import CaptureError
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks, state_kept
 from planner.model.blocks.graph import BlockGraph
 from planner.model.capture.failure import refuse_untrainable
 from planner.model.capture.graph import LayerGraph
 from planner.model.loss import LossFunction
-from planner.model.stage.autocast import autocasting
-from planner.model.stage.memory_format import lay_out
-from planner.model.stage.options import PLAIN, StageOptions
+from planner.model.memory_format import lay_out
+from planner.model.options import PLAIN, ModuleOptions
 
 
 def capture_blocks(
@@ -30,7 +30,7 @@ def capture_blocks(
     loss: LossFunction | None,
     *,
     training: bool = True,
-    options: StageOptions = PLAIN,
+    options: ModuleOptions = PLAIN,
 ) -> LayerGraph:
     """The graph of `blocks`, each a layer, with the loss behind them.
 

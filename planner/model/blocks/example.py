@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.errors import CaptureError
 from planner.model.batch import Batch
-from planner.model.blocks.values import tensors_of
+from planner.model.capture.block_layers import tensors_of
 from planner.model.loss import LossFunction, loss_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/model-file.md"

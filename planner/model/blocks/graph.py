@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_flatten
 
 from planner.errors import CaptureError
 from planner.model.batch import Batch
-from planner.model.blocks.values import BlockChain, BlockLayer, Structure, structure_of, tensors_of
+from planner.model.capture.block_layers import BlockChain, BlockLayer, Structure, structure_of, tensors_of
 from planner.model.capture.digest import graph_digest
+from planner.model.capture.fake_run import memory_order
 from planner.model.capture.graph import GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.capture.names import Names
-from planner.model.capture.observe import memory_order
 from planner.model.capture.size import BATCH, Size, SizeReader
 from planner.model.loss import LossFunction
-from planner.model.stage.options import StageOptions
+from planner.model.options import ModuleOptions
 
 
 def block(*_: Any) -> Any:
@@ -36,7 +36,7 @@ class BlockGraph:
         batch: Batch,
         loss: LossFunction | None,
         training: bool,
-        options: StageOptions,
+        options: ModuleOptions,
     ) -> None:
         self._options = options
         self._model, self._named, self._batch, self._loss, self._training = model, named, batch, loss, training

@@ -12,6 +12,7 @@ from torch.export import Dim, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_map
 
 from planner.errors import CaptureError
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.digest import graph_digest
 from planner.model.capture.failure import (
@@ -22,15 +23,14 @@ from planner.model.capture.failure import (
     refuse_untrainable,
     silent_tracer,
 )
+from planner.model.capture.fake_run import Observed, observe
 from planner.model.capture.graph import Input, LayerGraph, ValueSpec
 from planner.model.capture.layers import group_layers
 from planner.model.capture.names import MODEL, Names
-from planner.model.capture.observe import Observed, observe
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.loss import LossFunction, loss_of
-from planner.model.stage.autocast import autocasting
-from planner.model.stage.memory_format import lay_out
-from planner.model.stage.options import PLAIN, StageOptions
+from planner.model.memory_format import lay_out
+from planner.model.options import PLAIN, ModuleOptions
 
 # Checks of the tracer's assumptions, each of which pins a device or costs time. A stage checks its inputs itself.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -42,7 +42,7 @@ def capture(
     loss: LossFunction | None,
     *,
     training: bool = True,
-    options: StageOptions = PLAIN,
+    options: ModuleOptions = PLAIN,
 ) -> LayerGraph:
     """The forward of `model` on batches like `batch`, up to the loss.
 

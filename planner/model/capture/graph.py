@@ -16,7 +16,7 @@ from planner.model.capture.names import Names
 from planner.model.capture.size import Size, SizeReader, evaluate
 
 if TYPE_CHECKING:
-    from planner.model.blocks.values import BlockChain
+    from planner.model.capture.block_layers import BlockChain
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from planner.model.capture.fake_run import Observed
 from planner.model.capture.graph import GraphLayer
 from planner.model.capture.names import MODEL, Names
-from planner.model.capture.observe import Observed
 
 _LOSS = None  # the scope of what the loss function does
 

@@ -14,8 +14,8 @@ from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.graph import GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.capture.size import samples_in
+from planner.model.memory_format import channels_last
 from planner.model.stage.fast_calls import Registry
-from planner.model.stage.memory_format import channels_last
 
 LOSS = "loss"  # the key under which a stage returns the loss
 

@@ -11,13 +11,14 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from planner.errors import CaptureError
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
-from planner.model.blocks.stage import block_parts
 from planner.model.capture.batch_limits import least_batch_size
 from planner.model.capture.failure import operation_failure, user_place
 from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.capture.size import evaluate_number, is_symbolic
-from planner.model.stage.autocast import autocasting
+from planner.model.memory_format import lay_out
+from planner.model.stage.block_stage import block_parts
 from planner.model.stage.compiling import compiled, uncompiled
 from planner.model.stage.deferred_norm import (
     DeferredNorm,
@@ -27,7 +28,6 @@ from planner.model.stage.deferred_norm import (
     running_statistics,
 )
 from planner.model.stage.fast_calls import FUNCTIONS, Registries
-from planner.model.stage.memory_format import lay_out
 from planner.model.stage.parts import StageParts, exchange, stage_parts
 from planner.model.stage.randomness import RandomKey, is_random, reseed
 from planner.model.stage.weights import weights_of

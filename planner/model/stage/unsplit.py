@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.loss import loss_of
+from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.autocast import autocasting
-from planner.model.stage.options import StageOptions
 
 
-def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: StageOptions) -> Tensor:
+def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: ModuleOptions) -> Tensor:
     """The loss of a batch, with the precision and the memory order of `options`.
 
     Args:

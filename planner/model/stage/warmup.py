@@ -10,7 +10,7 @@ from planner.model.capture.graph import ValueSpec
 from planner.model.stage.stage import StageModule
 
 
-def rehearse(stage: StageModule, batch: Batch) -> None:
+def warm_up(stage: StageModule, batch: Batch) -> None:
     """Run `stage` on zeros in place of what earlier stages send, and put buffers and random state back.
 
     Args:

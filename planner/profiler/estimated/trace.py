@@ -24,10 +24,10 @@ from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch
 from planner.model.capture.failure import capture_failure
 from planner.model.capture.graph import LayerGraph
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
+from planner.model.memory_format import lay_out
+from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.memory_format import lay_out
-from planner.model.stage.options import StageOptions
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.operations import Costs, Operation, Recorder, recurrent_workspace
@@ -99,7 +99,7 @@ def trace_step(
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size} is less than 1", hint="give a positive whole number")
-    options = StageOptions(_HALF.get(dtype), memory_format == "channels-last")
+    options = ModuleOptions(_HALF.get(dtype), memory_format == "channels-last")
     tracer = _Tracer(training_spec, batch_size, Recorder("tf32" if dtype == "tf32" else "float32"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def trace_step(
             raise capture_failure(cause, model) from cause
 
 
-def _capture(training_spec: TrainingSpec, model: nn.Module, batch_size: int, options: StageOptions) -> LayerGraph:
+def _capture(training_spec: TrainingSpec, model: nn.Module, batch_size: int, options: ModuleOptions) -> LayerGraph:
     """With few samples, because example batches have data; with all of them where the model knows no other number."""
     graph = capture_file(training_spec, training_spec.example_batch(min(batch_size, _FEW)), model, options=options)
     if graph.batch_size is None:
@@ -129,7 +129,7 @@ def _capture(training_spec: TrainingSpec, model: nn.Module, batch_size: int, opt
     return capture_file(training_spec, training_spec.example_batch(batch_size), model, options=options)
 
 
-def _trace_blocks(tracer: _Tracer, options: StageOptions) -> StepTrace:
+def _trace_blocks(tracer: _Tracer, options: ModuleOptions) -> StepTrace:
     training_spec, batch_size = tracer.training_spec, tracer.batch_size
     graph = _capture(training_spec, training_spec.build_model(), batch_size, options)
     batch = _on_meta(lambda: training_spec.example_batch(batch_size))

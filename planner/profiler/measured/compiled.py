@@ -20,8 +20,8 @@ from statistics import median
 from torch import Tensor
 
 from planner.model.batch import Batch
-from planner.model.blocks.stage import made_last
 from planner.model.capture.graph import LayerGraph
+from planner.model.stage.block_stage import made_last
 from planner.model.stage.parts import LOSS
 from planner.model.stage.stage import LayerObserver, StageModule, build_stage
 from planner.profiler.measured.saved import saved_by

@@ -17,10 +17,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from planner.errors import InputError, PlannerError, WorkerError
+from planner.model.autocast import autocast_dtype, autocast_name
+from planner.model.memory_format import lay_out
+from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.model.stage.autocast import autocast_dtype, autocast_name
-from planner.model.stage.memory_format import lay_out
-from planner.model.stage.options import StageOptions
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.profiler.measured.update import still
@@ -59,7 +59,7 @@ def check_processes(processes: int, threads: int, device: torch.device, spec: Tr
 
 @contextmanager
 def at_work(
-    spec: TrainingSpec, batch_size: int, others: int, *, threads: int = 1, options: StageOptions
+    spec: TrainingSpec, batch_size: int, others: int, *, threads: int = 1, options: ModuleOptions
 ) -> Iterator[None]:
     """Within, so many other processes take training steps of the model, each on cores of its own.
 
@@ -133,7 +133,7 @@ def _work(order: str) -> None:
     """Take training steps until standard input is closed, or the parent is gone, which closes it too."""
     parsed = json.loads(order)
     torch.set_num_threads(parsed["threads"])
-    options = StageOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"])
+    options = ModuleOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"])
     spec = load_model_file(parsed["model"])
     model = spec.build_model()
     batch = spec.example_batch(parsed["batch_size"])

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
+from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.options import StageOptions
 from planner.model.stage.parts import LOSS
 from planner.model.stage.stage import LayerObserver, StageModule, build_stage
 from planner.model.stage.unsplit import unsplit_loss
@@ -144,7 +144,7 @@ class _Run:
         return replace(plain, layers=layers, whole=times.whole, saved_bytes=saved, compiled=times)
 
     def _plain_forward(self) -> Tensor:
-        options = StageOptions(self._graph.autocast, self._graph.channels_last)
+        options = ModuleOptions(self._graph.autocast, self._graph.channels_last)
         return unsplit_loss(self._graph.model, self._spec, self._batch, options)
 
     def _marked_forward(self, observer: LayerObserver) -> Tensor:

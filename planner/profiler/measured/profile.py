@@ -14,12 +14,12 @@ import torch
 
 from planner.errors import InputError
 from planner.formats.profile import Compiled, Device, Edge, Layer, MemoryFormat, Profile, Provenance, Value, WholeStep
+from planner.model.autocast import autocast_dtype, autocast_name
 from planner.model.capture.graph import GraphLayer, LayerGraph
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
+from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.autocast import autocast_dtype, autocast_name
 from planner.model.stage.compiling import check_compiler
-from planner.model.stage.options import StageOptions
 from planner.profiler.measured.accumulation import AddingTime
 from planner.profiler.measured.compiled import CompiledTimes
 from planner.profiler.measured.contention import at_work, check_processes
@@ -82,7 +82,7 @@ def profile_model(
     if threads > (cores := os.cpu_count() or threads):
         raise InputError(f"this machine has {cores} cores, not {threads}", hint="a worker's threads need a core each")
     target = parse_device(device)
-    options = StageOptions(autocast_dtype(dtype), memory_format == "channels-last", compiled)
+    options = ModuleOptions(autocast_dtype(dtype), memory_format == "channels-last", compiled)
     if compiled:
         check_compiler(target.type)
     check_processes(processes, threads, target, spec)

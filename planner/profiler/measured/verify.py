@@ -15,10 +15,10 @@ from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
 from planner.formats.shared_weights import copied_layers
 from planner.model.batch import Batch
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
+from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
-from planner.model.stage.options import options_of
 from planner.model.stage.parts import LOSS
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.measured.clock import Clock, clock_for
@@ -79,7 +79,7 @@ def verify(
     with thread_count(profile.device.threads or 1), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = spec.example_batch(profile.microbatch_size)
-        options = options_of(profile)
+        options = module_options(profile)
         if options.compiled:
             check_compiler(target.type)
         graph = capture_file(spec, batch, options=options)

@@ -30,7 +30,7 @@ from planner.executor.job import CheckpointOptions, Job
 from planner.executor.observe.run_log import FILE, RunLog
 from planner.formats.files import save_record
 from planner.model.capture.graph import LayerGraph
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model

@@ -15,7 +15,7 @@ from planner.executor.checkpoint.json_values import from_json
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions, TrainResult
 from planner.executor.run.loss_scaler import FIRST_SCALE
 from planner.formats.plan import Plan, ScheduleName
-from planner.model.stage.options import PLAIN, StageOptions
+from planner.model.options import PLAIN, ModuleOptions
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
@@ -117,7 +117,7 @@ class Kept:
         """The whole run, the run up to the checkpoint, and what follows it."""
         folder.mkdir()
         path = write_model(folder, self.model, "momentum", more=self.more)
-        profile = structural_profile(path, BATCH_SIZE, StageOptions(torch.float16) if self.float16 else PLAIN)
+        profile = structural_profile(path, BATCH_SIZE, ModuleOptions(torch.float16) if self.float16 else PLAIN)
         plan = make_plan(profile, (1, 1), self.schedule, self.microbatches, vertical_sync=self.vertical_sync)
         whole, stopped = (job_of(path, plan, folder, name, 13) for name in ("whole", "stopped"))
         checkpoints = stopped.checkpoints.model_copy(update={"resume": "auto"})

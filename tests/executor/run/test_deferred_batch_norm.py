@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from planner.errors import InputError
 from planner.executor.job import TrainingOptions
 from planner.formats.plan import Plan, ScheduleName
+from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
-from planner.model.stage.options import StageOptions
 from tests.executor import eager
 from tests.executor.models import DATASET
 from tests.executor.plans import make_plan, structural_profile
@@ -138,7 +138,7 @@ def test_running_statistics_are_those_of_whole_minibatches(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_stages_gather_them_too(tmp_path: Path) -> None:
     path = write(tmp_path)
-    plan = make_plan(structural_profile(path, BATCH_SIZE, StageOptions(compiled=True)), (1, 1), "gpipe", 3)
+    plan = make_plan(structural_profile(path, BATCH_SIZE, ModuleOptions(compiled=True)), (1, 1), "gpipe", 3)
     _, weights = eager.run_one(path, plan, DEFERRED, epochs=EPOCHS)
     for name, tensor in divided_statistics(path).items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=name)

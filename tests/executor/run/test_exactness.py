@@ -14,7 +14,7 @@ from planner.executor.job import Job, TrainResult
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.deferred_weights import build_deferred, materialize
 from planner.model.stage.stage import StageModule, build_stage

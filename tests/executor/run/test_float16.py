@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from planner.executor.job import TrainingOptions
 from planner.executor.run.loss_scaler import BACKOFF, FIRST_SCALE, LossScaler
+from planner.model.autocast import autocasting
+from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
-from planner.model.stage.autocast import autocasting
-from planner.model.stage.options import StageOptions
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model
@@ -22,7 +22,7 @@ from tests.executor.plans import make_plan, structural_profile
 from tests.executor.rounds import delayed_rounds
 
 SAMPLES, EPOCHS = 24, 2
-FLOAT16 = StageOptions(torch.float16)
+FLOAT16 = ModuleOptions(torch.float16)
 
 # A loss so large that the first scales overflow.
 STEEP = """

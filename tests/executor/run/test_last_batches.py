@@ -13,7 +13,7 @@ from planner.executor.job import TrainingOptions
 from planner.executor.run.data import DatasetBatches
 from planner.executor.run.stages import check_sizes
 from planner.formats.plan import ScheduleName
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.schedule.instructions import Unit

@@ -12,11 +12,11 @@ from planner.api import train
 from planner.executor.job import Job, TrainResult
 from planner.executor.run.data import make_batches
 from planner.model.batch import Batch
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
 from planner.model.loss import loss_of
+from planner.model.memory_format import lay_out
+from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.model.stage.memory_format import lay_out
-from planner.model.stage.options import StageOptions
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
 from tests.executor.models import write_model
@@ -51,7 +51,7 @@ def loss(output, target):
 BATCH_SIZE, SEED, MINIBATCHES = 4, 3, 7
 
 
-def _job(folder: Path, model: str, options: StageOptions) -> Job:
+def _job(folder: Path, model: str, options: ModuleOptions) -> Job:
     path = write_model(folder, model, "momentum")
     plan = make_plan(structural_profile(path, BATCH_SIZE, options), (1, 1))
     assert plan.memory_format == ("channels-last" if options.channels_last else None)
@@ -59,7 +59,7 @@ def _job(folder: Path, model: str, options: StageOptions) -> Job:
     return Job(model=str(path), plan=plan, steps=MINIBATCHES, seed=SEED)
 
 
-def _reference(job: Job, options: StageOptions) -> list[float]:
+def _reference(job: Job, options: ModuleOptions) -> list[float]:
     """Losses of delayed updates on the unsplit model, never compiled."""
     file = load_model_file(job.model)
     torch.manual_seed(SEED)
@@ -79,7 +79,7 @@ def _reference(job: Job, options: StageOptions) -> list[float]:
 
 
 def test_channels_last_to_the_bit(tmp_path: Path) -> None:
-    options = StageOptions(channels_last=True)
+    options = ModuleOptions(channels_last=True)
     job = _job(tmp_path, "convolutional", options)
     (result,) = run_jobs([job], tmp_path)
     assert [entry.loss for entry in result.losses] == _reference(job, options)
@@ -88,9 +88,9 @@ def test_channels_last_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_to_rounding(tmp_path: Path) -> None:
-    jobs = [_job(tmp_path, model, StageOptions(compiled=True)) for model in ("convolutional", "language", "blocks")]
+    jobs = [_job(tmp_path, model, ModuleOptions(compiled=True)) for model in ("convolutional", "language", "blocks")]
     for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
-        expected = _reference(job, StageOptions())
+        expected = _reference(job, ModuleOptions())
         assert [entry.loss for entry in result.losses] == pytest.approx(expected, rel=1e-4), job.model
         assert max(report.weight_versions for report in result.reports) > 1
 
@@ -127,7 +127,7 @@ def _data_parallel(file: TrainingSpec) -> list[float]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_baseline_honours_them(compiled: bool, tmp_path: Path) -> None:
     path = write_model(tmp_path, "convolutional", "momentum")
-    options = StageOptions(channels_last=True, compiled=compiled)
+    options = ModuleOptions(channels_last=True, compiled=compiled)
     plan = make_plan(structural_profile(path, BATCH_SIZE, options), (1,))
     result: TrainResult = train(path, plan, steps=MINIBATCHES, seed=SEED, baseline="data-parallel")
     expected = _data_parallel(load_model_file(path))

@@ -14,10 +14,10 @@ from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
 from planner.model.blocks.blocks import capture_blocks
 from planner.model.capture.capture import capture
-from planner.model.capture.evaluation import matching_cut
 from planner.model.capture.graph import LayerGraph
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
 from planner.model.spec import load_model_file
+from planner.model.stage.evaluation import matching_cut
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profile import profile_model
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split

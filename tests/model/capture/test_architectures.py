@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from planner.model.capture.capture import capture
-from planner.model.capture.evaluation import matching_cut
 from planner.model.capture.graph import LayerGraph
+from planner.model.stage.evaluation import matching_cut
 from tests.model.architectures import ARCHITECTURES
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 

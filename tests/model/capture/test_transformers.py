@@ -12,8 +12,8 @@ from torch import nn
 
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
-from planner.model.capture.evaluation import matching_cut
 from planner.model.capture.graph import LayerGraph
+from planner.model.stage.evaluation import matching_cut
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf': pip install pipeline-planner[hf]")

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from planner.errors import InputError
 from planner.executor.run.versions import WeightVersions
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
+from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage import compiling
-from planner.model.stage.options import PLAIN, StageOptions
 from planner.model.stage.stage import StageModule, build_stage
-from planner.model.stage.warmup import rehearse
+from planner.model.stage.warmup import warm_up
 from tests.executor.models import write_model
 from tests.model.splitting import cut_evenly, run_split
 
@@ -38,12 +38,12 @@ def _forget() -> Iterator[None]:
     [
         ("language", PLAIN),
         ("blocks", PLAIN),
-        ("convolutional", StageOptions(channels_last=True)),
-        ("convolutional", StageOptions(torch.bfloat16)),
+        ("convolutional", ModuleOptions(channels_last=True)),
+        ("convolutional", ModuleOptions(torch.bfloat16)),
     ],
 )
 @pytest.mark.slow
-def test_compiled_stages(model: str, options: StageOptions, tmp_path: Path) -> None:
+def test_compiled_stages(model: str, options: ModuleOptions, tmp_path: Path) -> None:
     file = load_model_file(write_model(tmp_path, model, "sgd"))
     torch.manual_seed(1)
     graph = capture_file(file, file.example_batch(4), options=options)
@@ -130,7 +130,7 @@ def test_a_rehearsal_leaves_no_trace(model: str, tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in graph.model.state_dict().items()}
     generator = torch.get_rng_state()
     for stage in stages:
-        rehearse(stage, batch)
+        warm_up(stage, batch)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(tensor, before[name]) for name, tensor in graph.model.state_dict().items())
     assert all(parameter.grad is None for parameter in graph.model.parameters())

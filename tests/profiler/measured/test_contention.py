@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from planner.errors import InputError, WorkerError
+from planner.model.options import PLAIN
 from planner.model.spec import in_memory, load_model_file
-from planner.model.stage.options import PLAIN
 from planner.profiler.measured.contention import at_work, check_processes
 from planner.profiler.measured.profile import profile_model
 

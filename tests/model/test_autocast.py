@@ -10,10 +10,10 @@ import torch
 from planner.api import train
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
+from planner.model.autocast import autocast_dtype, autocast_name
 from planner.model.capture.capture import capture
+from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
-from planner.model.stage.autocast import autocast_dtype, autocast_name
-from planner.model.stage.options import StageOptions
 from planner.profiler.measured.profile import profile_model
 from planner.profiler.measured.verify import verify
 from planner.solver import solve
@@ -27,7 +27,7 @@ from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 def test_stages_under_autocast(name: str, stages: int) -> None:
     case = ARCHITECTURES[name]
     torch.manual_seed(1)
-    graph = capture(case.build(), case.batch(4), case.loss, options=StageOptions(torch.bfloat16))
+    graph = capture(case.build(), case.batch(4), case.loss, options=ModuleOptions(torch.bfloat16))
     assert torch.bfloat16 in {spec.dtype for spec in graph.values.values()}
     assert graph.hash != capture(case.build(), case.batch(4), case.loss).hash
     torch.manual_seed(2)

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
+from planner.model.memory_format import channels_last, lay_out
+from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage.deferred_weights import build_deferred, materialize
-from planner.model.stage.memory_format import channels_last, lay_out
-from planner.model.stage.options import StageOptions
 from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model
 from tests.model.architectures import ARCHITECTURES
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
-CHANNELS_LAST = StageOptions(channels_last=True)
+CHANNELS_LAST = ModuleOptions(channels_last=True)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -29,10 +29,10 @@ CHANNELS_LAST = StageOptions(channels_last=True)
 def test_stages_of_images_pixel_by_pixel(name: str, stages: int, autocast: torch.dtype | None) -> None:
     case = ARCHITECTURES[name]
     torch.manual_seed(1)
-    graph = capture(case.build(), case.batch(4), case.loss, options=StageOptions(autocast, channels_last=True))
+    graph = capture(case.build(), case.batch(4), case.loss, options=ModuleOptions(autocast, channels_last=True))
     images = [spec for spec in graph.values.values() if len(spec.sizes) == 4]
     assert any(spec.order == (0, 2, 3, 1) for spec in images)
-    assert graph.hash != capture(case.build(), case.batch(4), case.loss, options=StageOptions(autocast)).hash
+    assert graph.hash != capture(case.build(), case.batch(4), case.loss, options=ModuleOptions(autocast)).hash
     torch.manual_seed(2)
     batch = case.batch(6)
     torch.manual_seed(4)

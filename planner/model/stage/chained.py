@@ -13,7 +13,7 @@ from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.stage.stage import build_stage
 
 
-class NeighbourStage(nn.Module):
+class ChainedStage(nn.Module):
     """Consecutive layers; takes every value that crosses the cut before them, and returns those that cross the next.
 
     Values that only later stages use are handed on. Tensors are as they travel: contiguous, and without repetition.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.model.blocks.values import BlockLayer
+from planner.model.capture.block_layers import BlockLayer
 from planner.model.capture.graph import LayerGraph
 from planner.model.loss import loss_of
 from planner.model.stage.compiling import compiled

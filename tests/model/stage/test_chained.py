@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.model.capture.batch_neighbours import NeighbourStage, cut_values
 from planner.model.capture.graph import LayerGraph
-from planner.model.capture.load import capture_file
+from planner.model.load import capture_file
 from planner.model.spec import load_model_file
+from planner.model.stage.chained import ChainedStage, cut_values
 from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model
 
 BATCH_SIZE = 3
 
 
-def pipelined(graph: LayerGraph, stages: list[NeighbourStage], received: tuple[Tensor, ...] = ()) -> Tensor:
+def pipelined(graph: LayerGraph, stages: list[ChainedStage], received: tuple[Tensor, ...] = ()) -> Tensor:
     """Run the stages with a wire between them, as another system would, and their backwards; the loss."""
     stage, *later = stages
     output = stage(*received)
@@ -53,7 +53,7 @@ def test_equal_to_the_unsplit_model(model: str, recompute: bool, tmp_path: Path)
     graph.model.zero_grad()
     third = max(1, len(names) // 3)
     cuts = [names[:third], names[third : 2 * third], names[2 * third :]]
-    stages = [NeighbourStage(graph, cut, BATCH_SIZE, seed=5, recompute=recompute) for cut in cuts]
+    stages = [ChainedStage(graph, cut, BATCH_SIZE, seed=5, recompute=recompute) for cut in cuts]
     for stage in stages:
         stage.begin(2, {1: batch})
     assert torch.equal(pipelined(graph, stages), loss.detach())

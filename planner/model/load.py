@@ -9,10 +9,10 @@ from planner.model.batch import Batch
 from planner.model.blocks.blocks import capture_blocks
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
+from planner.model.memory_format import lay_out
+from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.deferred_weights import is_deferred, without_storage
-from planner.model.stage.memory_format import lay_out
-from planner.model.stage.options import PLAIN, StageOptions
 
 
 def capture_file(
@@ -21,7 +21,7 @@ def capture_file(
     model: nn.Module | None = None,
     *,
     training: bool = True,
-    options: StageOptions = PLAIN,
+    options: ModuleOptions = PLAIN,
 ) -> LayerGraph:
     """The graph of the file's model.
 
