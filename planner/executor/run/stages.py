@@ -13,7 +13,6 @@ from planner.executor.communication.shared import separate_copies, use_parameter
 from planner.executor.job import TrainingOptions
 from planner.formats.plan import Plan, Transfer
 from planner.formats.shared_weights import obstacle, shared_weights
-from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.load import capture_file
 from planner.model.options import module_options
