@@ -168,16 +168,6 @@ def check_trainable(plan: Plan) -> None:
     Raises:
         PlanError: with what to solve for instead.
     """
-    if not plan.contiguous:
-        raise PlanError(
-            "the plan's stages are not contiguous: values go back and forth between them, which no schedule runs",
-            hint="make a plan without `contiguous=False`",
-        )
-    if plan.solver.cost_model == "max-load":
-        raise PlanError(
-            "the plan is for the max-load objective, which counts no minibatches in flight",
-            hint="make a plan with `cost_model=resource`",
-        )
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
         idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)

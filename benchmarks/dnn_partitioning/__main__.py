@@ -11,20 +11,20 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from planner.errors import PlannerError
+from benchmarks.dnn_partitioning.objective import Host, LoadRequest
+from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
+from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
+from planner.cost.layer_costs import Ledger
 from planner.formats.cluster import Cluster, Kind, Level
-from planner.formats.pipedream import read_profile
-from planner.formats.plan import Plan
-from planner.formats.workload import BYTES_PER_S
-from planner.solver import solve
-from planner.solver.methods import SolverName
+from planner.solver.candidates.deadline import Deadline
+from planner.solver.integer.request import IlpAnswer
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "dnn-partitioning"
 DEVICES = 6
 # What the authors' search answers, in milliseconds, and its seconds.
 PUBLISHED = {"bert24": (41.7458, "0.06"), "resnet50": (78.6318, "0.6"), "gnmt": (107.004, "17-60")}
 # The files' one CPU: ten times slower, and the authors charge it no transfers and no memory.
-CPU = Kind(count=1, speed=0.1, memory_bytes=2**60, pays_transfers=False)
+CPU = Host(count=1, speed=0.1, memory_bytes=2**60)
 
 
 def main() -> None:
@@ -42,28 +42,34 @@ def main() -> None:
 
 def _row(path: Path, name: str, cpu: bool, ilp_s: float) -> list[str]:
     published, seconds = PUBLISHED[name]
-    profile = read_profile(path)
+    profile = load_workload(path)
     cluster = Cluster(
         levels=(Level(size=DEVICES + cpu, bandwidth_bytes_per_s=BYTES_PER_S),),
         memory_bytes=profile.device.memory_bytes,
         kinds=(Kind(count=DEVICES), CPU) if cpu else (),
     )
-    cells = [name, f"{DEVICES} and the CPU" if cpu else str(DEVICES), f"{published:g}" if cpu else "", seconds]
-    methods: tuple[tuple[SolverName, float | None], ...] = (("search", None), ("ilp", ilp_s))
-    for solver, limit_s in methods:
+    cells = [
+        name,
+        f"{DEVICES} and the CPU" if cpu else str(DEVICES),
+        f"{published:g}" if cpu else "",
+        seconds if cpu else "",
+    ]
+    for solver, limit_s in ((solve_loads, None), (solve_ilp, ilp_s)):
         started = time.process_time()
         try:
-            plan = solve(profile, cluster, cost_model="max-load", solver=solver, time_limit_s=limit_s)
-        except PlannerError as error:
-            cells += [error.message, ""]
+            answer = solver(LoadRequest(Ledger(profile), cluster), Deadline.after(limit_s))
+        except TimeoutError:
+            cells += ["none in time", ""]
             continue
-        cells += [_answer(plan), f"{time.process_time() - started:.3f}"]
+        cells += [_cell(answer), f"{time.process_time() - started:.3f}"]
     return cells
 
 
-def _answer(plan: Plan) -> str:
-    answer = f"{plan.predicted.seconds_per_minibatch * 1e3:.4f}"
-    return answer if plan.solver.status == "optimal" else f"{answer}, gap {plan.solver.gap:.1%}"
+def _cell(answer: IlpAnswer | None) -> str:
+    if answer is None:
+        return "no plan fits"
+    milliseconds = f"{answer.seconds * 1e3:.4f}"
+    return milliseconds if answer.optimal else f"{milliseconds}, gap {1 - answer.bound_s / answer.seconds:.1%}"
 
 
 if __name__ == "__main__":

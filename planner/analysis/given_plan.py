@@ -38,12 +38,12 @@ class GivenPlan:
         """Prepare `plan`; without a `question`, take what the plan says of it.
 
         Raises:
-            PlanError: if the plan was made from another profile, or is for GPUs of several kinds or has layers that
-                are not contiguous: the formulas price only plans for identical GPUs.
+            PlanError: if the plan was made from another profile, or is for GPUs of several kinds: the formulas price
+                only plans for identical GPUs.
         """
-        if plan.cluster.kinds or not plan.contiguous:
+        if plan.cluster.kinds:
             raise PlanError(
-                "the plan is for GPUs of several kinds, or its stages are not contiguous",
+                "the plan is for GPUs of several kinds",
                 hint="compare and explain plans for identical GPUs",
             )
         ledger = Ledger(profile)

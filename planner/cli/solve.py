@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_paths,
         default=[Path("profile.json")],
         metavar="FILE",
-        help="profile.json of `plan profile`, a graph.txt that PipeDream published, or a dnn-partitioning workload; "
+        help="profile.json of `plan profile`, or a graph.txt that PipeDream published; "
         "several of the same model at other batch sizes, separated by commas, to choose among (default: profile.json)",
     )
     parser.add_argument(
@@ -100,11 +100,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--cost-model",
-        choices=["resource", "pipedream", "paper", "max-load"],
+        choices=["resource", "pipedream", "paper"],
         default="resource",
         help="resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
-        "equation of its SOSP 2019 paper; max-load: the objective of the dnn-partitioning workloads, without replicas "
-        "(default: %(default)s)",
+        "equation of its SOSP 2019 paper (default: %(default)s)",
     )
     parser.add_argument(
         "--solver",

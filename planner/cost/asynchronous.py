@@ -345,7 +345,6 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
 
 def cost_model(name: CostModelName, link: Link) -> CostModel:
     """The cost model of that name."""
-    assert name != "max-load", "priced by the whole plan"
     models: dict[CostModelName, type[CostModel]] = {
         "resource": ResourceModel,
         "pipedream": PublishedModel,

@@ -121,11 +121,6 @@ class Ledger:
         """Values made by the layers `done` and used by others."""
         return [t for t in self.traffic if t.producer in done and set(t.users) - done]
 
-    def moved(self, layers: frozenset[int]) -> list[Traffic]:
-        """Values that enter or leave these layers, whichever layers they are; each once."""
-        leaving = [t for t in self.traffic if t.producer in layers and set(t.users) - layers]
-        return leaving + [t for t in self.traffic if t.producer not in layers and layers.intersection(t.users)]
-
     def footprint(self, stage: Candidate) -> Footprint:
         """The stage's bytes."""
         key = stage.before, stage.layers
@@ -159,21 +154,12 @@ def exchanges(ledger: Ledger, stages: Sequence[Candidate]) -> dict[tuple[int, in
     }
 
 
-def messages(
-    ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True
-) -> dict[tuple[int, int], list[Traffic]]:
-    """The values that each pair of stages exchanges: each goes from its producer to its first user, and on to the next.
-
-    Where stages are not contiguous, it goes from its producer to each.
-    """
+def messages(ledger: Ledger, stages: Sequence[Candidate]) -> dict[tuple[int, int], list[Traffic]]:
+    """Return the values that each pair of stages exchanges: from the producer to its first user, and on to the next."""
     stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
     found: dict[tuple[int, int], list[Traffic]] = {}
     for value in ledger.traffic:
-        producer, users = stage_of[value.producer], {stage_of[user] for user in value.users}
-        route = (
-            pairwise(sorted({producer, *users})) if contiguous else ((producer, user) for user in users - {producer})
-        )
-        for ends in route:
+        for ends in pairwise(sorted({stage_of[layer] for layer in (value.producer, *value.users)})):
             found.setdefault(ends, []).append(value)
     return found
 

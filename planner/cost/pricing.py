@@ -11,7 +11,6 @@ from planner.cost.asynchronous import ASYNCHRONOUS, DIVIDED, Resource, check_com
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.interleaved import InterleavedModel, StageSeconds
 from planner.cost.layer_costs import Candidate, Ledger, exchanges
-from planner.cost.max_load import price_loads
 from planner.cost.placement import Placement, places_matter
 from planner.cost.plan_price import Price, stage_memory, versions_of
 from planner.cost.synchronous import SynchronousModel
@@ -39,8 +38,6 @@ def price(
         InputError: for a cost model and schedule that do not go together.
     """
     check_combination(model, schedule, microbatches, chunks)
-    if model == "max-load":
-        return price_loads(ledger, stages, link_of(cluster))
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
     sums, busy = _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)

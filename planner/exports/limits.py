@@ -14,11 +14,6 @@ def equal_replicas(plan: Plan, system: str) -> int:
     Raises:
         PlanError: when stages differ in them, when they are no pipeline, or when ranks do not go stage by stage.
     """
-    if not plan.contiguous:
-        raise PlanError(
-            f"{system} has no form for stages that are not contiguous",
-            hint="make a plan without `contiguous=False`",
-        )
     replicas = set(plan.replicas)
     if len(replicas) > 1:
         raise PlanError(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import ClusterError
-from planner.formats.files import Record, load_record, save_record
+from planner.formats.files import AlwaysTrue, Record, load_record, save_record
 
 MOST_GPUS = 2**17  # a plan names every rank
 
@@ -36,7 +36,7 @@ class Kind(Record):
     count: Annotated[int, Field(ge=1)]
     speed: Annotated[float, Field(gt=0)] = 1.0  # times as fast as the profiled device
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # of each; None for the cluster's
-    pays_transfers: bool = True  # False: what it sends and receives takes none of its time (a host; max-load only)
+    pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
 
 
 class Cluster(Record):

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
-from planner.formats.files import Record, load_record
+from planner.formats.files import AlwaysTrue, Record, load_record
 from planner.formats.profile import Profile
 
 Index = Annotated[int, Field(ge=0)]
@@ -27,7 +27,7 @@ class Constraints(Record):
     gpu_of: dict[str, Index] = Field(default={})  # layer to the rank of a GPU that runs it
     together: tuple[tuple[str, ...], ...] = ()  # groups of layers that share a stage
     no_cut_after: tuple[str, ...] = ()  # layers that share a stage with the next one in the profile
-    contiguous: bool = True  # False: a stage may be any set of layers, its values going back and forth
+    contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it
 
     @property
     def empty(self) -> bool:
@@ -78,7 +78,7 @@ class Constraints(Record):
         Args:
             in_order: stages are runs of consecutive layers, so that layers of one stage have those between with them.
         """
-        if self.stage_of or self.gpu_of or not self.contiguous:
+        if self.stage_of or self.gpu_of:
             return None
         position = {layer.name: index for index, layer in enumerate(profile.layers)}
         forbidden = {*profile.no_cut_after, *self.no_cut_after}

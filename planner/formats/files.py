@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from planner.errors import InputError, PlannerError
 
@@ -21,6 +21,23 @@ class Record(BaseModel):
     """Base of everything in a file: immutable, and a misspelt or unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def refuse_max_load(value: object) -> object:
+    """Refuse what files of version 0.1 could say of plans for the max-load objective, and nothing else.
+
+    Raises:
+        ValueError: saying where that objective is now.
+    """
+    if value is False or value == "max-load":
+        raise ValueError(
+            "only plans for the max-load objective had this; they could never be trained, and moved to "
+            "benchmarks/dnn_partitioning"
+        )
+    return value
+
+
+AlwaysTrue = Annotated[bool, AfterValidator(refuse_max_load)]
 
 
 def load_record(record: type[RecordT], path: Path | str, error: type[InputError], remedy: str) -> RecordT:

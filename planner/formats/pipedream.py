@@ -21,7 +21,6 @@ from pathlib import Path
 
 from planner.errors import ProfileError
 from planner.formats.profile import REMEDY, Device, Edge, Layer, Profile, Provenance, Value, load_profile
-from planner.formats.workload import is_workload, load_workload
 from planner.version import __version__
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -37,23 +36,21 @@ class _Node:
 
 
 def read_profile(path: Path | str) -> Profile:
-    """A profile in any format, told apart by content: our own JSON, graph.txt, or a dnn-partitioning workload.
+    """Read a profile in either format, told apart by content: our own JSON or graph.txt.
 
     Raises:
         ProfileError: naming the file and what is wrong in it.
     """
     path = Path(path)
-    if _is_graph_txt(path):
-        return load_graph_txt(path)
-    return load_workload(path) if is_workload(_json(path)) else load_profile(path)
+    return load_graph_txt(path) if _is_graph_txt(path) else load_profile(path)
 
 
 def is_profile(path: Path) -> bool:
-    """Whether the file looks like a profile of any format rather than a plan."""
+    """Return whether the file looks like a profile of either format rather than a plan."""
     if _is_graph_txt(path):
         return True
     content = _json(path)
-    return is_workload(content) or (isinstance(content, dict) and "layers" in content and "stages" not in content)
+    return isinstance(content, dict) and "layers" in content and "stages" not in content
 
 
 def _json(path: Path) -> object:

@@ -9,17 +9,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
-from planner.formats.files import Record, load_record, save_record
+from planner.formats.files import AlwaysTrue, Record, load_record, refuse_max_load, save_record
 from planner.formats.profile import Autocast, Bytes, Device, MemoryFormat, Seconds
 
 REMEDY = "make a plan with: plan solve"
 
 ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"]
-CostModelName = Literal["resource", "pipedream", "paper", "max-load"]
+CostModelName = Literal["resource", "pipedream", "paper"]
 
 
 class StageMemory(Record):
@@ -113,7 +113,7 @@ class SolverReport(Record):
     """How the plan was found, and how far from optimal it can be."""
 
     name: str
-    cost_model: CostModelName
+    cost_model: Annotated[CostModelName, BeforeValidator(refuse_max_load)]
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch, of the busiest resource of any plan, by the cost model
     gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
@@ -142,7 +142,7 @@ class Plan(Record):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
-    contiguous: bool = True  # False: values go back and forth between stages, which no schedule runs
+    contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it
     predicted: Prediction
     solver: SolverReport
     cluster: Cluster
@@ -214,7 +214,7 @@ def _check_ranks(plan: Plan) -> None:
             raise ValueError(f"the replicas {plan.config} differ, which those of an interleaved plan must not")
         stages = stages[:workers]
     ranks = list(chain.from_iterable(stages))
-    if plan.cluster.kinds or not plan.contiguous:  # some devices may have nothing to do
+    if plan.cluster.kinds:  # some devices may have nothing to do
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
             raise ValueError(f"the stages' ranks {ranks} are not ranks of the cluster, each at most once")
     elif sorted(ranks) != list(range(len(ranks))):
@@ -234,8 +234,7 @@ def _check_layers(plan: Plan) -> None:
 def _check_transfers(plan: Plan) -> None:
     seen: set[tuple[int, int]] = set()
     for transfer in plan.transfers:
-        forward = transfer.source < transfer.target or (transfer.source != transfer.target and not plan.contiguous)
-        if not forward or transfer.target >= len(plan.stages) or transfer.source >= len(plan.stages):
+        if not transfer.source < transfer.target < len(plan.stages):
             raise ValueError(f"transfer {transfer.source} -> {transfer.target} is not from a stage to a later one")
         if (transfer.source, transfer.target) in seen:
             raise ValueError(f"transfer {transfer.source} -> {transfer.target} occurs twice")

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from planner.cost.asynchronous import ASYNCHRONOUS
-from planner.errors import InputError, PlanError
+from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Events, Timeline
 from planner.schedule.shape import check_accumulate, deadlock, shape_of
@@ -30,7 +30,6 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
         InputError: for a number of minibatches that makes no sense, and for a schedule that does not accumulate so.
         PlanError: for a plan that no schedule runs, or whose depths let its workers wait for each other for ever.
     """
-    _check(plan)
     check_accumulate(plan, accumulate)
     count = default_minibatches(plan, accumulate) if minibatches is None else minibatches
     if count < 1:
@@ -51,7 +50,6 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
     Raises:
         InputError, PlanError: as `simulate`.
     """
-    _check(plan)
     check_accumulate(plan, accumulate)
     seconds = steady_s(pipeline_of(plan, accumulate))
     assert seconds is not None
@@ -88,16 +86,3 @@ def _received_bytes(plan: Plan, stage: int) -> int:
             seen.update(shared.weights)
             received += shared.gradient_bytes
     return received
-
-
-def _check(plan: Plan) -> None:
-    if not plan.contiguous:
-        raise PlanError(
-            "the plan's stages are not contiguous: values go back and forth between them, which no schedule runs",
-            hint="make a plan without `contiguous=False`",
-        )
-    if plan.solver.cost_model == "max-load":
-        raise PlanError(
-            "the plan is for the max-load objective, which has no schedule to simulate",
-            hint="make a plan with `cost_model=resource`",
-        )

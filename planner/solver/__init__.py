@@ -95,11 +95,9 @@ def solve(
         found, cost = solve_synced(request, depth, lambda r, rule: _found(r, solver, trials.again(depth=rule), chunks))
     else:
         found, cost = _found(request, solver, trials, chunks)
-    if cost_model != "max-load":
-        cost = price_with_copies(request.ledger, found.stages, cluster, cost, schedule)
+    cost = price_with_copies(request.ledger, found.stages, cluster, cost, schedule)
     report = _report(found, cost, cost_model, trials)
-    contiguous = request.constraints.contiguous
-    plan = assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report, contiguous=contiguous)
+    plan = assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report)
     plan = plan.model_copy(update={"vertical_sync": vertical_sync})
     if plan.predicted.by == "simulation" and (vertical_sync or plan.shared):
         plan = simulated_plan(plan)  # candidates know of neither
@@ -129,10 +127,9 @@ def _report(found: Found, cost: Price, cost_model: CostModelName, trials: Trials
 
 
 def _check_vertical_sync(request: Request) -> None:
-    if request.schedule != "1f1b" or request.model == "max-load":
-        given = request.schedule if request.schedule != "1f1b" else f"the cost model {request.model}"
+    if request.schedule != "1f1b":
         raise InputError(
-            f"`vertical_sync` is for the schedule 1f1b, not for {given}",
+            f"`vertical_sync` is for the schedule 1f1b, not for {request.schedule}",
             hint="leave it out, or use `schedule=1f1b`",
         )
 

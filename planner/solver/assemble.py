@@ -22,8 +22,6 @@ def assemble(
     schedule: ScheduleName,
     microbatches: int,
     report: SolverReport,
-    *,
-    contiguous: bool = True,
 ) -> Plan:
     """The Plan of these stages, on consecutive ranks unless they say which."""
     profile = ledger.profile
@@ -40,9 +38,8 @@ def assemble(
         microbatch_size=profile.microbatch_size,
         microbatches=microbatches,
         stages=_stages(ledger, stages, price),
-        transfers=transfers(ledger, stages, contiguous=contiguous),
+        transfers=transfers(ledger, stages),
         shared=shared_between(ledger, stages),
-        contiguous=contiguous,
         predicted=predict(ledger, cluster, price, schedule, microbatches, report),
         solver=report,
         cluster=cluster,

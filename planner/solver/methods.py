@@ -1,13 +1,13 @@
 """Which method answers a request, and the answers of those other than the search over pipelines.
 
-search   exact; GPUs alike; constraints that are forbidden cuts; the max-load objective for GPUs that differ, too
+search   exact; GPUs alike; constraints that are forbidden cuts
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
 brute    every plan, for up to ten layers
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,13 +17,12 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Kind
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.infeasible import explain
-from planner.solver.integer.max_load import solve_loads
-from planner.solver.integer.request import Request, ranked
+from planner.solver.integer.request import Request
 from planner.solver.reference.brute import brute_force
 from planner.units import format_bytes
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
-MethodName = Literal["search", "loads", "ilp", "brute"]
+MethodName = Literal["search", "ilp", "brute"]
 
 _PLENTY = 2**60  # bytes
 
@@ -44,7 +43,6 @@ def method_for(request: Request, solver: SolverName) -> MethodName:
         InputError: when the solver asked for cannot answer it.
     """
     request.constraints.check(request.ledger.profile, request.cluster)
-    loads = request.model == "max-load"
     wants = _beyond_the_search(request)
     if request.schedule == "interleaved" and (wants is not None or solver in ("ilp", "brute")):
         wanted = wants or f"`solver={solver}`"
@@ -53,32 +51,21 @@ def method_for(request: Request, solver: SolverName) -> MethodName:
             hint="use another schedule, or leave them out",
         )
     if solver == "brute":
-        if wants is not None or loads:
-            raise InputError(
-                f"`solver=brute` does not take {wants or 'the cost model max-load'}", hint="use `solver=auto`"
-            )
+        if wants is not None:
+            raise InputError(f"`solver=brute` does not take {wants}", hint="use `solver=auto`")
         return "brute"
     if solver == "search" and wants is not None:
         raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
-    if not loads and any(not kind.pays_transfers for kind in request.cluster.kinds):
-        raise InputError(
-            f"GPUs that pay no transfers have no meaning in the cost model '{request.model}'",
-            hint="use `cost_model=max-load`, or leave pays_transfers out of the cluster",
-        )
-    if solver == "ilp" or wants is not None:
-        return "ilp"
-    return "loads" if loads else "search"
+    return "ilp" if solver == "ilp" or wants is not None else "search"
 
 
 def _beyond_the_search(request: Request) -> str | None:
     """What of the request the search cannot express, in words."""
     constraints = request.constraints
-    if request.cluster.kinds and request.model != "max-load":
+    if request.cluster.kinds:
         return "clusters whose GPUs differ"
     if constraints.stage_of or constraints.gpu_of:
         return "layers pinned to a stage or a GPU"
-    if not constraints.contiguous:
-        return "stages that are not contiguous"
     if constraints.as_forbidden_cuts(request.ledger.profile, in_order=request.keeps_order) is None:
         return "layers kept together that are no neighbours in the profile's order"
     return None
@@ -92,15 +79,8 @@ def answer(request: Request, method: MethodName, deadline: Deadline) -> Found:
         InputError: for what the method cannot express, or is too large for it.
         PlannerError: when the deadline passes before there is any.
     """
-    found: Found | None
     try:
-        match method:
-            case "ilp":
-                found = _by_ilp(request, deadline)
-            case "loads":
-                found = _by_loads(request, deadline)
-            case _:
-                found = _by_trying(request)
+        found = _by_ilp(request, deadline) if method == "ilp" else _by_trying(request)
     except TimeoutError:
         raise PlannerError(
             "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
@@ -142,12 +122,7 @@ def _infeasible(request: Request, method: MethodName) -> InfeasibleError:
         return _on(request, {"kinds": kinds, "memory_bytes": None})
 
     def again(other: Request) -> tuple[Sequence[Candidate], Price] | None:
-        tried: dict[MethodName, Callable[[Request], Found | None]] = {
-            "ilp": lambda it: _by_ilp(it, NO_HURRY),
-            "loads": lambda it: _by_loads(it, NO_HURRY),
-            "brute": _by_trying,
-        }
-        found = tried[method](other)
+        found = _by_ilp(other, NO_HURRY) if method == "ilp" else _by_trying(other)
         return None if found is None else (found.stages, other.priced(found.stages))
 
     def fits(gpus: int, memory_bytes: int) -> tuple[Sequence[Candidate], Price] | None:
@@ -179,8 +154,3 @@ def _original(request: Request, stage: Candidate) -> Kind:
 
 def _on(request: Request, update: dict[str, object]) -> Request:
     return replace(request, cluster=request.cluster.model_copy(update=update))
-
-
-def _by_loads(request: Request, deadline: Deadline) -> Found | None:
-    best = solve_loads(request.without_constraints(), deadline)
-    return None if best is None else Found(ranked(request, best.stages), best.bound_s, "search")

@@ -58,8 +58,7 @@ def _data_parallel(ledger: Ledger, cluster: Cluster, price: Price, report: Solve
     with its all-reduce. Where devices differ, it waits for the slowest.
     """
     everything = ledger.work(_everything(ledger))
-    # The max-load model prices no replicas.
-    model = cost_model("resource" if report.cost_model == "max-load" else report.cost_model, link_of(cluster))
+    model = cost_model(report.cost_model, link_of(cluster))
     slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
     seconds = float(model.stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
     if price.cost_model_s is not None:

@@ -50,7 +50,6 @@ def test_pins_colocations_and_forbidden_cuts(folder: Path, capsys: pytest.Captur
         (("--pin", "z=0"), 2, "layer 'z'"),
         (("--pin", "a=2"), 3, "no plan on 3 GPUs respects the constraints"),
         (("--pin", "a=0", "--solver", "search"), 2, "the search does not take layers pinned"),
-        (("--not-contiguous",), 2, "have no price in the cost model 'resource'"),
         (("--pin-gpu", "a=1"), 2, "GPUs are all alike"),
         (("--schedule", "auto", "--solver", "ilp"), 2, "for one schedule and one profile"),
         (("--pin", "a=0", "--constraints", "x.json"), 2, "stands beside other constraints"),
@@ -73,14 +72,7 @@ def test_a_cluster_of_different_gpus(folder: Path, capsys: pytest.CaptureFixture
     assert 2 in load_plan("plan.json").stages[-1].ranks
 
 
-def test_plans_that_cannot_be_trained_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert solve("--cost-model", "max-load") == 0
-    with pytest.raises(PlanError, match="max-load objective"):
-        check_trainable(load_plan("plan.json"))
-    assert solve("--cost-model", "max-load", "--not-contiguous") == 0
-    assert "not contiguous: this plan cannot be trained" in capsys.readouterr().out
-    with pytest.raises(PlanError, match="not contiguous"):
-        check_trainable(load_plan("plan.json"))
+def test_plans_that_cannot_be_trained_are_refused(folder: Path) -> None:
     level = Level(size=2, bandwidth_bytes_per_s=1.0)
     save_cluster(Cluster(levels=(level,), kinds=(Kind(count=1), Kind(count=1, speed=9.0))), folder / "cluster.json")
     assert main(["solve", "--cluster", "cluster.json"]) == 0

@@ -52,6 +52,11 @@ def test_files_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "constraints.json"
     file.write_text('{"schema_version": 1, "stage_of": {"a": 1}, "together": [["b", "c"]]}')
     assert load_constraints(file) == Constraints(stage_of={"a": 1}, together=(("b", "c"),))
+    file.write_text('{"schema_version": 1, "contiguous": true}')
+    assert load_constraints(file).empty
+    file.write_text('{"schema_version": 1, "contiguous": false}')
+    with pytest.raises(InputError, match="benchmarks/dnn_partitioning"):
+        load_constraints(file)
     file.write_text('{"schema_version": 1, "pins": {}}')
     with pytest.raises(InputError, match="pins"):
         load_constraints(file)

@@ -27,6 +27,26 @@ def test_what_was_saved_is_loaded(plan: Plan, tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.json") == plan
 
 
+def test_plans_of_version_0_1_load_unless_they_are_for_the_max_load_objective(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    content = json.loads(plan.model_dump_json())
+    assert content["contiguous"] is True
+    content["cluster"]["kinds"] = [{"count": 3, "speed": 1.0, "pays_transfers": True}]
+    file.write_text(json.dumps(content))
+    assert load_plan(file).contiguous
+    places: list[tuple[list[str | int], object]] = [
+        (["contiguous"], False),
+        (["solver", "cost_model"], "max-load"),
+        (["cluster", "kinds", 0, "pays_transfers"], False),
+    ]
+    for place, value in places:
+        changed = json.loads(json.dumps(content))
+        set_at(changed, place, value)
+        file.write_text(json.dumps(changed))
+        with pytest.raises(PlanError, match=r"could never be trained, and moved to benchmarks/dnn_partitioning"):
+            load_plan(file)
+
+
 def test_properties(plan: Plan) -> None:
     assert plan.config == "2-1"
     assert plan.replicas == (2, 1)

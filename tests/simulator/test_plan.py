@@ -261,11 +261,6 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     plan = plan_of(equal_layers(1), (1,))
     with pytest.raises(InputError, match="0 minibatches are no run"):
         simulate(plan, 0)
-    with pytest.raises(PlanError, match="not contiguous"):
-        simulate(plan.model_copy(update={"contiguous": False}))
-    counted = plan.solver.model_copy(update={"cost_model": "max-load"})
-    with pytest.raises(PlanError, match="max-load"):
-        simulate(plan.model_copy(update={"solver": counted}))
 
 
 def test_there_are_minibatches_enough_for_a_steady_state() -> None:

@@ -25,7 +25,7 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="LAYER=RANK",
-        help="the GPU of that rank runs the layer, in a cluster whose GPUs differ or with --not-contiguous",
+        help="the GPU of that rank runs the layer, in a cluster whose GPUs differ",
     )
     group.add_argument(
         "--colocate", action="append", default=[], metavar="LAYER,LAYER", help="these layers share a stage"
@@ -36,12 +36,6 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="LAYER",
         help="the layer shares a stage with the next one in the profile",
-    )
-    group.add_argument(
-        "--not-contiguous",
-        action="store_true",
-        help="a stage may be any set of layers, with values going back and forth; for --cost-model max-load, and not "
-        "to be trained",
     )
     group.add_argument(
         "--constraints", type=Path, metavar="FILE", help="a constraints.json, instead of the arguments above"
@@ -61,7 +55,6 @@ def constraints_of(args: argparse.Namespace) -> Constraints:
         gpu_of=dict(_pair(text, "--pin-gpu", "RANK") for text in args.pin_gpu),
         together=tuple(tuple(text.split(",")) for text in args.colocate),
         no_cut_after=tuple(args.forbid_cut_after),
-        contiguous=not args.not_contiguous,
     )
     if args.constraints is None:
         return given

@@ -46,8 +46,6 @@ def _head(plan: Plan) -> str:
 
 def schedule_line(plan: Plan) -> str:
     """Describe the schedule."""
-    if plan.solver.cost_model == "max-load":
-        return "none: max-load counts what each GPU does, in whatever order"
     if plan.vertical_sync:
         return "1f1b with weight stashing and vertical sync"
     return _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches, chunks=plan.chunks)
@@ -136,8 +134,6 @@ def _prediction(plan: Plan) -> str:
     ]
     if predicted.by == "simulation" and solver.status != "optimal":
         lines.append(("bound", _bound(plan)))
-    if not plan.contiguous:
-        lines.append(("stages", "not contiguous: this plan cannot be trained"))
     if solver.cost_model != "resource":
         lines.insert(1, ("cost model", f"{solver.cost_model}, as published"))
     return named_values(lines)
@@ -186,7 +182,7 @@ def _by(plan: Plan) -> str:
     """Say what the prediction comes from, and why it is no simulation where one would be expected."""
     if plan.predicted.by == "simulation":
         return "simulated"
-    if plan.solver.cost_model == "resource" and plan.contiguous:
+    if plan.solver.cost_model == "resource":
         why = "too large to simulate" if plan.solver.exhausted else "the time limit left no time to simulate it"
         return f"by the cost model: {why}"
     return "by the cost model"

@@ -10,7 +10,7 @@ from planner.formats.plan import Shared, Transfer
 from planner.formats.shared_weights import SharedWeight
 
 
-def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool = True) -> tuple[Transfer, ...]:
+def transfers(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
     """What each stage sends to which (see `messages`)."""
     return tuple(
         Transfer(
@@ -20,7 +20,7 @@ def transfers(ledger: Ledger, stages: Sequence[Candidate], *, contiguous: bool =
             output_bytes=sum(value.output_bytes for value in values),
             gradient_bytes=sum(value.gradient_bytes for value in values),
         )
-        for (source, target), values in sorted(messages(ledger, stages, contiguous=contiguous).items())
+        for (source, target), values in sorted(messages(ledger, stages).items())
     )
 
 

@@ -1,7 +1,7 @@
 """Integer programs for what the exact search cannot express, and to check it.
 
-Two formulations (see their files): `ilp_flow` for stages between cuts, with replicas, memory, every schedule, GPUs of
-several kinds, and pins; `ilp_assign` for stages that are any sets of layers, under the max-load objective.
+`ilp_flow` has the formulation: stages between cuts, with replicas, memory, every schedule, GPUs of several kinds, and
+pins.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from dataclasses import replace
 
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
-from planner.solver.graph.free_layers import Reduced
-from planner.solver.integer.ilp_assign import Assignment
+from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.ilp_columns import Columns
 from planner.solver.integer.ilp_flow import Flow
-from planner.solver.integer.max_load import memory_matters, solve_loads
 from planner.solver.integer.milp import MilpName, installed
 from planner.solver.integer.request import IlpAnswer, Request, ranked
 
@@ -37,12 +34,6 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
     """
     refuse(request)
     solver = solver or installed()[0]
-    if not request.constraints.contiguous:
-        return _placed(request, deadline, solver)
-    reduced = None
-    if request.model == "max-load" and request.constraints.empty and not request.keeps_order:
-        reduced = Reduced(request.ledger, memory_matters=memory_matters(request))
-        request = request.about(reduced.ledger.profile)
     columns = Columns(request, all_cuts=not request.keeps_order)
     answer = Flow(request, columns, solver).solve(deadline)
     if answer is None:
@@ -50,8 +41,7 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
     if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
         bound_s = min(answer.bound_s, _over_all_cuts_s(request, deadline, solver))
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - _EQUAL))
-    stages = answer.stages if reduced is None else reduced.expand(answer.stages)
-    return replace(answer, stages=ranked(request, stages))
+    return replace(answer, stages=ranked(request, answer.stages))
 
 
 def _over_all_cuts_s(request: Request, deadline: Deadline, solver: MilpName) -> float:
@@ -67,29 +57,6 @@ def _over_all_cuts_s(request: Request, deadline: Deadline, solver: MilpName) -> 
     return answer.bound_s
 
 
-def _placed(request: Request, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
-    """The best placement; when time runs out, no worse than the best contiguous one, where that is a placement, too."""
-    try:
-        answer = Assignment(request, solver).solve(deadline)
-    except TimeoutError:
-        answer = None
-        timed_out = True
-    else:
-        timed_out = answer is not None and not answer.optimal
-    if not timed_out:
-        return answer
-    ordered = replace(request, constraints=request.constraints.model_copy(update={"contiguous": True}))
-    contiguous = None
-    if ordered.constraints.as_forbidden_cuts(request.ledger.profile, in_order=request.keeps_order) is not None:
-        contiguous = solve_loads(ordered.without_constraints(), NO_HURRY)
-    if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
-        bound_s = min(_relaxed_s(request) if answer is None else answer.bound_s, contiguous.seconds)
-        return IlpAnswer(ranked(request, contiguous.stages), contiguous.seconds, bound_s, optimal=False)
-    if answer is None:
-        raise TimeoutError
-    return answer
-
-
 def refuse(request: Request) -> None:
     """Refuse what no integer program here expresses.
 
@@ -102,12 +69,7 @@ def refuse(request: Request) -> None:
             f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
             hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
         )
-    if not constraints.contiguous and request.model != "max-load":
-        raise InputError(
-            f"stages that are not contiguous have no price in the cost model '{request.model}'",
-            hint="use `cost_model=max-load`",
-        )
-    if constraints.gpu_of and not cluster.kinds and constraints.contiguous:
+    if constraints.gpu_of and not cluster.kinds:
         name, rank = next(iter(constraints.gpu_of.items()))
         raise InputError(
             f"layer '{name}' cannot be pinned to GPU {rank} of a cluster whose GPUs are all alike",

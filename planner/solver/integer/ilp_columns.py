@@ -74,7 +74,7 @@ class Columns:
         for number, state in enumerate(self.states[:-1]):
             others = self.space.among_later(int(state), self.states[number + 1 :])
             if len(others):
-                found.extend(self._from(int(state), others))
+                found.extend(self.columns_from(int(state), others))
             if len(found) > MOST_COLUMNS:
                 raise InputError(
                     f"more than {MOST_COLUMNS} candidate stages are too many for an integer program",
@@ -91,11 +91,9 @@ class Columns:
         kind = self.request.kinds[column.kind]
         return Candidate(self.sets[column.start], self.layers(column), column.replicas, column.recompute, kind)
 
-    def _from(self, state: int, others: Integers) -> Iterator[Column]:
+    def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
+        """Yield the candidate stages from the state to each of the others."""
         request = self.request
-        if request.model == "max-load":
-            yield from self._loads(state, others)
-            return
         work = self.space.work(state, others)
         footprint = self.space.footprint(state, others, work).divided(request.microbatches)
         rules = {"auto": (False, True), "never": (False,), "always": (True,)}[request.recompute]
@@ -107,17 +105,6 @@ class Columns:
                 if again and limit is None and request.recompute == "auto":
                     continue  # nothing to gain
                 yield from self._variants(state, others, number, kind, again, *some, limit)
-
-    def _loads(self, state: int, others: Integers) -> Iterator[Column]:
-        """Under `max-load`: one GPU each, whatever follows."""
-        request = self.request
-        for other in map(int, others):
-            for number, kind in enumerate(request.kinds):
-                stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], 1, kind=kind)
-                cost, limit = request.priced([stage]), request.cluster.memory_of(kind)
-                if limit is None or cost.memory[0].total_bytes <= limit:
-                    after = request.cluster.gpus - 1
-                    yield Column(state, other, 1, number, False, 0.0, cost.seconds_per_minibatch, after)
 
     def _variants(
         self,

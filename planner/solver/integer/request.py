@@ -34,8 +34,8 @@ class Request:
 
     @property
     def simulated(self) -> bool:
-        """Whether plans are judged by their simulation: not by the published models, nor where nothing can be run."""
-        return self.model == "resource" and self.constraints.contiguous
+        """Return whether plans are judged by their simulation: not under the published models."""
+        return self.model == "resource"
 
     @property
     def kinds(self) -> tuple[Kind | None, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pulp
 import pytest
@@ -21,12 +20,12 @@ from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.plan import CostModelName, ScheduleName
 from planner.formats.profile import Profile
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.candidates.deadline import NO_HURRY
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.integer.ilp import solve_ilp
-from planner.solver.integer.milp import MilpName, Outcome, installed, run
+from planner.solver.integer.milp import MilpName, installed, run
 from planner.solver.integer.request import Request
 from planner.solver.reference.brute import brute_force, downsets
 from tests.samples import layer, profile
@@ -235,61 +234,6 @@ def test_constraints_and_kinds_against_every_plan(
         assert all(cluster.kind_of(rank) == stage.kind for rank in stage.ranks)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    model=profiles(most_layers=5),
-    gpus=st.integers(1, 3),
-    bandwidth=bandwidths,
-    latency=latencies,
-    memory=memories,
-    speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
-    mixed=st.booleans(),
-    pinned=st.booleans(),
-)
-def test_placements_that_are_not_contiguous_against_all_of_them(
-    model: Profile,
-    gpus: int,
-    bandwidth: float,
-    latency: float,
-    memory: int | None,
-    speeds: list[float],
-    mixed: bool,
-    pinned: bool,
-) -> None:
-    kinds = tuple(Kind(count=1, speed=speed) for speed in speeds[:gpus]) if mixed else ()
-    level = Level(size=gpus, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
-    cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
-    first = model.layers[0].name
-    constraints = Constraints(contiguous=False, stage_of={first: gpus - 1} if pinned else {})
-    ledger = Ledger(model)
-    answer = solve_ilp(Request(ledger, cluster, "max-load", constraints=constraints), NO_HURRY)
-    joined = constraints.groups(model)
-    best = math.inf
-    for devices in product(range(gpus), repeat=len(model.layers)):
-        if pinned and devices[0] != gpus - 1:
-            continue
-        if any(len({devices[n] for n in group}) > 1 for group in joined):
-            continue
-        loads, held = [0.0] * gpus, [0] * gpus
-        for n, each in enumerate(model.layers):
-            speed = kinds[devices[n]].speed if kinds else 1.0
-            loads[devices[n]] += (each.forward_s + each.backward_s + each.update_s) / speed
-            held[devices[n]] += each.weight_bytes + each.gradient_bytes + each.optimizer_bytes
-            held[devices[n]] += each.buffer_bytes + each.saved_bytes
-        for value in ledger.traffic:
-            others = {devices[user] for user in value.users} - {devices[value.producer]}
-            for device in (*others, *([devices[value.producer]] if others else [])):
-                moved = value.output_bytes + value.gradient_bytes
-                loads[device] += moved / bandwidth + (1 + (value.gradient_bytes > 0)) * latency
-                held[device] += 2 * moved
-        if memory is None or max(held) <= memory:
-            best = min(best, max(loads))
-    if answer is None:
-        assert best == math.inf
-        return
-    assert answer.seconds == pytest.approx(best, rel=1e-6)
-
-
 def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
     model = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"))
     cluster = Cluster(
@@ -302,44 +246,15 @@ def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
     assert 1 in answer.stages[-1].ranks
 
 
-def test_when_time_runs_out_the_plan_comes_with_a_bound(solver: MilpName) -> None:
-    layers = [layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7) for n in range(24)]
-    model = profile(*layers).model_copy(update={"graph_hash": None})
-    request = Request(Ledger(model), flat_cluster(6, 5.0), "max-load", constraints=Constraints(contiguous=False))
-    answer = solve_ilp(request, Deadline.after(1.0), solver)
-    assert answer is not None
-    perfect_s = sum(each.forward_s + each.backward_s for each in layers) / 6
-    assert perfect_s * (1 - 1e-6) <= answer.bound_s <= answer.seconds
-    assert answer.optimal == (answer.bound_s == answer.seconds)
-
-
 def test_what_is_not_expressible_is_refused_in_one_sentence() -> None:
     ledger = Ledger(profile(layer("a", output_bytes=1), layer("b")))
     levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
     for request, message in (
         (Request(ledger, Cluster(levels=levels)), "clusters of one level"),
-        (Request(ledger, flat_cluster(2, 1.0), constraints=Constraints(contiguous=False)), "no price in the cost"),
         (Request(ledger, flat_cluster(2, 1.0), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
     ):
         with pytest.raises(InputError, match=message):
             solve_ilp(request, NO_HURRY)
-
-
-def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(problem: object, name: str, limit_s: float | None) -> Outcome:
-        return Outcome("unknown")
-
-    monkeypatch.setattr("planner.solver.integer.ilp_assign.run", nothing)
-    model = profile(*(layer(name, output_bytes=1) for name in "abcd"))
-    request = Request(Ledger(model), flat_cluster(2, 1e9), "max-load", constraints=Constraints(contiguous=False))
-    answer = solve_ilp(request, Deadline.after(10.0))
-    assert answer is not None
-    assert not answer.optimal
-    assert answer.bound_s == pytest.approx(6.0)
-    assert answer.seconds == pytest.approx(6.0)
-    pinned = replace(request, constraints=Constraints(contiguous=False, stage_of={"a": 1}))
-    with pytest.raises(TimeoutError):
-        solve_ilp(pinned, Deadline.after(10.0))
 
 
 def test_what_solvers_say_is_taken_at_its_word_only_where_it_holds(solver: MilpName) -> None:

@@ -1,8 +1,8 @@
-"""Layers that cost nothing where they are, which a search for the smallest load may leave out.
+"""Layers that cost nothing wherever they are, which a search for the smallest load may leave out.
 
-A layer without time and bytes that touches one other layer only is best where that one is; one without time and bytes
-whose values cost nothing, and which needs none itself, is as well in the first stage. Graphs are full of those (shapes,
-masks, hidden states that nobody uses), and each may double the number of cuts.
+A layer without time and bytes that touches only one other layer is best placed with that layer. One whose values cost
+nothing and which needs no values itself can go into the first stage. Graphs are full of such layers (shapes, masks,
+hidden states that nobody uses), and each may double the number of cuts.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.dnn_partitioning.objective import compute_s, held_bytes
 from planner.cost.layer_costs import Candidate, Ledger
-from planner.cost.max_load import held_bytes
 from planner.formats.profile import Profile
 
 
 class Reduced:
-    """A profile without its bystanders; `ledger` is of what is left, `expand` puts the others back.
+    """A profile without its free layers; `ledger` is of what is left, `expand` puts the others back.
 
     Args:
         ledger: of the whole profile.
@@ -26,19 +26,19 @@ class Reduced:
     def __init__(self, ledger: Ledger, *, memory_matters: bool) -> None:
         self._whole, self._memory_matters = ledger, memory_matters
         profile = ledger.profile
-        self._with: dict[str, str | None] = {}  # bystander to the layer it goes with; None for the first stage
+        self._with: dict[str, str | None] = {}  # free layer to the layer it goes with; None for the first stage
         if not profile.no_cut_after:  # which speaks of neighbours in the order
-            while (found := self._bystander()) is not None:
+            while (found := self._free_layer()) is not None:
                 self._with[found[0]] = found[1]
         self.ledger = Ledger(_without(profile, self._with)) if self._with else ledger
 
     def expand(self, stages: Sequence[Candidate]) -> tuple[Candidate, ...]:
-        """Stages of the whole profile from stages of the reduced one."""
+        """Return stages of the whole profile from stages of the reduced one."""
         names = [layer.name for layer in self.ledger.profile.layers]
         home = {names[index]: number for number, stage in enumerate(stages) for index in stage.layers}
-        for bystander in reversed(self._with):
-            other = self._with[bystander]
-            home[bystander] = 0 if other is None else home[other]
+        for free in reversed(self._with):
+            other = self._with[free]
+            home[free] = 0 if other is None else home[other]
         before: frozenset[int] = frozenset()
         expanded = []
         for number, stage in enumerate(stages):
@@ -47,13 +47,12 @@ class Reduced:
             before |= layers
         return tuple(expanded)
 
-    def _bystander(self) -> tuple[str, str | None] | None:
+    def _free_layer(self) -> tuple[str, str | None] | None:
         profile = self._whole.profile
         edges = [edge for edge in profile.edges if edge.source not in self._with and edge.target not in self._with]
         left = [layer for layer in profile.layers if layer.name not in self._with]
         for layer in left:
-            costs_s = layer.forward_s + layer.backward_s + layer.update_s
-            if costs_s > 0 or (self._memory_matters and held_bytes(layer)) or len(left) == 1:
+            if compute_s(layer) > 0 or (self._memory_matters and held_bytes(layer)) or len(left) == 1:
                 continue
             needs = {edge.source for edge in edges if edge.target == layer.name}
             feeds = {edge.target for edge in edges if edge.source == layer.name}

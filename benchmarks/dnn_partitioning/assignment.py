@@ -1,6 +1,6 @@
-"""The assignment formulation: which device runs which layer, for stages that need not be contiguous.
+"""The assignment formulation: which device runs which layer, for stages that are any sets of layers.
 
-One device per stage, no replicas, and the max-load objective. With binary variables x for layer v on device d, and y, z
+One device per stage and no replicas. With binary variables x for layer v on device d, and y, z
 for value u entering and leaving d (continuous: the objective pushes them to 0 or 1),
 
     minimise    T
@@ -10,9 +10,7 @@ for value u entering and leaving d (continuous: the objective pushes them to 0 o
                 sum_v t_v/s_d x[v, d]  +  sum_u c_u (y[u, d] + z[u, d])  <=  T            load
                 sum_v m_v x[v, d]  +  2 sum_u b_u (y[u, d] + z[u, d])  <=  memory of d
 
-(Tarnawski et al., NeurIPS 2020, section 5.2, without its CPUs). Contiguous stages come in the order of the devices: a
-layer's device is no earlier than those of the layers that it needs, which p[v, d] = x[v, 0] + ... + x[v, d] states as
-p[v, d] >= p[w, d] for v before w.
+(Tarnawski et al., NeurIPS 2020, section 5.2, without its CPUs).
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from collections.abc import Iterable
 
 import pulp
 
+from benchmarks.dnn_partitioning.objective import Host, LoadRequest, compute_s, held_bytes, value_load_s
 from planner.cost.asynchronous import link_of
 from planner.cost.layer_costs import Candidate
-from planner.cost.max_load import held_bytes, value_load_s
 from planner.schedule.instructions import POSTED
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.milp import MilpName, run
-from planner.solver.integer.request import IlpAnswer, Request
+from planner.solver.integer.request import IlpAnswer
 
 _SCALE = 1000.0
 
@@ -37,7 +35,7 @@ Variables = list[list[pulp.LpVariable]]  # by group of layers or value, and devi
 class Assignment:
     """The integer program of a request."""
 
-    def __init__(self, request: Request, solver: MilpName) -> None:
+    def __init__(self, request: LoadRequest, solver: MilpName) -> None:
         self.request, self.solver = request, solver
         self.gpus = request.cluster.gpus
         self.groups = request.groups
@@ -45,12 +43,12 @@ class Assignment:
         cluster = request.cluster
         self.kinds = [cluster.kind_of(rank) if cluster.kinds else None for rank in range(self.gpus)]
         layers = request.ledger.profile.layers
-        each_s = [layer.forward_s + layer.backward_s + layer.update_s for layer in layers]
+        each_s = [compute_s(layer) for layer in layers]
         self.group_s = [sum(each_s[layer] for layer in group) for group in self.groups]
         self._scale = _SCALE * self.gpus / sum(each_s)
 
     def solve(self, deadline: Deadline) -> IlpAnswer | None:
-        """The fastest placement; None when there is none.
+        """Return the placement with the smallest largest load; None when there is none.
 
         Raises:
             TimeoutError: when time runs out before there is any.
@@ -63,17 +61,14 @@ class Assignment:
             problem += pulp.lpSum(row) == 1
         self._pin(problem, runs)
         self._load(problem, runs, longest)
-        if self.request.constraints.contiguous:
-            self._order(problem, runs)
-        else:
-            self._break_ties(problem, runs)
+        self._break_ties(problem, runs)
         outcome = run(problem, self.solver, deadline.left_s)
         if outcome.status == "infeasible":
             return None
         if outcome.status == "unknown":
             raise TimeoutError
         stages = self._stages(runs)
-        seconds = self.request.priced(stages).seconds_per_minibatch
+        seconds = self.request.longest_s(stages)
         bound_s = min(max(outcome.bound / self._scale, 0.0), seconds)
         # What the solver calls optimal is so to its tolerance.
         optimal = outcome.status == "optimal"
@@ -89,7 +84,7 @@ class Assignment:
                 problem += runs[self.group_of[position[name]]][device] == 1
 
     def _load(self, problem: pulp.LpProblem, runs: Variables, longest: pulp.LpVariable) -> None:
-        """Every device's time and memory, and what enters and leaves it."""
+        """Add the rows of every device's load and memory."""
         ledger, link = self.request.ledger, link_of(self.request.cluster)
         moving = [value for value in ledger.traffic if self._may_cross(value.producer, value.users)]
         enters, leaves = (self._variables(problem, name, len(moving)) for name in ("y", "z"))
@@ -104,7 +99,7 @@ class Assignment:
             speed = 1.0 if kind is None else kind.speed
             crossing = [(pair[n][d], value) for pair in (enters, leaves) for n, value in enumerate(moving)]
             layers = [(runs[g][d], seconds / speed * self._scale) for g, seconds in enumerate(self.group_s)]
-            pays = self._scale if kind is None or kind.pays_transfers else 0.0
+            pays = 0.0 if isinstance(kind, Host) else self._scale
             values = [(variable, value_load_s(value, link) * pays) for variable, value in crossing]
             problem += _weighted([*layers, *values]) <= longest
             limit = self.request.cluster.memory_of(kind)
@@ -119,21 +114,8 @@ class Assignment:
     def _may_cross(self, producer: int, users: Iterable[int]) -> bool:
         return any(self.group_of[user] != self.group_of[producer] for user in users)
 
-    def _order(self, problem: pulp.LpProblem, runs: Variables) -> None:
-        pairs = {
-            (self.group_of[value.producer], self.group_of[user])
-            for value in self.request.ledger.traffic
-            for user in value.users
-            if self.group_of[user] != self.group_of[value.producer]
-        }
-        if self.request.keeps_order:
-            pairs |= {(number, number + 1) for number in range(len(self.groups) - 1)}
-        for first, second in sorted(pairs):
-            for d in range(self.gpus - 1):
-                problem += pulp.lpSum(runs[first][: d + 1]) >= pulp.lpSum(runs[second][: d + 1])
-
     def _break_ties(self, problem: pulp.LpProblem, runs: Variables) -> None:
-        """Of devices that are alike, the first ones get the first layers: the n-th group goes to one of the first n."""
+        """Put the n-th group on one of the first n devices where all are alike: permuted solutions are not searched."""
         constraints = self.request.constraints
         if not (constraints.stage_of or constraints.gpu_of or self.request.cluster.kinds):
             for number, row in enumerate(runs):

@@ -4,7 +4,7 @@ A JSON file with `nodes`, each a forward or a backward operation with its latenc
 moving the value of its source between devices; times are in milliseconds. A forward and a backward node of one
 `colorClass` must share a device: a class becomes one layer here, with the forward node's value and the backward node's
 as its gradient. The file knows costs, not bytes, so bytes are counted at `BYTES_PER_S`: with a link of that bandwidth
-and the cost model max-load, transfers cost what the file says. Such a profile can be planned with, not trained with.
+and the max-load objective, transfers cost what the file says. Such a profile can be planned with, not trained with.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from itertools import pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
 from planner.cost.asynchronous import link_of
 from planner.cost.layer_costs import Candidate, Ledger
-from planner.cost.max_load import held_bytes, value_load_s
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, Kind
 from planner.schedule.instructions import POSTED
@@ -53,7 +53,7 @@ class _Devices:
 
 
 class LoadSearch:
-    """The cuts of a model, and what lies between them.
+    """The cuts of a model, and the loads of the stages between them.
 
     Args:
         ledger: the model.
@@ -65,11 +65,10 @@ class LoadSearch:
         self.interrupted = False  # by the deadline: there may be faster plans
         layers, link = ledger.profile.layers, link_of(cluster)
         bits = to_bits(words, len(layers))
-        each: Floats = ticks(
-            ledger
-        )  # whole numbers: their sums are exact, so that a cut is no earlier than one inside it
+        # Whole numbers, whose sums are exact: a cut is never earlier than one inside it.
+        each: Floats = ticks(ledger)
         before: Floats = bits @ each
-        total_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in layers)
+        total_s = sum(compute_s(layer) for layer in layers)
         # Cuts within a time of each other are neighbours, and each stands after those it contains.
         order = np.lexsort((*words.T, bits.sum(axis=1, dtype=np.int64), before))
         self._words = words[order]
@@ -91,7 +90,7 @@ class LoadSearch:
         self._front_bytes: Floats = self._bytes @ self._live
 
     def best(self, below_s: float, deadline: Deadline) -> LoadPlan | None:
-        """The plan with the smallest largest load; of equal ones that with fewest devices. None if none is below."""
+        """Return the plan with the smallest largest load, on as few devices as reach it; None if none is below."""
         last = len(self._before_s) - 1
         slowest = min(devices.speed for devices in self._devices)
         below_s = min(below_s, 2 * (self._before_s[-1] / slowest + float(self._cost_s.sum())))  # any plan is
@@ -137,7 +136,7 @@ class LoadSearch:
         return self._trace(uses, row, most, origin, via)
 
     def _reach(self, state: int, below_s: float, room_s: float) -> Integers:
-        """Cuts that contain the state, whose layers beyond it some device computes in time, as others do the rest."""
+        """Return the cuts from here that some device reaches in time while the devices left can compute the rest."""
         before_s = self._before_s
         fastest = max(devices.speed for devices in self._devices)
         first = np.searchsorted(before_s, before_s[-1] - room_s * (1 + _SLACK) - _SLACK, side="left")
@@ -149,7 +148,7 @@ class LoadSearch:
         return others
 
     def _between(self, state: int, others: Integers) -> tuple[Integers, Floats, Floats, Floats]:
-        """Compute seconds, seconds and bytes of what crosses, of the stages from the state to each of the others."""
+        """Return compute seconds, transfer seconds and bytes of the stages from the state to each of the others."""
         compute_s = self._before_s[others] - self._before_s[state]
         moved_s, moved = self._front_s[others].copy(), self._front_bytes[others].copy()
         for value in np.flatnonzero(self._live[:, state]):
@@ -192,7 +191,8 @@ def _devices(cluster: Cluster) -> list[_Devices]:
     if not cluster.kinds:
         return [_Devices(None, cluster.gpus, 1.0, True, cluster.memory_bytes)]
     return [
-        _Devices(kind, kind.count, kind.speed, kind.pays_transfers, cluster.memory_of(kind)) for kind in cluster.kinds
+        _Devices(kind, kind.count, kind.speed, not isinstance(kind, Host), cluster.memory_of(kind))
+        for kind in cluster.kinds
     ]
 
 

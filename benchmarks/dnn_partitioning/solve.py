@@ -1,0 +1,127 @@
+"""The plan whose largest load is smallest: by the search over cuts, and by integer programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.dnn_partitioning.assignment import Assignment
+from benchmarks.dnn_partitioning.cuts import LoadSearch
+from benchmarks.dnn_partitioning.free_layers import Reduced
+from benchmarks.dnn_partitioning.objective import LoadRequest
+from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.work import Integers
+from planner.formats.constraints import Constraints
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.chain.states import uncut_groups
+from planner.solver.graph.downsets import enumerate_downsets
+from planner.solver.graph.lattice import Words, to_words
+from planner.solver.integer.ilp_columns import Column, Columns
+from planner.solver.integer.ilp_flow import Flow
+from planner.solver.integer.milp import MilpName, installed
+from planner.solver.integer.request import IlpAnswer
+
+MOST_STATES = 60_000
+
+
+def solve_loads(request: LoadRequest, deadline: Deadline) -> IlpAnswer | None:
+    """Search over the cuts of the graph; its constraints must be the profile's own.
+
+    Returns:
+        The plan with the smallest largest load, or None when nothing fits.
+
+    Raises:
+        TimeoutError: when the deadline passes before there is any plan.
+    """
+    assert request.contiguous
+    assert request.constraints.empty
+    reduced = Reduced(request.ledger, memory_matters=request.memory_matters)
+    # The cuts along the profile's order are few, and their best plan bounds the search over all of them.
+    best = LoadSearch(reduced.ledger, _prefixes(reduced.ledger), request.cluster).best(np.inf, deadline)
+    every, bound_s = enumerate_downsets(reduced.ledger, MOST_STATES), request.relaxed_s
+    if every is not None:
+        over = LoadSearch(reduced.ledger, every, request.cluster)
+        best = over.best(np.inf if best is None else best.seconds, deadline) or best
+        if not over.interrupted and best is not None:
+            bound_s = best.seconds
+    if best is None:
+        if deadline.passed:
+            raise TimeoutError
+        return None
+    bound_s = min(bound_s, best.seconds)
+    return IlpAnswer(reduced.expand(best.stages), best.seconds, bound_s, optimal=bound_s == best.seconds)
+
+
+def solve_ilp(request: LoadRequest, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
+    """Solve the integer program: the product's flow between cuts, or an assignment where stages are any sets of layers.
+
+    Returns:
+        The plan with the smallest largest load that respects the constraints, or None when there is none.
+
+    Raises:
+        InputError: for graphs that are too large.
+        TimeoutError: when the deadline passes before there is any plan.
+    """
+    solver = solver or installed()[0]
+    if not request.contiguous:
+        return _placed(request, deadline, solver)
+    reduced = None
+    if request.constraints.empty:
+        reduced = Reduced(request.ledger, memory_matters=request.memory_matters)
+        request = replace(request, ledger=reduced.ledger)
+    columns = LoadColumns(request)
+    answer = Flow(request, columns, solver).solve(deadline)
+    if answer is None:
+        return None
+    if not columns.space.complete:  # too many cuts to list: those along the order prove nothing about the others
+        bound_s = min(answer.bound_s, request.relaxed_s)
+        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds)
+    return answer if reduced is None else replace(answer, stages=reduced.expand(answer.stages))
+
+
+class LoadColumns(Columns):
+    """Candidate stages of the flow formulation: one device each, whatever follows them."""
+
+    def __init__(self, request: LoadRequest) -> None:
+        super().__init__(request, all_cuts=True)
+        self._loads = request
+
+    def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
+        """Yield the stages from the state to each of the others that fit a device of some kind."""
+        request = self._loads
+        for other in map(int, others):
+            for number, kind in enumerate(request.kinds):
+                stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], 1, kind=kind)
+                (busy_s, held), limit = request.load(stage), request.cluster.memory_of(kind)
+                if limit is None or held <= limit:
+                    yield Column(state, other, 1, number, False, 0.0, busy_s, request.cluster.gpus - 1)
+
+
+def _placed(request: LoadRequest, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
+    """Return the best placement; when time runs out, one no worse than the best contiguous plan, if that is allowed."""
+    try:
+        answer = Assignment(request, solver).solve(deadline)
+    except TimeoutError:
+        answer = None
+    else:
+        if answer is None or answer.optimal:
+            return answer
+    contiguous = None
+    profile = request.constraints.as_forbidden_cuts(request.ledger.profile, in_order=False)
+    if profile is not None:
+        ordered = replace(request, ledger=Ledger(profile), constraints=Constraints(), contiguous=True)
+        contiguous = solve_loads(ordered, NO_HURRY)
+    if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
+        bound_s = min(request.relaxed_s if answer is None else answer.bound_s, contiguous.seconds)
+        return replace(contiguous, bound_s=bound_s, optimal=False)
+    if answer is None:
+        raise TimeoutError
+    return answer
+
+
+def _prefixes(ledger: Ledger) -> Words:
+    """Return the cuts along the profile's order."""
+    ends = [0, *(group[-1] + 1 for group in uncut_groups(ledger))]
+    return to_words([range(end) for end in ends], len(ledger.profile.layers))

@@ -1,0 +1,244 @@
+"""The max-load objective: against every plan there is, and the published optima of the workloads."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.dnn_partitioning.objective import Host, LoadRequest
+from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
+from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
+from planner.cost.layer_costs import Ledger
+from planner.errors import InputError, ProfileError
+from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
+from planner.formats.constraints import Constraints
+from planner.formats.profile import Profile
+from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.integer.milp import MilpName, Outcome, installed
+from tests.samples import layer, profile
+from tests.solver.integer.test_ilp import SOLVERS, bandwidths, every_plan, latencies, memories
+from tests.solver.strategies import profiles
+
+WORKLOADS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "dnn-partitioning"
+HOST = Host(count=1, speed=0.1, memory_bytes=2**60)
+
+
+@pytest.fixture(params=SOLVERS)
+def solver(request: pytest.FixtureRequest) -> MilpName:
+    """Each solver that is installed; CBC comes with PuLP."""
+    name: MilpName = request.param
+    if name not in installed():
+        pytest.skip(f"{name} is not installed")
+    return name
+
+
+def fastest(request: LoadRequest) -> float:
+    best = math.inf
+    for stages in every_plan(request.ledger, request.cluster):
+        if any(stage.replicas > 1 for stage in stages):
+            continue
+        held = [request.load(stage)[1] for stage in stages]
+        limits = [request.cluster.memory_of(stage.kind) for stage in stages]
+        if all(limit is None or size <= limit for size, limit in zip(held, limits, strict=True)):
+            best = min(best, request.longest_s(stages))
+    return best
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    model=profiles(most_layers=5),
+    gpus=st.integers(1, 3),
+    bandwidth=st.sampled_from([0.5, 1.0, 8.0, 1e4]),
+    latency=st.sampled_from([0.0, 0.25]),
+    memory=st.one_of(st.none(), st.integers(1, 200)),
+    host=st.booleans(),
+    through_ilp=st.integers(0, 4),
+)
+def test_search_and_integer_program_find_the_best_chain_of_cuts(
+    model: Profile, gpus: int, bandwidth: float, latency: float, memory: int | None, host: bool, through_ilp: int
+) -> None:
+    level = Level(size=gpus + host, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
+    kinds = (Kind(count=gpus), HOST) if host else ()
+    cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
+    request = LoadRequest(Ledger(model), cluster)
+    expected = fastest(request)
+    for answer in (solve_loads(request, NO_HURRY), solve_ilp(request, NO_HURRY) if through_ilp == 0 else None):
+        if answer is None:
+            assert expected == math.inf or through_ilp
+            continue
+        assert answer.optimal
+        assert answer.seconds == pytest.approx(expected, rel=1e-9)
+        assert request.longest_s(answer.stages) == pytest.approx(expected, rel=1e-9)
+
+
+# maxFPGAs devices of the file alone, and with its one CPU, ten times slower, which pays for no transfers.
+PUBLISHED = [
+    ("bert24", False, 41.7458),
+    ("bert24", True, 41.7458),
+    ("resnet50", False, 80.4549),
+    ("resnet50", True, 78.6318),
+    ("gnmt", False, 107.004),
+    ("gnmt", True, 107.004),
+]
+
+
+@pytest.mark.parametrize(("name", "host", "milliseconds"), PUBLISHED)
+def test_published_workloads(name: str, host: bool, milliseconds: float) -> None:
+    if not WORKLOADS.is_dir():
+        pytest.skip(f"the published workloads are not at {WORKLOADS}")
+    model = load_workload(WORKLOADS / f"{name}_training.json")
+    assert model.device.memory_bytes is not None
+    cluster = flat_cluster(6, BYTES_PER_S, model.device.memory_bytes)
+    if host:
+        level = Level(size=7, bandwidth_bytes_per_s=BYTES_PER_S)
+        cluster = Cluster(levels=(level,), memory_bytes=model.device.memory_bytes, kinds=(Kind(count=6), HOST))
+    request = LoadRequest(Ledger(model), cluster)
+    answer = solve_loads(request, NO_HURRY)
+    assert answer is not None
+    assert answer.seconds * 1e3 == pytest.approx(milliseconds, rel=6e-6)
+    assert request.longest_s(answer.stages) == pytest.approx(answer.seconds, rel=1e-9)
+    assert answer.optimal
+
+
+def workload(**changes: object) -> dict[str, object]:
+    """Two operations, forward and backward."""
+    node = {"supportedOnFpga": 1, "cpuLatency": 1.0, "size": 5.0}
+    nodes = [
+        {"id": n, "name": f"n{n}", "fpgaLatency": 1.0 + n, "isBackwardNode": n // 2, "colorClass": n % 2, **node}
+        for n in range(4)
+    ]
+    edges = [{"sourceId": 0, "destId": 1, "cost": 0.5}, {"sourceId": 2, "destId": 3, "cost": 0.25}]
+    return {"maxSizePerFPGA": 100.0, "maxFPGAs": 2, "maxCPUs": 0, "nodes": nodes, "edges": edges, **changes}
+
+
+def test_a_workload_becomes_a_profile(tmp_path: Path) -> None:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(workload()))
+    model = load_workload(file)
+    first, second = model.layers
+    assert (first.forward_s, first.backward_s, second.forward_s, second.backward_s) == (1e-3, 3e-3, 2e-3, 4e-3)
+    assert first.outputs[0].output_bytes == 0.5 * 2**31
+    assert first.outputs[0].gradient_bytes == 0.25 * 2**31
+    assert first.buffer_bytes == 10
+    answer = solve_loads(LoadRequest(Ledger(model), flat_cluster(2, BYTES_PER_S)), NO_HURRY)
+    assert answer is not None
+    assert answer.seconds == pytest.approx(6.75e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"edges": [{"sourceId": 0, "destId": 9, "cost": 1.0}]}, "unknown node 9"),
+        ({"edges": [{"sourceId": 0, "destId": 3, "cost": 1.0}]}, "joins a forward and a backward node"),
+        ({"edges": [{"sourceId": 2, "destId": 3, "cost": 1.0}]}, "where no activation does"),
+        ({"nodes": [{"id": 0}]}, "missing"),
+    ],
+)
+def test_bad_workloads_are_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(workload(**changes)))
+    with pytest.raises(ProfileError, match=message):
+        load_workload(file)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=profiles(most_layers=5),
+    gpus=st.integers(1, 3),
+    bandwidth=bandwidths,
+    latency=latencies,
+    memory=memories,
+    speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
+    mixed=st.booleans(),
+    pinned=st.booleans(),
+)
+def test_placements_that_are_not_contiguous_against_all_of_them(
+    model: Profile,
+    gpus: int,
+    bandwidth: float,
+    latency: float,
+    memory: int | None,
+    speeds: list[float],
+    mixed: bool,
+    pinned: bool,
+) -> None:
+    kinds = tuple(Kind(count=1, speed=speed) for speed in speeds[:gpus]) if mixed else ()
+    level = Level(size=gpus, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
+    cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
+    first = model.layers[0].name
+    constraints = Constraints(stage_of={first: gpus - 1} if pinned else {})
+    ledger = Ledger(model)
+    answer = solve_ilp(LoadRequest(ledger, cluster, constraints=constraints, contiguous=False), NO_HURRY)
+    joined = constraints.groups(model)
+    best = math.inf
+    for devices in product(range(gpus), repeat=len(model.layers)):
+        if pinned and devices[0] != gpus - 1:
+            continue
+        if any(len({devices[n] for n in group}) > 1 for group in joined):
+            continue
+        loads, held = [0.0] * gpus, [0] * gpus
+        for n, each in enumerate(model.layers):
+            speed = kinds[devices[n]].speed if kinds else 1.0
+            loads[devices[n]] += (each.forward_s + each.backward_s + each.update_s) / speed
+            held[devices[n]] += each.weight_bytes + each.gradient_bytes + each.optimizer_bytes
+            held[devices[n]] += each.buffer_bytes + each.saved_bytes
+        for value in ledger.traffic:
+            others = {devices[user] for user in value.users} - {devices[value.producer]}
+            for device in (*others, *([devices[value.producer]] if others else [])):
+                moved = value.output_bytes + value.gradient_bytes
+                loads[device] += moved / bandwidth + (1 + (value.gradient_bytes > 0)) * latency
+                held[device] += 2 * moved
+        if memory is None or max(held) <= memory:
+            best = min(best, max(loads))
+    if answer is None:
+        assert best == math.inf
+        return
+    assert answer.seconds == pytest.approx(best, rel=1e-6)
+
+
+def test_when_time_runs_out_the_plan_comes_with_a_bound(solver: MilpName) -> None:
+    layers = [layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7) for n in range(24)]
+    model = profile(*layers).model_copy(update={"graph_hash": None})
+    request = LoadRequest(Ledger(model), flat_cluster(6, 5.0), contiguous=False)
+    answer = solve_ilp(request, Deadline.after(1.0), solver)
+    assert answer is not None
+    perfect_s = sum(each.forward_s + each.backward_s for each in layers) / 6
+    assert perfect_s * (1 - 1e-6) <= answer.bound_s <= answer.seconds
+    assert answer.optimal == (answer.bound_s == answer.seconds)
+
+
+def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(problem: object, name: str, limit_s: float | None) -> Outcome:
+        return Outcome("unknown")
+
+    monkeypatch.setattr("benchmarks.dnn_partitioning.assignment.run", nothing)
+    model = profile(*(layer(name, output_bytes=1) for name in "abcd"))
+    request = LoadRequest(Ledger(model), flat_cluster(2, 1e9), contiguous=False)
+    answer = solve_ilp(request, Deadline.after(10.0))
+    assert answer is not None
+    assert not answer.optimal
+    assert answer.bound_s == pytest.approx(6.0)
+    assert answer.seconds == pytest.approx(6.0)
+    pinned = replace(request, constraints=Constraints(stage_of={"a": 1}))
+    with pytest.raises(TimeoutError):
+        solve_ilp(pinned, Deadline.after(10.0))
+
+
+def test_a_placement_that_is_not_contiguous_balances_the_load() -> None:
+    chain = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))
+    answer = solve_ilp(LoadRequest(Ledger(chain), flat_cluster(2, 1e9), contiguous=False), NO_HURRY)
+    assert answer is not None
+    assert answer.seconds == pytest.approx(6.0)
+
+
+def test_clusters_of_several_levels_are_refused() -> None:
+    levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
+    with pytest.raises(InputError, match="clusters of one level"):
+        LoadRequest(Ledger(profile(layer("a"))), Cluster(levels=levels))

@@ -1,0 +1,65 @@
+"""Which method answers a request: the methods agree, keep the constraints, and say what they cannot do."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.errors import InfeasibleError, InputError
+from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
+from planner.formats.constraints import Constraints
+from planner.solver import solve
+from tests.samples import layer, profile
+
+CHAIN = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))
+
+
+def test_solvers_agree_and_say_who_they_are() -> None:
+    plans = [solve(CHAIN, flat_cluster(2, 10.0, 900), solver=name) for name in ("search", "ilp", "brute")]
+    assert len({plan.config for plan in plans}) == 1
+    assert plans[0].solver.name == "search"
+    assert plans[1].solver.name.startswith("ilp, ")
+    assert plans[2].solver.name == "brute"
+    assert all(plan.solver.status == "optimal" for plan in plans)
+
+
+def test_constraints_are_kept_by_every_solver() -> None:
+    apart = solve(CHAIN, flat_cluster(2, 1e9))
+    assert apart.stages[0].layers == ("a", "b", "c", "d") or len(apart.stages) > 1
+    for name in ("search", "ilp", "brute"):
+        together = Constraints(together=(("b", "d"),))
+        plan = solve(CHAIN, flat_cluster(2, 1e9, 1300), solver=name, constraints=together)
+        home = {each: n for n, stage in enumerate(plan.stages) for each in stage.layers}
+        assert home["b"] == home["c"] == home["d"]
+        assert plan.profile_digest == CHAIN.digest
+    pinned = solve(CHAIN, flat_cluster(3, 1e9), constraints=Constraints(stage_of={"c": 2}))
+    assert "c" in pinned.stages[2].layers
+    assert pinned.solver.name.startswith("ilp")
+    with pytest.raises(InputError, match="the search does not take layers pinned"):
+        solve(CHAIN, flat_cluster(3, 1e9), solver="search", constraints=Constraints(stage_of={"c": 2}))
+    with pytest.raises(InputError, match="`solver=brute` does not take layers pinned"):
+        solve(CHAIN, flat_cluster(3, 1e9), solver="brute", constraints=Constraints(stage_of={"c": 2}))
+
+
+def test_constraints_or_memory_that_no_plan_meets_are_told_apart() -> None:
+    with pytest.raises(InfeasibleError, match="respects the constraints"):
+        solve(CHAIN, flat_cluster(3, 1e9), constraints=Constraints(stage_of={"a": 1}))
+    with pytest.raises(InfeasibleError, match="no plan fits 3 GPUs") as caught:
+        solve(CHAIN, flat_cluster(3, 1e9, 300), constraints=Constraints(stage_of={"b": 1}))
+    assert "`memory_bytes=" in caught.value.hint
+    level = Level(size=2, bandwidth_bytes_per_s=1e9)
+    mixed = Cluster(levels=(level,), memory_bytes=100, kinds=(Kind(count=1), Kind(count=1, speed=2.0)))
+    with pytest.raises(InfeasibleError, match="no plan fits the memory of the cluster's GPUs"):
+        solve(CHAIN, mixed)
+
+
+def test_time_limits_of_the_search_leave_a_plan_and_a_gap() -> None:
+    layers = [layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n) for n in range(60)]
+    for schedule in ("1f1b", "gpipe"):
+        microbatches = 4 if schedule == "gpipe" else 1
+        hurried = solve(
+            profile(*layers), flat_cluster(8, 5.0), schedule=schedule, microbatches=microbatches, time_limit_s=0.0
+        )
+        best = solve(profile(*layers), flat_cluster(8, 5.0), schedule=schedule, microbatches=microbatches)
+        assert hurried.solver.lower_bound_s <= best.predicted.seconds_per_minibatch * (1 + 1e-9)
+        assert hurried.solver.status == "feasible"
+        assert hurried.solver.gap > 0
