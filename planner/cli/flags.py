@@ -25,7 +25,7 @@ _OTHER_NAMES = {
     "together": ("--colocate", ""),
 }
 # Booleans of the Python API whose False is a flag.
-_NEGATIONS = {"contiguous": "--not-contiguous", "overlap": "--no-overlap", "shared": "--own-links"}
+_NEGATIONS = {"overlap": "--no-overlap", "shared": "--own-links"}
 
 
 def as_flags(text: str) -> str:

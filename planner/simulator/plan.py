@@ -28,7 +28,7 @@ def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) ->
 
     Raises:
         InputError: for a number of minibatches that makes no sense, and for a schedule that does not accumulate so.
-        PlanError: for a plan that no schedule runs, or whose depths let its workers wait for each other for ever.
+        PlanError: for a plan whose depths let its workers wait for each other for ever.
     """
     check_accumulate(plan, accumulate)
     count = default_minibatches(plan, accumulate) if minibatches is None else minibatches

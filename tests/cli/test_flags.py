@@ -16,11 +16,11 @@ from planner.errors import InputError, PlannerError
         ("`hang_timeout_s` allows for more", "--hang-timeout allows for more"),
         ("record one with `trace=FILE`", "record one with --trace FILE"),
         ("leave `scale_lr` or `scale_lr=True` out", "leave --scale-lr or --scale-lr out"),
-        ("`overlap=False` and `contiguous=False`", "--no-overlap and --not-contiguous"),
+        ("`overlap=False` and `shared=False`", "--no-overlap and --own-links"),
         ("`memory_bytes=26MB`, `memory_bytes=26000000`", "--memory 26MB, --memory 26000000B"),
         ("`latency_s=1e-5`", "--latency 1e-5s"),
         ("`together=embedding,head`", "--colocate embedding,head"),
-        ("add `dataset()` to `model.py`, `plan solve` and `contiguous`", None),
+        ("add `dataset()` to `model.py`, `plan solve` and `in_flight`", None),
         ("a `b", None),
     ],
 )
