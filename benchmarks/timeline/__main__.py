@@ -24,7 +24,7 @@ from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.report.svg.timeline import timeline_svg
 from planner.report.tables.compare_runs import run_comparison_report
-from planner.simulator.beside import cut, simulate_beside
+from planner.simulator.recorded import only_minibatches, simulate_recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, RESULTS = (Path(__file__).with_name(name) for name in ("results.md", "results.json"))
@@ -75,7 +75,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: dict[str, Any] = json.loads(RESULTS.read_text()) if arguments.save and RESULTS.exists() else {}
     for case, plan, measured in _runs(arguments.only, arguments.cases, arguments.seconds):
-        simulated = simulate_beside(plan, measured)
+        simulated = simulate_recorded(plan, measured)
         comparison = compare_runs(plan, simulated, measured)
         rows[case.name] = row(case, comparison)
         print(rows[case.name], file=sys.stderr, flush=True)
@@ -137,7 +137,7 @@ def report(rows: Sequence[Sequence[Any]]) -> str:
 
 def picture(simulated: Timeline, measured: Timeline) -> str:
     """Both, from the start."""
-    return timeline_svg([cut(run, range(DRAWN)) for run in (simulated, measured)])
+    return timeline_svg([only_minibatches(run, range(DRAWN)) for run in (simulated, measured)])
 
 
 if __name__ == "__main__":

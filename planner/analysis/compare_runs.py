@@ -15,8 +15,8 @@ from planner.errors import InputError
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Timeline
-from planner.simulator.beside import simulate_beside
-from planner.simulator.plan import pipeline_of
+from planner.simulator.plan import costs_of
+from planner.simulator.recorded import simulate_recorded
 from planner.simulator.summary import Summary, summarize
 
 COMPARED = ("forward", "backward", "backward_input", "backward_weight")
@@ -86,7 +86,7 @@ def compare_runs(plan: Plan, simulated: Timeline, measured: Timeline) -> RunComp
 
     Args:
         plan: the plan that was run.
-        simulated: what `simulate_beside` returns for `plan` and `measured`.
+        simulated: what `simulate_recorded` returns for `plan` and `measured`.
         measured: the run.
 
     Raises:
@@ -94,7 +94,7 @@ def compare_runs(plan: Plan, simulated: Timeline, measured: Timeline) -> RunComp
     """
     as_planned = timing_error(simulated, measured)
     planned, found = mean_stage_times(simulated), mean_stage_times(measured)
-    as_run = simulate_beside(with_stage_times(plan, found), measured)
+    as_run = simulate_recorded(with_stage_times(plan, found), measured)
     return RunComparison(
         simulated=summarize(simulated),
         measured=summarize(measured),
@@ -171,7 +171,7 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
     nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
     idle = plan.model_copy(update={"stages": tuple(stage.model_copy(update=nothing) for stage in plan.stages)})
     stages = []
-    for stage, seen, handling in zip(plan.stages, times, pipeline_of(idle).stages, strict=True):
+    for stage, seen, handling in zip(plan.stages, times, costs_of(idle).stages, strict=True):
         forward_s = max(0.0, seen.forward_s - handling.forward_s)
         recompute_s = forward_s if stage.recompute else 0.0  # part of the measured backward
         backward_s = max(0.0, seen.backward_s - recompute_s - handling.backward_s)

@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.report.svg.png import png
     from planner.report.svg.timeline import timeline_svg
     from planner.report.trace import load_run
-    from planner.simulator.beside import simulate_beside
     from planner.simulator.plan import simulate
+    from planner.simulator.recorded import simulate_recorded
 
     style, output = _style(args)
     if args.points != 0 and not 2 <= args.points <= MOST_POINTS:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if measured is None:
         simulated = simulate(plan, args.minibatches, args.accumulate or 1)
     else:
-        simulated = simulate_beside(plan, measured)
+        simulated = simulate_recorded(plan, measured)
     if style == "html":
         comparison, sweep, why_not = _alternatives(args, plan)
         write_text(output, report_page(ReportContent(plan, simulated, measured, comparison, sweep, why_not)))

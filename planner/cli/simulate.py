@@ -95,7 +95,7 @@ def _against(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, str]:
     from planner.analysis.compare_runs import compare_runs
     from planner.report.tables.compare_runs import run_comparison_report
     from planner.report.trace import load_run
-    from planner.simulator.beside import simulate_beside
+    from planner.simulator.recorded import simulate_recorded
 
     if args.minibatches is not None:
         raise InputError(
@@ -104,6 +104,6 @@ def _against(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, str]:
     if args.accumulate is not None:
         raise InputError("--accumulate has no meaning with --against, which knows it", hint="leave out one of the two")
     measured = load_run(args.against)
-    timeline = simulate_beside(plan, measured)
+    timeline = simulate_recorded(plan, measured)
     found = compare_runs(plan, timeline, measured)
     return timeline, found.model_dump_json(indent=1) if args.json else run_comparison_report(found, plan)

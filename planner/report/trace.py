@@ -21,6 +21,7 @@ from planner.errors import InputError
 from planner.formats.files import first_problem, write_text
 from planner.formats.timeline import Event, Events, Kind, Lane, Timeline, load_timeline
 from planner.report.svg.lanes import LANE_ORDER, side_by_side
+from planner.simulator.summary import stages_of
 
 MICROSECONDS = 1e6
 _ROWS = 1000  # threads per lane, at most
@@ -122,8 +123,8 @@ def _counters(timeline: Timeline) -> Iterator[Row]:
 def _names(timeline: Timeline, rows: Iterable[Row]) -> Iterator[Row]:
     """What processes and threads are called, and in which order they stand."""
     for rank in timeline.workers:
-        stages = [str(number) for number, ranks in enumerate(timeline.ranks) if rank in ranks]
-        name = f"worker {rank}: stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+        stages = stages_of(timeline, rank)
+        name = f"worker {rank}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
     for rank, thread in sorted({(row["pid"], row["tid"]) for row in rows if row["ph"] == "X"}):

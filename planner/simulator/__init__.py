@@ -1,1 +1,1 @@
-"""Instruction streams + costs -> times, without running anything."""
+"""Simulate instruction streams at given costs, without running anything."""

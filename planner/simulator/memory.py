@@ -1,9 +1,9 @@
-"""What each worker holds over time, from what the plan says of its stages' peaks.
+"""Compute what each worker holds over time, from the plan's peaks.
 
-Weights, their gradients, optimizer state, buffers and message buffers are there all the time. Activations come with a
-unit's forward and go with the end of its backward. Under weight stashing a version of the weights lives as long as it
-is the newest or a unit in flight uses it. The plan states activations for all units in flight together, so each
-counts for an equal part, what only the unit at work needs included.
+Weights, gradients, optimizer state, buffers and message buffers are held all the time. A unit's activations are held
+from the start of its forward to the end of its backward. Under weight stashing, a version of the weights is held while
+it is the newest or a unit in flight uses it. The plan states the activations of all units in flight together, so each
+unit counts for an equal part, which includes the working memory of the unit that is computed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from planner.formats.plan import Plan, ScheduleName, Stage
 from planner.formats.timeline import Event, MemoryCurve
 
 STASHING: tuple[ScheduleName, ...] = ("1f1b",)  # a version of the weights per unit in flight, at most
-Change = tuple[float, int]  # seconds, bytes
+TimedBytes = tuple[float, int]
 
 
 def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...]:
-    """A curve for each worker; `events` by their start."""
+    """Compute a curve for each worker; `events` by their start."""
     computed: dict[tuple[int, int], list[Event]] = {
         (rank, number): [] for number, stage in enumerate(plan.stages) for rank in stage.ranks
     }
@@ -29,7 +29,7 @@ def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...
         if event.kind in ("forward", "backward", "backward_weight", "update"):
             computed[event.rank, event.stage].append(event)
     held: dict[int, int] = {}
-    changes: dict[int, list[Change]] = {}
+    changes: dict[int, list[TimedBytes]] = {}
     for (rank, number), own in computed.items():
         stage = plan.stages[number]
         held[rank] = held.get(rank, 0) + _at_rest(plan, stage)
@@ -42,19 +42,19 @@ def _version_bytes(plan: Plan, stage: Stage) -> int:
 
 
 def _stashing(plan: Plan) -> bool:
-    """Vertical sync holds as many versions all the time."""
+    """Return whether versions come and go; vertical sync holds the same number all the time."""
     return plan.schedule in STASHING and not plan.vertical_sync
 
 
 def _at_rest(plan: Plan, stage: Stage) -> int:
-    """With nothing in flight."""
+    """Return what a stage holds with nothing in flight."""
     memory = stage.memory
     stashed = memory.weights_bytes - _version_bytes(plan, stage) if _stashing(plan) else 0
     return memory.total_bytes - memory.activations_bytes - stashed
 
 
-def _changes(plan: Plan, stage: Stage, events: Iterable[Event]) -> Iterable[Change]:
-    """What one stage of a worker adds and frees, by its computations in order."""
+def _changes(plan: Plan, stage: Stage, events: Iterable[Event]) -> Iterable[TimedBytes]:
+    """Yield what one stage of a worker adds and frees, by its computations in order."""
     saved, version_bytes = stage.memory.activations_bytes // stage.in_flight, _version_bytes(plan, stage)
     stashing = _stashing(plan)
     newest, used = 0, Counter[int]()
@@ -73,15 +73,15 @@ def _changes(plan: Plan, stage: Stage, events: Iterable[Event]) -> Iterable[Chan
                 if stashing and version != newest and not used[version]:
                     yield event.end_s, -version_bytes
             case "update":
-                if stashing and used[newest]:  # which stays beside the version that this makes
+                if stashing and used[newest]:  # units in flight keep the old version beside the new one
                     yield event.end_s, version_bytes
                 newest += 1
             case _:
                 raise AssertionError(event.kind)
 
 
-def _curve(plan: Plan, rank: int, held: int, changes: list[Change]) -> MemoryCurve:
-    """Steps in order; what is freed at a moment goes before what is added."""
+def _curve(plan: Plan, rank: int, held: int, changes: list[TimedBytes]) -> MemoryCurve:
+    """Sum the changes; sorting puts what is freed at a moment before what is added, so they do not add up to a peak."""
     after = {0.0: held}
     for time_s, change in sorted(changes):
         held += change

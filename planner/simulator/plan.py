@@ -1,4 +1,4 @@
-"""A plan, simulated: every event of a run, worker by worker and link by link."""
+"""Simulate a plan: every event of a run, worker by worker and link by link."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Events, Timeline
 from planner.schedule.shape import check_accumulate, deadlock, shape_of
-from planner.simulator.engine import Engine
 from planner.simulator.memory import memory_curves
-from planner.simulator.pipeline import steady_minibatches, steady_s
-from planner.simulator.times import Pipeline, StageTimes, pipeline_with
+from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
+from planner.simulator.simulation import Simulation
+from planner.simulator.steady_time import steady_minibatches, steady_s
 
-FEWEST = 16  # minibatches of schedules that drain that are simulated where nobody says how many
+FEWEST = 16  # minibatches of a synchronous schedule, by default
 
 
 def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) -> Timeline:
-    """Run `plan` without running anything: the same instruction streams as in training, at the plan's times.
+    """Simulate the instruction streams of training with `plan`, at the plan's times.
 
     Args:
         plan: from `solve` or `load_plan`.
-        minibatches: how many; enough for a steady state when None.
+        minibatches: to simulate; None for enough to reach a steady state.
         accumulate: minibatches per replica between two updates, under 1f1b, as in `TrainingOptions`.
 
     Raises:
-        InputError: for a number of minibatches that makes no sense, and for a schedule that does not accumulate so.
+        InputError: for a number of minibatches below 1, and for a schedule that cannot accumulate over minibatches.
         PlanError: for a plan whose depths let its workers wait for each other for ever.
     """
     check_accumulate(plan, accumulate)
     count = default_minibatches(plan, accumulate) if minibatches is None else minibatches
     if count < 1:
-        raise InputError(f"{count} minibatches are no run", hint="give `minibatches` 1 or more")
+        raise InputError(f"`minibatches={count}` is no run", hint="give `minibatches` 1 or more")
     events: list[Event] = []
-    engine = Engine(pipeline_of(plan, accumulate), count, events)
-    if not engine.run():
+    simulation = Simulation(costs_of(plan, accumulate), count, events)
+    if not simulation.run():
         raise deadlock(plan)
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())
-    links = engine.carrier.links.uses([rank for stage in plan.stages for rank in stage.ranks])
+    links = simulation.communication.links.uses([rank for stage in plan.stages for rank in stage.ranks])
     return Timeline.of_plan(plan, "simulated", count, rows, accumulate=accumulate, memory=memory, links=tuple(links))
 
 
 def simulated_s(plan: Plan, accumulate: int = 1) -> float:
-    """Seconds per minibatch in the steady state of `plan`, as `simulate` has them, without its events.
+    """Compute the seconds per minibatch in the steady state of `plan`, as `simulate` does, without recording events.
 
     Raises:
         InputError, PlanError: as `simulate`.
     """
     check_accumulate(plan, accumulate)
-    seconds = steady_s(pipeline_of(plan, accumulate))
+    seconds = steady_s(costs_of(plan, accumulate))
     assert seconds is not None
     if math.isinf(seconds):
         raise deadlock(plan)
@@ -59,26 +59,34 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
 
 
 def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
-    """Enough for a steady state, and to see how the run begins and ends."""
+    """Return enough minibatches for a steady state, and to see how the run starts and ends."""
     count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
     return count if plan.schedule in ASYNCHRONOUS else max(count, FEWEST)
 
 
-def pipeline_of(plan: Plan, accumulate: int = 1) -> Pipeline:
-    """The plan as the simulation sees it."""
+def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
+    """Return the plan's pipeline and its costs, as a simulation takes them."""
     shape = replace(shape_of(plan), accumulate=accumulate)
     stages = [
-        StageTimes(
-            s.forward_s, s.backward_s, s.update_s, s.forward_s if s.recompute else 0.0, s.accumulate_s, s.ready_s
+        StageCosts(
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s,
+            update_s=stage.update_s,
+            recompute_s=stage.forward_s if stage.recompute else 0.0,
+            accumulate_s=stage.accumulate_s,
+            ready_s=stage.ready_s,
+            gradient_bytes=stage.memory.gradients_bytes - _received_bytes(plan, number),
         )
-        for s in plan.stages
+        for number, stage in enumerate(plan.stages)
     ]
-    own_bytes = [s.memory.gradients_bytes - _received_bytes(plan, number) for number, s in enumerate(plan.stages)]
-    return pipeline_with(shape, plan.cluster, stages, plan.transfers, own_bytes, plan.shared)
+    return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared)
 
 
 def _received_bytes(plan: Plan, stage: int) -> int:
-    """What the memory for gradients holds of other stages': those of weights that an earlier stage has, too."""
+    """Sum the gradients that a stage receives of weights shared with earlier stages.
+
+    They are part of the stage's memory for gradients, but not of its all-reduce.
+    """
     seen: set[str] = set()
     received = 0
     for shared in plan.shared:

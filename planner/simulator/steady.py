@@ -1,4 +1,4 @@
-"""Which part of a run is its steady state, and how fast the run is there."""
+"""Find the steady state of a run, and the pace there."""
 
 from __future__ import annotations
 
@@ -6,78 +6,89 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-PERIODS = 4  # of the round-robin, in which a pipeline may repeat itself
-LOOKED_AT = 16  # units at least, to say so
+PERIODS = 4  # of the round-robin over replicas, after which a pipeline may repeat itself
+LOOKED_AT = 16  # units that must repeat, at least
 _REPEATS = 1e-7  # relative difference of times that counts as none
-_SAME = 1e-9  # of two stages with the same pace the first is taken
+_SAME = 1e-9  # stages whose paces differ by less are equally slow, and the first of them counts
+
+
+@dataclass(frozen=True)
+class Completions:
+    """When the stages of a run finished their units: microbatches, or minibatches that are not divided.
+
+    Attributes:
+        ends_s: per stage, the ends of its backwards, ascending.
+        last_forward_s: per stage, the end of its last forward, after which an asynchronous pipeline drains; None for
+            synchronous schedules, which drain in every minibatch.
+        replicas: per stage.
+        microbatches: per minibatch.
+        accumulate: minibatches per replica between two updates, under 1f1b.
+    """
+
+    ends_s: Sequence[Sequence[float]]
+    last_forward_s: Sequence[float] | None
+    replicas: Sequence[int]
+    microbatches: int
+    accumulate: int = 1
+
+    @cached_property
+    def period(self) -> int:
+        """Units after which every stage is at the same replica of the same round again."""
+        return self.microbatches if self.microbatches > 1 else math.lcm(*self.replicas) * self.accumulate
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A part of a run between completions in its middle, whole periods apart."""
+    """A part of a run between two completions in its middle, whole periods apart."""
 
     start_s: float
     end_s: float
     seconds_per_minibatch: float
 
 
-def steady_state(
-    ends_s: Sequence[Sequence[float]],
-    admitted_s: Sequence[float] | None,
-    ranks: Sequence[Sequence[int]],
-    microbatches: int,
-    minibatches: int,
-    accumulate: int = 1,
-) -> Steady | None:
-    """The steady part of a run, by its slowest stage: others may still be working off what piled up before them.
+def steady_state(completed: Completions, minibatches: int) -> Steady | None:
+    """Find the steady part of a run of so many minibatches; None if the run is too short to have one.
 
-    Args:
-        ends_s: of each stage's backwards, ascending.
-        admitted_s: when each stage was done with its last forward: from then on a pipeline that never drains otherwise
-            is at its end. None for one that drains after every minibatch.
-        ranks: of each stage.
-        microbatches: per minibatch.
-        minibatches: of the run.
-        accumulate: minibatches per replica between two updates, under 1f1b.
-
-    Returns:
-        None for a run too short to have one.
+    The slowest stage sets the pace: in a short run others may still be working off what piled up before them, and seem
+    faster. If the whole run repeats itself, the pace is exact; otherwise it is the mean between two completions.
     """
-    replicas = [len(each) for each in ranks]
-    period = whole = microbatches
-    if microbatches == 1:
-        period = whole = math.lcm(*replicas) * accumulate
-        if 8 * period > minibatches:
-            period = max(replicas) * accumulate
+    period = completed.period
+    if completed.microbatches == 1 and 8 * period > minibatches:
+        # Replicas of different numbers have a long common period. The longest round is a good approximation.
+        period = max(completed.replicas) * completed.accumulate
     slowest: Steady | None = None
     lasts = []
-    for stage, ends in enumerate(ends_s):
-        completed = len(ends) if admitted_s is None else bisect_right(ends, admitted_s[stage])
-        first, last = steady_range(completed, period)
+    for stage, ends in enumerate(completed.ends_s):
+        before_drain = completed.last_forward_s
+        count = len(ends) if before_drain is None else bisect_right(ends, before_drain[stage])
+        first, last = steady_range(count, period)
         lasts.append(last)
         if first < last:
             start, end = float(ends[first]), float(ends[last])
-            seconds = (end - start) / (last - first) * microbatches
+            seconds = (end - start) / (last - first) * completed.microbatches
             if slowest is None or seconds > slowest.seconds_per_minibatch * (1 + _SAME):
                 slowest = Steady(start, end, seconds)
-    if slowest is not None and (exactly := repeating_s(ends_s, lasts, whole)) is not None:
-        return Steady(slowest.start_s, slowest.end_s, exactly * microbatches)
+    if slowest is not None and (exactly := repeating_s(completed, lasts)) is not None:
+        return Steady(slowest.start_s, slowest.end_s, exactly * completed.microbatches)
     return slowest
 
 
-def repeating_s(ends_s: Sequence[Sequence[float]], lasts: Sequence[int], period: int) -> float | None:
-    """Seconds per unit where the run repeats itself; None where it does not.
+def repeating_s(completed: Completions, lasts: Sequence[int] | None = None) -> float | None:
+    """Return the seconds per unit of a run that repeats itself; None if it does not.
 
-    It does where, in all stages, every one of the last units ended as long after the one a few periods before it.
+    A run repeats itself if, in every stage, each of the last units ended the same time after the unit a few periods
+    before it. All stages are compared: a stage may be regular while another one still falls behind.
 
     Args:
-        ends_s: of each stage's backwards, ascending.
-        lasts: of each stage, which of them is the last to be looked at.
-        period: units after which it could repeat itself, or a few times as many.
+        completed: of the run so far.
+        lasts: per stage, the number of the last unit to look at; by default the last one.
     """
+    ends_s = completed.ends_s
+    lasts = lasts or [len(ends) - 1 for ends in ends_s]
     for periods in range(1, PERIODS + 1):
-        units = periods * period
+        units = periods * completed.period
         looked_at = max(units, LOOKED_AT)
         if min(lasts) < units + looked_at:
             return None
@@ -92,13 +103,10 @@ def repeating_s(ends_s: Sequence[Sequence[float]], lasts: Sequence[int], period:
 
 
 def steady_range(completions: int, period: int = 1) -> tuple[int, int]:
-    """Two completions, by number, between which the pipeline is in its steady state; 0 and 0 for runs too short.
+    """Return the numbers of two completions between which the pipeline is in its steady state; (0, 0) if none are.
 
-    The first half of the run may still be filling the pipeline, its last eighth draining it.
-
-    Args:
-        completions: how many the run had.
-        period: completions come in bursts of this many; the two are whole periods apart.
+    The first half of the run may still fill the pipeline, and the last eighth may drain it. Completions come in bursts
+    of one `period`, so the two are whole periods apart.
     """
     first = completions // 2
     periods = (completions - completions // 8 - 1 - first) // period

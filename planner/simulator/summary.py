@@ -1,4 +1,4 @@
-"""What a Timeline amounts to: pace, bubbles, how busy everything is, and peaks of memory."""
+"""Summarize a timeline: pace, bubble, busy shares of workers and links, and peaks of memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.formats.files import Record
 from planner.formats.plan import ScheduleName
 from planner.formats.timeline import LANES, Kind, Timeline
-from planner.simulator.steady import steady_state
+from planner.simulator.steady import Completions, steady_state
 
 Floats = NDArray[np.float64]
-ENDS: tuple[Kind, ...] = ("backward", "backward_weight")  # of a unit's work on a worker
+ENDS: tuple[Kind, ...] = ("backward", "backward_weight")  # the last event of a unit on a worker
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
 
 
 class WorkerUse(Record):
-    """A worker in the steady state; shares are of the time."""
+    """A worker in the steady state, with shares of the time."""
 
     rank: int
     stages: tuple[int, ...]
     compute_share: float
     send_share: float  # of its outgoing link
     receive_share: float  # of its incoming link
-    peak_bytes: int | None  # over the whole run; None where it was not looked at
+    peak_bytes: int | None  # over the whole run; None if it was not recorded
     limit_bytes: int | None
 
 
@@ -42,8 +42,8 @@ class LinkShare(Record):
 class Summary(Record):
     """A run in numbers.
 
-    The steady state lies between completions in the middle of the run, whole periods apart; in a run too short for
-    that, it is all of it.
+    The steady state lies between two completions in the middle of the run; a run that is too short for one counts as a
+    whole.
     """
 
     source: Literal["simulated", "measured"]
@@ -52,15 +52,15 @@ class Summary(Record):
     schedule: ScheduleName
     minibatches: int
     seconds: float  # of the whole run
-    start_up_s: float  # until the first minibatch is through
+    start_up_s: float  # until the first backward of stage 0 ends
     drain_s: float  # from the last forward of the first stage on
-    steady: bool  # False: too short a run
+    steady: bool  # False for a run that is too short
     steady_from_s: float
     steady_to_s: float
     seconds_per_minibatch: float
-    samples_per_s: float | None  # None where the size of a batch is not known
-    samples_per_s_of_run: float | None  # start-up and drain included
-    bubble_share: float  # of the workers' time, in the steady state, in which they do not compute
+    samples_per_s: float | None  # None if the batch size is not known
+    samples_per_s_of_run: float | None  # with start-up and drain
+    bubble_share: float  # of the workers' time in the steady state, without computation
     bubble_share_of_run: float
     busiest: str  # the resource with the largest share
     busiest_share: float
@@ -69,7 +69,7 @@ class Summary(Record):
 
 
 def summarize(timeline: Timeline) -> Summary:
-    """The numbers of a run, simulated or measured."""
+    """Summarize a run, simulated or measured."""
     table = _Table(timeline)
     span = timeline.span_s
     start, end, pace_s = _pace(timeline, table)
@@ -79,7 +79,7 @@ def summarize(timeline: Timeline) -> Summary:
     workers = tuple(
         WorkerUse(
             rank=rank,
-            stages=tuple(number for number, ranks in enumerate(timeline.ranks) if rank in ranks),
+            stages=stages_of(timeline, rank),
             compute_share=_share(busy[0, row], length),
             send_share=own.get((rank, True), _share(busy[1, row], length)),
             receive_share=own.get((rank, False), _share(busy[2, row], length)),
@@ -88,7 +88,7 @@ def summarize(timeline: Timeline) -> Summary:
         )
         for row, (rank, (peak, limit)) in enumerate(zip(table.ranks, _peaks(timeline), strict=True))
     )
-    count = table.minibatches or timeline.minibatches  # of a long run perhaps only some were noted
+    count = table.minibatches or timeline.minibatches  # a recording may have only some minibatches of a run
     samples = None if timeline.microbatch_size is None else timeline.microbatch_size * timeline.microbatches
     busiest, busiest_share = _busiest(workers, shared)
     return Summary(
@@ -99,7 +99,7 @@ def summarize(timeline: Timeline) -> Summary:
         minibatches=count,
         seconds=span,
         start_up_s=table.first_through(),
-        drain_s=span - table.last_admitted(),
+        drain_s=span - table.last_forward(),
         steady=pace_s is not None,
         steady_from_s=start,
         steady_to_s=end,
@@ -113,6 +113,11 @@ def summarize(timeline: Timeline) -> Summary:
         workers=workers,
         shared_links=shared,
     )
+
+
+def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:
+    """List the stages that a worker runs."""
+    return tuple(number for number, ranks in enumerate(timeline.ranks) if rank in ranks)
 
 
 class _Table:
@@ -133,41 +138,44 @@ class _Table:
         self.end_s = np.array(events.end_s, dtype=np.float64)
 
     def busy_s(self, start: float, end: float) -> Floats:
-        """Seconds between two times, by lane and worker; of overlapping events both count."""
+        """Sum the busy seconds between two times, by lane and worker; overlapping events both count."""
         inside = np.clip(np.minimum(self.end_s, end) - np.maximum(self.start_s, start), 0.0, None)
         size = len(self.ranks)
         counted = np.bincount(self.lane * size + self.row, inside, len(LANE_NAMES) * size)
         return np.asarray(counted.reshape(len(LANE_NAMES), size))
 
     def completions(self, stage: int) -> Floats:
-        """When a stage was done with each unit, in order."""
+        """List when a stage finished its units, in order."""
         return np.sort(self.end_s[self.ends & (self.stage == stage)])
 
     def first_through(self) -> float:
-        """When the first stage was done with its first unit."""
+        """Return when the first stage finished its first unit."""
         through = self.end_s[self.ends & (self.stage == 0)]
         return float(through.min()) if len(through) else 0.0
 
-    def last_admitted(self, stage: int = 0) -> float:
-        """When a stage was done with its last forward."""
+    def last_forward(self, stage: int = 0) -> float:
+        """Return when a stage ended its last forward."""
         return float(self.end_s[self.forward & (self.stage == stage)].max(initial=0.0))
 
 
 def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None]:
-    """From when to when the run is steady, and its seconds per minibatch; None where it is too short for that."""
+    """Return from when to when the run is steady, and its seconds per minibatch; None if it is too short."""
     stages = range(len(timeline.ranks))
-    admitted_s = [table.last_admitted(stage) for stage in stages] if timeline.schedule in ASYNCHRONOUS else None
-    ends_s = [table.completions(stage).tolist() for stage in stages]
-    steady = steady_state(
-        ends_s, admitted_s, timeline.ranks, timeline.microbatches, table.minibatches, timeline.accumulate
+    completed = Completions(
+        ends_s=[table.completions(stage).tolist() for stage in stages],
+        last_forward_s=[table.last_forward(stage) for stage in stages] if timeline.schedule in ASYNCHRONOUS else None,
+        replicas=[len(ranks) for ranks in timeline.ranks],
+        microbatches=timeline.microbatches,
+        accumulate=timeline.accumulate,
     )
+    steady = steady_state(completed, table.minibatches)
     if steady is None:
         return 0.0, timeline.span_s, None
     return steady.start_s, steady.end_s, steady.seconds_per_minibatch
 
 
 def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
-    """Busy shares of the workers' own links, by rank and whether it is the outgoing one, and of the shared ones."""
+    """Return busy shares of the workers' own links, by rank and whether it is outgoing, and of the shared links."""
     own: dict[tuple[int, bool], float] = {}
     shared = []
     for link in timeline.links:
@@ -191,7 +199,7 @@ def _peaks(timeline: Timeline) -> list[tuple[int | None, int | None]]:
 
 
 def _busiest(workers: Iterable[WorkerUse], shared: Iterable[LinkShare]) -> tuple[str, float]:
-    """The first of the busiest; computation where it is a tie."""
+    """Name the busiest resource and its share; a tie goes to the first, and computations come first."""
     found = [(f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers]
     found += [(f"the link of worker {worker.rank}, sending", worker.send_share) for worker in workers]
     found += [(f"the link of worker {worker.rank}, receiving", worker.receive_share) for worker in workers]

@@ -17,8 +17,8 @@ from planner.formats.cluster import Level
 from planner.formats.plan import Plan, ScheduleName
 from planner.formats.timeline import Event, Events, Timeline
 from planner.report.tables.compare_runs import run_comparison_report
-from planner.simulator.beside import simulate_beside
-from planner.simulator.plan import pipeline_of, simulate
+from planner.simulator.plan import costs_of, simulate
+from planner.simulator.recorded import simulate_recorded
 from tests.simulator.plans import equal_layers, plan_of
 from tests.timelines import EVENTS, by_hand
 
@@ -47,7 +47,7 @@ def run_of(plan: Plan, minibatches: int) -> Timeline:
 def test_a_slower_stage_is_found(schedule: ScheduleName, microbatches: int) -> None:
     plan = three_stages(schedule, microbatches)
     measured = run_of(slower_stage(plan, 1, 1.2), 20)
-    found = compare_runs(plan, simulate_beside(plan, measured), measured)
+    found = compare_runs(plan, simulate_recorded(plan, measured), measured)
     assert found.as_planned.worst_share > 0.02
     assert found.as_run.worst_share < 1e-9
     assert found.stages[1].measured.forward_s == pytest.approx(1.2 * found.stages[1].simulated.forward_s)
@@ -63,7 +63,7 @@ def test_what_is_not_the_stages_times_stays() -> None:
     plan = plan_of(layers, (1, 1), schedule="gpipe", microbatches=4)
     slow = plan.cluster.model_copy(update={"levels": (Level(size=2, bandwidth_bytes_per_s=5.0),)})
     measured = run_of(plan.model_copy(update={"cluster": slow}), 10)
-    found = compare_runs(plan, simulate_beside(plan, measured), measured)
+    found = compare_runs(plan, simulate_recorded(plan, measured), measured)
     assert found.as_planned.worst_share > 0.1
     assert found.as_run.worst_share == pytest.approx(found.as_planned.worst_share)
 
@@ -75,11 +75,11 @@ def test_what_messages_cost_the_processor_is_counted_once() -> None:
     measured = run_of(handled, 30)
     means = mean_stage_times(measured)
     assert means[1].forward_s > plan.stages[1].forward_s
-    again = pipeline_of(with_stage_times(handled, means)).stages
-    for one, other in zip(again, pipeline_of(handled).stages, strict=True):
+    again = costs_of(with_stage_times(handled, means)).stages
+    for one, other in zip(again, costs_of(handled).stages, strict=True):
         assert one.forward_s == pytest.approx(other.forward_s)
         assert one.backward_s == pytest.approx(other.backward_s)
-    assert compare_runs(handled, simulate_beside(handled, measured), measured).as_run.worst_share < 1e-9
+    assert compare_runs(handled, simulate_recorded(handled, measured), measured).as_run.worst_share < 1e-9
 
 
 def test_recomputing_stages_are_told_apart_too() -> None:
@@ -87,7 +87,7 @@ def test_recomputing_stages_are_told_apart_too() -> None:
     stages = tuple(stage.model_copy(update={"recompute": True}) for stage in plan.stages)
     plan = plan.model_copy(update={"stages": stages})
     measured = run_of(slower_stage(plan, 0, 1.5), 20)
-    found = compare_runs(plan, simulate_beside(plan, measured), measured)
+    found = compare_runs(plan, simulate_recorded(plan, measured), measured)
     assert found.as_run.worst_share == pytest.approx(0, abs=1e-9)
 
 

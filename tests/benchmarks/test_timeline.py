@@ -7,15 +7,15 @@ from xml.etree import ElementTree
 from benchmarks.compiled.__main__ import report as compiled_report
 from benchmarks.timeline.__main__ import DRAWN, EMULATED, REAL, picture, report, row
 from planner.analysis.compare_runs import compare_runs
-from planner.simulator.beside import simulate_beside
 from planner.simulator.plan import simulate
+from planner.simulator.recorded import simulate_recorded
 from tests.simulator.plans import equal_layers, plan_of
 
 
 def test_a_row_and_a_picture() -> None:
     plan = plan_of(equal_layers(2), (1, 1))
     measured = simulate(plan, 2 * DRAWN).model_copy(update={"source": "measured"})
-    simulated = simulate_beside(plan, measured)
+    simulated = simulate_recorded(plan, measured)
     text = report([row(REAL[0], compare_runs(plan, simulated, measured))])
     assert "| vgg16 1f1b | real, 2 workers |" in text
     assert "1 of 1 runs at the plan's times, 1 at the run's own" in text

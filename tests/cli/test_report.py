@@ -106,7 +106,7 @@ def test_pixels(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (("--run", "none.json"), "there is no file 'none.json'"),
         (("--run", "plan.json"), "missing"),
         (("--points", "1"), "1 points make no sweep"),
-        (("--minibatches", "0"), "0 minibatches are no run"),
+        (("--minibatches", "0"), "--minibatches 0 is no run"),
         (("-o", "report.pdf"), "'report.pdf' is not a format of reports, which are html, svg, png"),
         (("--format", "pdf"), "invalid choice: 'pdf'"),
     ],

@@ -62,7 +62,7 @@ def test_against_a_run(folder: Path) -> None:
     ("arguments", "complaint"),
     [
         (("--plan", "none.json"), "there is no file 'none.json'"),
-        (("--minibatches", "0"), "0 minibatches are no run"),
+        (("--minibatches", "0"), "--minibatches 0 is no run"),
         (("--minibatches", "many"), "invalid int value"),
         (("--against", "none.json"), "there is no file 'none.json'"),
         (("--against", "plan.json", "--minibatches", "3"), "--minibatches has no meaning with --against"),

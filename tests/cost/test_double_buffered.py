@@ -16,7 +16,7 @@ from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.cost.work import IMPOSSIBLE, Work, in_flight_1f1b
 from planner.formats.cluster import flat_cluster
-from planner.simulator.pipeline import StageTimes
+from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.cost.test_asynchronous import EXAMPLE, work, works
 from tests.samples import layer, profile
@@ -98,7 +98,7 @@ def test_the_streams_take_what_the_formula_says(replicas: tuple[int, ...], accum
         )
         model = DoubleBufferedModel(link, microbatches)
         formula.append(float(model.stage_s(stage, r)[0]))
-        stages.append(StageTimes(1.0 * r, 2.0 * r, 0.25 * r, accumulate_s=accumulate_s * r))
+        stages.append(StageCosts(1.0 * r, 2.0 * r, 0.25 * r, accumulate_s=accumulate_s * r))
         reduce_s.append(float(ring_all_reduce_s(6.0 * r, r, link)))
     outcome = run(make_shape(replicas, "2bw", microbatches), stages, FREE, 20, reduce_s)
     assert outcome.seconds_per_minibatch == pytest.approx(max(formula), rel=0.03)

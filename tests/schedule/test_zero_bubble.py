@@ -13,7 +13,7 @@ from planner.schedule.draw import draw_order
 from planner.schedule.instructions import BackwardWeight, Instruction
 from planner.schedule.shape import shape_of
 from planner.schedule.streams import Channel, PipelineShape, stream
-from planner.simulator.pipeline import StageTimes
+from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
@@ -38,7 +38,7 @@ def test_the_bubble_is_the_published_one(workers: int, microbatches: int) -> Non
     seconds = {}
     for schedule in ("zb-h1", "1f1b-flush"):
         shape = make_shape((1,) * workers, schedule, microbatches)
-        times = (StageTimes(1.0, 2.0, 0.0),) * workers  # B and W take 1 each
+        times = (StageCosts(1.0, 2.0, 0.0),) * workers  # B and W take 1 each
         ends_s = run(shape, times, FREE, 4).ends_s
         seconds[schedule] = (ends_s[-1] - ends_s[microbatches - 1]) / 3
     assert seconds["zb-h1"] == pytest.approx(3 * microbatches + (workers - 1))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.formats.cluster import flat_cluster
 from planner.schedule.streams import PipelineShape
-from planner.simulator.pipeline import Outcome, Pipeline, simulate
-from planner.simulator.times import StageTimes
+from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
+from planner.simulator.simulation import Simulation
+from planner.simulator.steady import steady_state
+from planner.simulator.steady_time import completions
 
 BYTES_PER_S = 10**12
 
@@ -26,35 +29,57 @@ FREE = TransferTimes(0.0, 0.0)
 
 def pipeline(
     shape: PipelineShape,
-    stages: Sequence[StageTimes],
+    stages: Sequence[StageCosts],
     transfers: Mapping[tuple[int, int], TransferTimes] | TransferTimes = FREE,
     reduce_s: Sequence[float] = (),
-) -> Pipeline:
+) -> PipelineCosts:
     """The pipeline with these times; `reduce_s` are of each stage's all-reduce."""
     if isinstance(transfers, TransferTimes):
         transfers = {(channel.source, channel.target): transfers for channel in shape.channels}
     replicas = [len(ranks) for ranks in shape.ranks]
-    return Pipeline(
+    gradient_bytes = (
+        round(seconds * BYTES_PER_S * r / (2 * (r - 1))) if r > 1 else 0
+        for seconds, r in zip(reduce_s or [0.0] * len(stages), replicas, strict=True)
+    )
+    return PipelineCosts(
         shape=shape,
         cluster=flat_cluster(max(max(ranks) for ranks in shape.ranks) + 1, BYTES_PER_S),
-        stages=tuple(stages),
+        stages=tuple(replace(s, gradient_bytes=size) for s, size in zip(stages, gradient_bytes, strict=True)),
         transfer_bytes={
             ends: (round(t.activation_s * BYTES_PER_S), round(t.gradient_s * BYTES_PER_S))
             for ends, t in transfers.items()
         },
-        gradient_bytes=tuple(
-            round(seconds * BYTES_PER_S * r / (2 * (r - 1))) if r > 1 else 0
-            for seconds, r in zip(reduce_s or [0.0] * len(stages), replicas, strict=True)
-        ),
     )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run: whether it deadlocked, when the last stage finished its backwards, and seconds per minibatch."""
+
+    deadlocked: bool
+    ends_s: tuple[float, ...]
+    seconds_per_minibatch: float
+
+
+def simulate_costs(costs: PipelineCosts, minibatches: int) -> Outcome:
+    """Run so many minibatches; the pace is that of the steady state if there is one."""
+    simulation = Simulation(costs, minibatches)
+    finished = simulation.run()
+    completed = completions(simulation)
+    ends_s = tuple(completed.ends_s[-1])
+    if not finished:
+        return Outcome(True, ends_s, math.inf)
+    steady = steady_state(completed, minibatches)
+    pace_s = simulation.latest_s / minibatches if steady is None else steady.seconds_per_minibatch
+    return Outcome(False, ends_s, pace_s)
 
 
 def run(
     shape: PipelineShape,
-    stages: Sequence[StageTimes],
+    stages: Sequence[StageCosts],
     transfers: Mapping[tuple[int, int], TransferTimes] | TransferTimes,
     minibatches: int,
     reduce_s: Sequence[float] = (),
 ) -> Outcome:
     """So many minibatches of it."""
-    return simulate(pipeline(shape, stages, transfers, reduce_s), minibatches)
+    return simulate_costs(pipeline(shape, stages, transfers, reduce_s), minibatches)

@@ -9,8 +9,8 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, ScheduleName
 from planner.schedule.shape import check_accumulate
-from planner.simulator.beside import cut, simulate_beside
 from planner.simulator.plan import simulate, simulated_s
+from planner.simulator.recorded import only_minibatches, simulate_recorded
 from planner.simulator.summary import summarize
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
@@ -59,8 +59,9 @@ def test_fewer_updates_are_no_slower(replicas: tuple[int, ...]) -> None:
 def test_a_part_of_a_run_lies_where_its_own_simulation_does(part: range) -> None:
     layers = [each.model_copy(update={"update_s": 1.0}) for each in equal_layers(3, 10, 10)]
     plan = plan_of(layers, (2, 1, 1))
-    measured = cut(simulate(plan, 300, 3), part).model_copy(update={"source": "measured", "minibatches": 300})
-    simulated = simulate_beside(plan, measured)
+    recorded = only_minibatches(simulate(plan, 300, 3), part)
+    measured = recorded.model_copy(update={"source": "measured", "minibatches": 300})
+    simulated = simulate_recorded(plan, measured)
     assert timing_error(simulated, measured).worst_share < 1e-6
     rounds = {(e.rank, e.minibatch) for e in measured.events.rows() if e.kind == "update"}
     assert {(e.rank, e.minibatch) for e in simulated.events.rows() if e.kind == "update"} == rounds

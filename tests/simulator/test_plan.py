@@ -12,10 +12,10 @@ from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan, ScheduleName
 from planner.formats.timeline import Event, Timeline
-from planner.simulator.pipeline import simulate as simulate_quickly
-from planner.simulator.plan import pipeline_of, simulate, simulated_s
+from planner.simulator.plan import costs_of, simulate, simulated_s
 from planner.simulator.summary import ENDS, summarize
 from tests.samples import layer
+from tests.simulator.pipelines import simulate_costs
 from tests.simulator.plans import equal_layers, plan_of
 
 KINDS: list[tuple[ScheduleName, int]] = [
@@ -128,7 +128,7 @@ def test_the_pace_without_events_is_that_of_the_summary(
     ]
     plan = plan_of(layers, replicas, flat_cluster(4, 30.0), schedule=schedule, microbatches=microbatches)
     timeline = simulate(plan, 12)
-    quick = simulate_quickly(pipeline_of(plan), 12)
+    quick = simulate_costs(costs_of(plan), 12)
     last = len(replicas) - 1
     ends = [e.end_s for e in timeline.events.rows() if e.kind in ENDS and e.stage == last]
     assert sorted(ends) == list(quick.ends_s)
@@ -259,7 +259,7 @@ def test_2bw_whose_replicas_do_not_divide_the_microbatches_says_what_to_take() -
 
 def test_what_cannot_be_simulated_is_refused() -> None:
     plan = plan_of(equal_layers(1), (1,))
-    with pytest.raises(InputError, match="0 minibatches are no run"):
+    with pytest.raises(InputError, match="`minibatches=0` is no run"):
         simulate(plan, 0)
 
 

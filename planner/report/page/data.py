@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.formats.timeline import LANES, LETTERS, Event, Kind, Timeline
 from planner.report.svg.lanes import COLOURS, TEXTS, rows_of, shown_workers
-from planner.simulator.beside import ROUNDS
+from planner.simulator.recorded import ROUNDS
 from planner.simulator.summary import Summary
 
 KINDS: tuple[Kind, ...] = tuple(LANES)

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from planner.cost.layer_costs import Candidate
-from planner.simulator.pipeline import Pipeline, steady_s
+from planner.simulator.pipeline_costs import PipelineCosts
+from planner.simulator.steady_time import steady_s
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 
 MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
@@ -40,7 +41,7 @@ class Tally:
         """Whether what may be simulated is used up, or the time."""
         return self.left <= 0 or self.deadline.passed
 
-    def steady_s(self, pipeline: Pipeline, *, needed: bool = False) -> float | None:
+    def steady_s(self, pipeline: PipelineCosts, *, needed: bool = False) -> float | None:
         """Seconds per minibatch in the steady state; infinite for a deadlock, None where there is no answer in time.
 
         `needed`: there is nothing else to go by, so that only the deadline counts.

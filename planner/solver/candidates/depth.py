@@ -30,7 +30,7 @@ from planner.cost.plan_price import Price, stage_memory, versions_of
 from planner.formats.cluster import Cluster
 from planner.formats.plan import ScheduleName, StageMemory
 from planner.schedule.streams import warm_up_depth
-from planner.simulator.pipeline import Pipeline
+from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.candidates.budget import Tally
 from planner.solver.candidates.pipelines import pipeline_for, wires_s
 
@@ -59,7 +59,7 @@ class PipelineTimes:
         tally: of what may be simulated.
     """
 
-    pipeline: Pipeline
+    pipeline: PipelineCosts
     wires_s: Mapping[tuple[int, int], float]
     busiest_s: float
     deepest: Depths
@@ -160,7 +160,7 @@ def price_with_flush_depths(
     return replace(price.simulated(best_s), in_flight=best, memory=memory)
 
 
-def _hiding_depths(pipeline: Pipeline, price: Price, microbatches: int) -> Depths:
+def _hiding_depths(pipeline: PipelineCosts, price: Price, microbatches: int) -> Depths:
     """Depths at which the stages before a boundary compute while a microbatch's messages cross it, there and back.
 
     Forwards and backwards take turns, so each boundary takes whole microbatches.

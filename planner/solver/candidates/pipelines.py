@@ -16,8 +16,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.plan import ScheduleName
 from planner.schedule.shape import trainable_pairs
 from planner.schedule.streams import Channel, PipelineShape
-from planner.simulator.pipeline import Pipeline, StageTimes
-from planner.simulator.times import pipeline_with
+from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver.candidates.exchanged import shared_between, transfers
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
@@ -39,22 +38,23 @@ def pipeline_for(
     price: Price,
     schedule: ScheduleName,
     microbatches: int,
-) -> Pipeline:
+) -> PipelineCosts:
     """The stages with as many units in flight as their price says.
 
-    As `planner.simulator.plan.pipeline_of` has it of the plan that is made of them.
+    As `planner.simulator.plan.costs_of` has it of the plan that is made of them.
     """
     moved = transfers(ledger, stages)
     copied = copied_in(ledger, stages)
     works = [ledger.work(stage) for stage in stages]
     times = [
-        StageTimes(
+        StageCosts(
             forward_s=float(work.forward_s),
             backward_s=float(work.backward_s),
             update_s=float(work.update_s) + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
             accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
             ready_s=ready_of_gradients_s(ledger, stage, again),
+            gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
         )
         for work, stage, again in zip(works, stages, copied, strict=True)
     ]
@@ -67,14 +67,10 @@ def pipeline_for(
         depths=price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], schedule),
     )
-    gradient_bytes = [
-        int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again)
-        for work, again in zip(works, copied, strict=True)
-    ]
-    return pipeline_with(shape, cluster, times, moved, gradient_bytes, shared)
+    return PipelineCosts.of(shape, cluster, times, moved, shared)
 
 
-def wires_s(pipeline: Pipeline) -> dict[tuple[int, int], float]:
+def wires_s(pipeline: PipelineCosts) -> dict[tuple[int, int], float]:
     """Seconds of a unit's messages between two stages, there and back, on average over their pairs of replicas."""
     topology, found = Topology(pipeline.cluster), {}
     for (source, target), sizes in pipeline.transfer_bytes.items():

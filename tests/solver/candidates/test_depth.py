@@ -7,7 +7,7 @@ import pytest
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.schedule.streams import PipelineShape
-from planner.simulator.pipeline import StageTimes
+from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.plan import simulated_s
 from planner.solver import solve
 from planner.solver.candidates.depth import (
@@ -34,7 +34,7 @@ def chosen(times: PipelineTimes) -> DepthChoice:
 def equal_work(replicas: tuple[int, ...], transfer_s: float, deepest: int = 99) -> PipelineTimes:
     """Every worker is busy for one second per minibatch."""
     shape: PipelineShape = make_shape(replicas, "1f1b")
-    stages = [StageTimes(r / 3, 2 * r / 3, 0.0) for r in replicas]
+    stages = [StageCosts(r / 3, 2 * r / 3, 0.0) for r in replicas]
     made = pipeline(shape, stages, TransferTimes(transfer_s, transfer_s))
     return PipelineTimes(made, wires_s(made), busiest_s=1.0, deepest=(deepest,) * len(replicas))
 

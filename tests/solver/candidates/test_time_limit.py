@@ -12,8 +12,8 @@ from planner.formats.plan import Plan, ScheduleName
 from planner.formats.profile import Profile
 from planner.report.tables.plan import plan_report
 from planner.schedule.streams import Channel, PipelineShape
-from planner.simulator.engine import Engine
-from planner.simulator.pipeline import Pipeline, StageTimes
+from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
+from planner.simulator.simulation import Simulation
 from planner.solver import solve
 from planner.solver.candidates.budget import Tally
 from planner.solver.candidates.deadline import Deadline
@@ -37,12 +37,12 @@ class Looks(Deadline):
         return next(self.number) >= self.looks
 
 
-def straight(stages: int) -> Pipeline:
+def straight(stages: int) -> PipelineCosts:
     shape = PipelineShape(
         tuple((stage,) for stage in range(stages)), tuple(Channel(s, s + 1) for s in range(stages - 1)), "1f1b"
     )
     bytes_ = {(stage, stage + 1): (1, 1) for stage in range(stages - 1)}
-    return Pipeline(shape, flat_cluster(stages, 3.0), (StageTimes(1.0, 2.0, 0.0),) * stages, bytes_, (0,) * stages)
+    return PipelineCosts(shape, flat_cluster(stages, 3.0), (StageCosts(1.0, 2.0, 0.0),) * stages, bytes_)
 
 
 def test_a_simulation_ends_at_the_deadline() -> None:
@@ -80,7 +80,7 @@ def test_without_time_there_is_a_plan_and_nothing_is_simulated(
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Engine, "run", never)
+    monkeypatch.setattr(Simulation, "run", never)
     monkeypatch.setattr(BestFirst, "_next", never)
     assert solved(CHAIN, cluster, schedule, 0.0).config == hurried.config
 

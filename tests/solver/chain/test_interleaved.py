@@ -19,7 +19,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.report.tables.plan import plan_report
-from planner.simulator.pipeline import StageTimes
+from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.states import Chain
@@ -35,7 +35,7 @@ def simulated_s(
     workers: int, chunks: int, microbatches: int, forward_s: list[float], accumulate_s: float = 0.0
 ) -> float:
     """Seconds per minibatch with free links and backwards of twice the forward."""
-    stages = tuple(StageTimes(seconds, 2 * seconds, 0.0, accumulate_s=accumulate_s) for seconds in forward_s)
+    stages = tuple(StageCosts(seconds, 2 * seconds, 0.0, accumulate_s=accumulate_s) for seconds in forward_s)
     shape = make_interleaved(workers, chunks, microbatches)
     outcome = run(shape, stages, FREE, 3)
     ends = outcome.ends_s[microbatches - 1 :: microbatches]

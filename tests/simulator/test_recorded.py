@@ -8,8 +8,8 @@ from planner.analysis.compare_runs import timing_error
 from planner.errors import InputError
 from planner.formats.plan import Plan, ScheduleName
 from planner.formats.timeline import Events, Timeline
-from planner.simulator.beside import cut, simulate_beside
 from planner.simulator.plan import default_minibatches, simulate
+from planner.simulator.recorded import only_minibatches, simulate_recorded
 from planner.simulator.summary import summarize
 from tests.simulator.plans import equal_layers, plan_of
 
@@ -17,7 +17,7 @@ from tests.simulator.plans import equal_layers, plan_of
 def noted(plan: Plan, minibatches: int, part: range) -> Timeline:
     """A run of which a recorder kept a part, as the recorder writes it."""
     whole = simulate(plan, minibatches)
-    return cut(whole, part).model_copy(update={"source": "measured", "minibatches": minibatches})
+    return only_minibatches(whole, part).model_copy(update={"source": "measured", "minibatches": minibatches})
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 4), ("2bw", 4)])
@@ -27,7 +27,7 @@ def test_a_part_lies_where_its_own_simulation_does(part: range, schedule: Schedu
     layers = equal_layers(3, output_bytes=10, weight_bytes=10, saved_bytes=5)
     plan = plan_of(layers, (2, 1, 1), schedule=schedule, microbatches=microbatches)
     measured = noted(plan, 300, part)
-    simulated = simulate_beside(plan, measured)
+    simulated = simulate_recorded(plan, measured)
     apart = timing_error(simulated, measured)
     assert apart.events == len(part) * microbatches * 3 * 2
     assert apart.worst_share < 1e-6
@@ -44,7 +44,7 @@ def test_little_is_simulated_of_a_long_run() -> None:
     measured = noted(plan, 100, range(60, 70)).model_copy(update={"minibatches": 10**9})
     rows = [e._replace(minibatch=e.minibatch + 10**6) for e in measured.events.rows()]
     late = measured.model_copy(update={"events": Events.of(rows)})
-    simulated = simulate_beside(plan, late)
+    simulated = simulate_recorded(plan, late)
     assert {e.minibatch for e in simulated.events.rows() if e.kind == "forward"} == set(range(10**6 + 60, 10**6 + 70))
     assert default_minibatches(plan) < 100
     assert timing_error(simulated, late).worst_share < 1e-6
@@ -53,4 +53,4 @@ def test_little_is_simulated_of_a_long_run() -> None:
 def test_a_run_of_nothing_is_refused() -> None:
     plan = plan_of(equal_layers(1), (1,))
     with pytest.raises(InputError, match="no computations"):
-        simulate_beside(plan, simulate(plan, 1).model_copy(update={"events": Events.of(())}))
+        simulate_recorded(plan, simulate(plan, 1).model_copy(update={"events": Events.of(())}))

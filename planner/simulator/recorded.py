@@ -1,4 +1,4 @@
-"""The simulation of the part of a run that was measured."""
+"""Simulate the part of a run that was recorded."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, Events, LinkUse, MemoryCurve, Timeline
 from planner.simulator.plan import default_minibatches, simulate
 
-ROUNDS = ("update", "all_reduce")  # events of rounds, not of minibatches
+ROUNDS = ("update", "all_reduce")  # events that happen once per round, not per minibatch
 
 
-def simulate_beside(plan: Plan, measured: Timeline) -> Timeline:
-    """The minibatches that `measured` has events of, simulated: their numbers are the run's, 0 is their first start.
+def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
+    """Simulate the minibatches of which `measured` has events.
 
-    Of a long run only as much is simulated before and after them as it takes for the pipeline to be as full as there.
+    Minibatches keep their numbers in the run, and time counts from the start of the first of them. From a long run only
+    so many minibatches before and after are simulated as the pipeline takes to fill.
 
     Raises:
         InputError: for a run without computations.
         PlanError: as `simulate`.
     """
-    noted = {event.minibatch for event in measured.events.rows() if event.kind == "forward"}
-    if not noted:
-        raise InputError("the run has no computations to lay over the simulation", hint="record one with `trace`")
-    first, end = min(noted), max(noted) + 1
-    enough = default_minibatches(plan, measured.accumulate)
+    recorded = {event.minibatch for event in measured.events.rows() if event.kind == "forward"}
+    if not recorded:
+        raise InputError("the run has no computations to compare with the simulation", hint="record one with `trace`")
+    first, end = min(recorded), max(recorded) + 1
+    filling = default_minibatches(plan, measured.accumulate)
+    # Whole rounds of the round-robin are skipped, so that each minibatch is on the replica that ran it.
     period = math.lcm(*plan.replicas) * measured.accumulate
-    skipped = max(0, first - enough) // period * period  # whole rounds of the round-robin
-    after = min(max(measured.minibatches - end, 0), enough)
+    skipped = max(0, first - filling) // period * period
+    after = min(max(measured.minibatches - end, 0), filling)
     simulated = simulate(plan, end - skipped + after, measured.accumulate)
-    return _renumbered(cut(simulated, range(first - skipped, end - skipped)), skipped)
+    return _renumbered(only_minibatches(simulated, range(first - skipped, end - skipped)), skipped)
 
 
-def cut(timeline: Timeline, minibatches: range) -> Timeline:
-    """These minibatches of a run, in time from the start of their first computation."""
+def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:
+    """Keep these minibatches of a run, with time from the start of their first computation."""
     rows = list(timeline.events.rows())
     computed = [e for e in rows if LANES[e.kind] == "compute" and e.kind not in ROUNDS and e.minibatch in minibatches]
     start, end = min(e.start_s for e in computed), max(e.end_s for e in computed)
+    # Rounds have numbers of their own, so they are chosen by their time.
     kept = [e for e in rows if (start <= e.start_s < end if e.kind in ROUNDS else e.minibatch in minibatches)]
     moved = [e._replace(start_s=max(0.0, e.start_s - start), end_s=e.end_s - start) for e in kept if e.end_s >= start]
     return timeline.model_copy(
@@ -52,10 +55,10 @@ def cut(timeline: Timeline, minibatches: range) -> Timeline:
 
 
 def _curve(curve: MemoryCurve, start: float, end: float) -> MemoryCurve:
-    now = max(bisect_right(curve.time_s, start) - 1, 0)
+    at_start = max(bisect_right(curve.time_s, start) - 1, 0)
     last = bisect_right(curve.time_s, end)
-    times = [max(0.0, time_s - start) for time_s in curve.time_s[now:last]]
-    return curve.model_copy(update={"time_s": tuple(times), "held_bytes": curve.held_bytes[now:last]})
+    times = [max(0.0, time_s - start) for time_s in curve.time_s[at_start:last]]
+    return curve.model_copy(update={"time_s": tuple(times), "held_bytes": curve.held_bytes[at_start:last]})
 
 
 def _link(link: LinkUse, start: float, end: float) -> LinkUse:
@@ -69,14 +72,14 @@ def _link(link: LinkUse, start: float, end: float) -> LinkUse:
 
 
 def _renumbered(timeline: Timeline, skipped: int) -> Timeline:
+    """Add the minibatches that were not simulated to all numbers; a round under 1f1b has several minibatches."""
     if not skipped:
         return timeline
 
     def number(event: Event) -> int:
-        rounds = event.kind in ROUNDS and timeline.microbatches == 1
-        return event.minibatch + (
-            skipped // (len(timeline.ranks[event.stage]) * timeline.accumulate) if rounds else skipped
-        )
+        if event.kind in ROUNDS and timeline.microbatches == 1:
+            return event.minibatch + skipped // (len(timeline.ranks[event.stage]) * timeline.accumulate)
+        return event.minibatch + skipped
 
     rows = (event._replace(minibatch=number(event)) for event in timeline.events.rows())
     return timeline.model_copy(update={"events": Events.of(rows)})

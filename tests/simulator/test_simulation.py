@@ -14,21 +14,21 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import ScheduleName
 from planner.formats.timeline import Event
 from planner.schedule.streams import PipelineShape
-from planner.simulator.engine import Engine
-from planner.simulator.pipeline import StageTimes
+from planner.simulator.pipeline_costs import StageCosts
+from planner.simulator.simulation import Simulation
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import FREE, TransferTimes, pipeline, run
 
 
-def equal_stages(shape: PipelineShape, transfer: TransferTimes) -> tuple[tuple[StageTimes, ...], TransferTimes]:
+def equal_stages(shape: PipelineShape, transfer: TransferTimes) -> tuple[tuple[StageCosts, ...], TransferTimes]:
     """Every worker busy for one second per minibatch: 1 s of forward, 2 s of backward per replica and its share."""
-    stages = tuple(StageTimes(len(ranks) / 3, 2 * len(ranks) / 3, 0.0) for ranks in shape.ranks)
+    stages = tuple(StageCosts(len(ranks) / 3, 2 * len(ranks) / 3, 0.0) for ranks in shape.ranks)
     return stages, transfer
 
 
 def test_one_stage_takes_its_own_time() -> None:
-    outcome = run(make_shape((1,), "1f1b"), (StageTimes(1.0, 2.0, 0.5),), {}, 10)
+    outcome = run(make_shape((1,), "1f1b"), (StageCosts(1.0, 2.0, 0.5),), {}, 10)
     assert outcome.ends_s == tuple(3.0 + 3.5 * i for i in range(10))
     assert outcome.seconds_per_minibatch == pytest.approx(3.5)
 
@@ -36,7 +36,7 @@ def test_one_stage_takes_its_own_time() -> None:
 def test_naive_adds_everything_up() -> None:
     """F0 1, send 0.25, F1 1, B1 2, send 0.5, B0 2, update 0.125; stage 1's update hides behind stage 0's work."""
     shape = make_shape((1, 1), "naive")
-    stage = StageTimes(1.0, 2.0, 0.125)
+    stage = StageCosts(1.0, 2.0, 0.125)
     outcome = run(shape, (stage, stage), {(0, 1): TransferTimes(0.25, 0.5)}, 20)
     assert outcome.seconds_per_minibatch == pytest.approx(1 + 0.25 + 1 + 2 + 0.5 + 2 + 0.125)
 
@@ -44,13 +44,13 @@ def test_naive_adds_everything_up() -> None:
 def test_gpipe_takes_the_published_number_of_slots() -> None:
     """(M + K - 1) slots of forward and of backward per minibatch (GPipe, section 2.3)."""
     shape = make_shape((1, 1, 1), "gpipe", 4)
-    outcome = run(shape, (StageTimes(1.0, 2.0, 0.0),) * 3, FREE, 10)
+    outcome = run(shape, (StageCosts(1.0, 2.0, 0.0),) * 3, FREE, 10)
     starts = outcome.ends_s[::4]
     assert [later - earlier for earlier, later in pairwise(starts)] == [pytest.approx((4 + 3 - 1) * 3.0)] * 9
 
 
 def test_flush_has_the_same_bubble_as_gpipe() -> None:
-    stages = (StageTimes(1.0, 2.0, 0.0),) * 3
+    stages = (StageCosts(1.0, 2.0, 0.0),) * 3
     transfers = FREE
     ends = [
         run(make_shape((1, 1, 1), schedule, 6), stages, transfers, 5).ends_s[-1] for schedule in ("gpipe", "1f1b-flush")
@@ -59,17 +59,17 @@ def test_flush_has_the_same_bubble_as_gpipe() -> None:
 
 
 def test_all_backwards_of_a_minibatch_but_the_first_add_to_gradients() -> None:
-    outcome = run(make_shape((1,), "1f1b-flush", 3), (StageTimes(1.0, 2.0, 0.5, accumulate_s=0.25),), {}, 2)
+    outcome = run(make_shape((1,), "1f1b-flush", 3), (StageCosts(1.0, 2.0, 0.5, accumulate_s=0.25),), {}, 2)
     # With one in flight F B F B F B U: backwards of 2, 2.25 and 2.25 s, and after the update again.
     assert outcome.ends_s == (3.0, 6.25, 9.5, 13.0, 16.25, 19.5)
 
 
 def test_gradients_are_added_in_the_part_of_a_backward_that_is_for_the_weights() -> None:
     """Two stages with four microbatches: what the first waits for comes as if nothing was added."""
-    shape, plain = make_shape((1, 1), "zb-h1", 4), StageTimes(1.0, 2.0, 0.0)
+    shape, plain = make_shape((1, 1), "zb-h1", 4), StageCosts(1.0, 2.0, 0.0)
     events: list[Event] = []
     stages = (plain, replace(plain, accumulate_s=0.25))
-    assert Engine(pipeline(shape, stages), 1, events).run()
+    assert Simulation(pipeline(shape, stages), 1, events).run()
     seconds: dict[str, list[float]] = {}
     for event in sorted(events, key=lambda event: event.start_s):
         if event.stage == 1:
@@ -85,7 +85,7 @@ def test_gradients_are_added_in_the_part_of_a_backward_that_is_for_the_weights()
 def test_an_all_reduce_hides_behind_a_backward_that_adds() -> None:
     """Two replicas with three microbatches: the one with two of them ends last, with a backward of 2.5 s."""
     shape = make_shape((2,), "gpipe", 3)
-    outcome = run(shape, (StageTimes(1.0, 2.0, 0.0, accumulate_s=0.5),), {}, 4, [1.2])
+    outcome = run(shape, (StageCosts(1.0, 2.0, 0.0, accumulate_s=0.5),), {}, 4, [1.2])
     assert outcome.seconds_per_minibatch == pytest.approx(2 * 1.0 + 2.0 + 2.5 + 1.2 / 6)
 
 
@@ -114,7 +114,7 @@ def test_a_link_slower_than_the_stages_sets_the_pace() -> None:
 def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> None:
     shape = make_shape((2,), "1f1b")
     for all_reduce_s, expected in ((1.2, 3.2), (6.0, 1 + 2 / 6 + 6.0)):
-        outcome = run(shape, (StageTimes(1.0, 2.0, 0.0),), {}, 40, [all_reduce_s])
+        outcome = run(shape, (StageCosts(1.0, 2.0, 0.0),), {}, 40, [all_reduce_s])
         assert outcome.seconds_per_minibatch == pytest.approx(expected / 2)
 
 
@@ -133,7 +133,7 @@ def drained(schedule: ScheduleName, microbatches: int, times: list[tuple[float, 
         Ledger(profile(*layers)), stages, flat_cluster(len(times), 1.0), schedule=schedule, microbatches=microbatches
     )
     shape = make_shape((1,) * len(times), schedule, microbatches)
-    outcome = run(shape, tuple(StageTimes(f, b, 0.0) for f, b in times), FREE, 3)
+    outcome = run(shape, tuple(StageCosts(f, b, 0.0) for f, b in times), FREE, 3)
     ends = outcome.ends_s[microbatches - 1 :: microbatches]
     return priced.seconds_per_minibatch, (ends[-1] - ends[0]) / 2
 

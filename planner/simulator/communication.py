@@ -1,0 +1,156 @@
+"""Simulate messages and all-reduces on their way over the links, sent as the executor sends them.
+
+Messages of one kind from one stage to another, on given workers, follow one another. The next one starts only if the
+receiver has posted a receive for it: `POSTED` receives are open from the first time that the receiver asks for one. The
+parts of a stage's all-reduce follow one another, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from planner.cost.asynchronous import BUCKETS
+from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
+from planner.simulator.cluster_links import ClusterLinks
+from planner.simulator.fair_network import FairNetwork, LinkPath
+from planner.simulator.pipeline_costs import PipelineCosts
+
+# Told of a message: the sender's rank, the message, when it started and when it arrived.
+OnArrival = Callable[[int, Send, float, float], None]
+# Told of a part of an all-reduce: stage, round, when the part started and when it was summed.
+OnReduced = Callable[[int, int, float, float], None]
+_Key = tuple[int, int, int, int, bool]  # sender's rank and stage, receiver's rank and stage, whether of shared weights
+
+
+@dataclass
+class _Connection:
+    """Messages of one kind from a stage on one worker to a stage on another."""
+
+    sender: int
+    path: LinkPath
+    latency_s: float
+    waiting: deque[Send] = field(default_factory=deque)
+    started: int = 0
+    taken: int = 0
+    open: bool = False  # the receiver has asked for a first message
+    busy: bool = False
+
+
+@dataclass
+class _Ring:
+    """The all-reduces of a stage; `waiting` has the round of each part that has not started."""
+
+    path: LinkPath
+    latency_s: float
+    part_bytes: float
+    waiting: deque[int] = field(default_factory=deque)
+    busy: bool = False
+
+
+class Communication:
+    """The messages and all-reduces of one simulation.
+
+    Attributes:
+        network: on which they share links.
+        links: of the cluster, with what each carried.
+    """
+
+    def __init__(self, costs: PipelineCosts, on_arrival: OnArrival, on_reduced: OnReduced) -> None:
+        self.network, self.links = FairNetwork(), ClusterLinks(costs.cluster)
+        self._costs, self._on_arrival, self._on_reduced = costs, on_arrival, on_reduced
+        self._connections: dict[_Key, _Connection] = {}
+        self._rings: dict[int, _Ring] = {}
+
+    def parts_ready_s(self, stage: int, backward_s: float) -> list[float]:
+        """List when the parts of an all-reduce are ready, from the start of the last replica's backward.
+
+        Without overlap all of them wait for the backward's end.
+        """
+        costs = self._costs.stages[stage]
+        if not self._costs.cluster.overlap:
+            return [backward_s] * BUCKETS
+        if costs.ready_s and costs.backward_s > 0:
+            # `ready_s` is for a backward that does not accumulate; this one may be longer.
+            return [seconds * (backward_s / costs.backward_s) for seconds in costs.ready_s]
+        return [backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)]
+
+    def send(self, rank: int, send: Send, now_s: float) -> None:
+        """Queue a message."""
+        shared = isinstance(send, SendShared)
+        connection = self._connection((rank, send.stage, send.peer_rank, send.peer_stage, shared))
+        connection.waiting.append(send)
+        self._start_message(connection, now_s)
+
+    def open(self, rank: int, receive: Receive, now_s: float) -> None:
+        """Post the receives of a connection, if they are not."""
+        connection = self._receiving(rank, receive)
+        if not connection.open:
+            connection.open = True
+            self._start_message(connection, now_s)
+
+    def take(self, rank: int, receive: Receive, now_s: float) -> None:
+        """Take an arrived message, which makes room for another one."""
+        connection = self._receiving(rank, receive)
+        connection.taken += 1
+        self._start_message(connection, now_s)
+
+    def all_reduce_part(self, stage: int, round_: int, now_s: float) -> None:
+        """Queue a part of an all-reduce that is ready on all replicas."""
+        if stage not in self._rings:
+            self._rings[stage] = self._ring(stage)
+        ring = self._rings[stage]
+        ring.waiting.append(round_)
+        self._start_part(stage, ring, now_s)
+
+    def _start_message(self, connection: _Connection, now_s: float) -> None:
+        """Start the connection's next message, if there is one and the receiver has room."""
+        room = connection.open and connection.started < connection.taken + POSTED
+        if connection.busy or not connection.waiting or not room:
+            return
+        send = connection.waiting.popleft()
+        connection.busy = True
+        connection.started += 1
+
+        def ended(end_s: float) -> None:
+            connection.busy = False
+            # Latency delays the arrival, but does not occupy the link: the next message can start at once.
+            self._on_arrival(connection.sender, send, now_s, end_s + connection.latency_s)
+            self._start_message(connection, end_s)
+
+        self.network.start(now_s, connection.path, self._size_bytes(send), ended)
+
+    def _start_part(self, stage: int, ring: _Ring, now_s: float) -> None:
+        """Start the ring's next part, if there is one."""
+        if ring.busy or not ring.waiting:
+            return
+        round_ = ring.waiting.popleft()
+        ring.busy = True
+
+        def ended(end_s: float) -> None:
+            ring.busy = False
+            self._on_reduced(stage, round_, now_s, end_s + (ring.latency_s if ring.part_bytes > 0 else 0.0))
+            self._start_part(stage, ring, end_s)
+
+        self.network.start(now_s, ring.path, ring.part_bytes, ended)
+
+    def _size_bytes(self, send: Send) -> int:
+        if isinstance(send, SendShared):
+            return self._costs.shared_bytes[send.stage, send.peer_stage]
+        source, target = sorted((send.stage, send.peer_stage))
+        return self._costs.transfer_bytes[source, target][0 if isinstance(send, SendActivation) else 1]
+
+    def _receiving(self, rank: int, receive: Receive) -> _Connection:
+        shared = isinstance(receive, ReceiveShared)
+        return self._connection((receive.peer_rank, receive.peer_stage, rank, receive.stage, shared))
+
+    def _connection(self, key: _Key) -> _Connection:
+        if key not in self._connections:
+            self._connections[key] = _Connection(key[0], *self.links.message(key[0], key[2]))
+        return self._connections[key]
+
+    def _ring(self, stage: int) -> _Ring:
+        ranks = self._costs.shape.ranks[stage]
+        moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * self._costs.stages[stage].gradient_bytes
+        return _Ring(*self.links.ring(ranks), moved_bytes / BUCKETS)

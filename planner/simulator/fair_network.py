@@ -1,0 +1,209 @@
+"""A network whose links are shared as TCP flows share them: whatever crosses a link at the same time gets equal parts.
+
+Rates are max-min fair (Bertsekas & Gallager 1992, section 6.5.2): the link with the smallest equal part fixes the rates
+of its flows, and the rest of the network is shared among the other flows in the same way. Rates change whenever a flow
+starts or ends, and only for flows that share a link with it, directly or through other flows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter
+from typing import NamedTuple
+
+# When a flow starts or ends, at most this many flows, the nearest ones, get new rates. Those farther away keep theirs,
+# so a part of a link may be left over. Only pipelines with hundreds of busy links have more.
+NEAREST = 128
+
+
+class BusyPeriod(NamedTuple):
+    """A time in which a link carried something throughout, and the mean share of its bandwidth that was used."""
+
+    start_s: float
+    end_s: float
+    share: float
+
+
+class LinkDirection:
+    """One direction of a link, the flows on it, and what it carried."""
+
+    __slots__ = ("_bytes", "_since_s", "busy", "bytes_per_s", "flows", "room", "unsettled")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.busy: list[BusyPeriod] = []
+        self.flows: dict[_Flow, None] = {}  # in the order in which they started, so that results repeat
+        self._since_s = 0.0
+        self._bytes = 0.0
+        # Used by `_fair_rates`: the bandwidth that is left, and how many flows have no rate yet.
+        self.room, self.unsettled = 0.0, 0
+
+    def enter(self, flow: _Flow, now_s: float) -> bool:
+        """Put a flow on the link, and return whether it shares the link with others."""
+        if not self.flows:
+            self._since_s, self._bytes = now_s, 0.0
+        self._bytes += flow.left_bytes
+        self.flows[flow] = None
+        return len(self.flows) > 1
+
+    def leave(self, flow: _Flow, now_s: float) -> None:
+        """Remove a flow that has ended."""
+        del self.flows[flow]
+        if not self.flows and now_s > self._since_s:
+            share = self._bytes / self.bytes_per_s / (now_s - self._since_s)
+            self.busy.append(BusyPeriod(self._since_s, now_s, min(share, 1.0)))
+
+
+@dataclass(frozen=True)
+class LinkPath:
+    """The links that a flow crosses, all at once.
+
+    `bytes_per_s`: the rate of a flow that shares none of them: the smallest bandwidth, or a limit of the path's own.
+    """
+
+    links: tuple[LinkDirection, ...]
+    bytes_per_s: float
+
+
+class _Flow:
+    """Bytes on their way."""
+
+    __slots__ = ("bytes_per_s", "left_bytes", "limit_bytes_per_s", "links", "on_end", "since_s", "version")
+
+    def __init__(self, path: LinkPath, size_bytes: float, on_end: Callable[[float], None], now_s: float) -> None:
+        self.links, self.limit_bytes_per_s = path.links, path.bytes_per_s
+        self.left_bytes, self.on_end = size_bytes, on_end
+        self.bytes_per_s = 0.0  # since `since_s`, when `left_bytes` were left
+        self.since_s = now_s
+        self.version = 0  # of the rate
+
+
+class FairNetwork:
+    """Flows in progress, and their rates.
+
+    Attributes:
+        next_s: when the next flow ends, if none starts before; infinite without flows.
+    """
+
+    def __init__(self) -> None:
+        self.next_s = math.inf
+        # Expected ends, by time. A flow whose rate changes gets a new entry; the old one is recognised by its version.
+        # The number in between breaks ties by age, because flows themselves cannot be compared.
+        self._ends: list[tuple[float, int, int, _Flow]] = []
+        self._number = count()
+
+    def start(self, now_s: float, path: LinkPath, size_bytes: float, on_end: Callable[[float], None]) -> None:
+        """Send `size_bytes` over the path, and call `on_end` with the time at which they are over.
+
+        Args:
+            now_s: no earlier than the last start or end, and no later than `next_s`.
+        """
+        if size_bytes <= 0:
+            on_end(now_s)
+            return
+        flow = _Flow(path, size_bytes, on_end, now_s)
+        crowded = False
+        for link in path.links:
+            crowded |= link.enter(flow, now_s)
+        if crowded:
+            self._share((flow,), now_s)
+        else:
+            self._set_rate(flow, path.bytes_per_s, now_s)
+        self._look_ahead()
+
+    def finish_next(self) -> None:
+        """Advance to `next_s` and end the flow that ends then."""
+        now_s, _, _, flow = heapq.heappop(self._ends)
+        flow.version += 1
+        affected: dict[_Flow, None] = {}
+        for link in flow.links:
+            link.leave(flow, now_s)
+            affected.update(link.flows)
+        if affected:
+            self._share(affected, now_s)
+        # `on_end` may start the next flow at once, so the network must be consistent before it is called.
+        self._look_ahead()
+        flow.on_end(now_s)
+
+    def _look_ahead(self) -> None:
+        ends = self._ends
+        while ends and ends[0][2] != ends[0][3].version:
+            heapq.heappop(ends)
+        self.next_s = ends[0][0] if ends else math.inf
+
+    def _set_rate(self, flow: _Flow, bytes_per_s: float, now_s: float) -> None:
+        moved = flow.bytes_per_s * (now_s - flow.since_s)
+        flow.left_bytes = max(0.0, flow.left_bytes - moved)
+        flow.since_s, flow.bytes_per_s = now_s, bytes_per_s
+        flow.version += 1
+        end_s = now_s + flow.left_bytes / bytes_per_s
+        heapq.heappush(self._ends, (end_s, next(self._number), flow.version, flow))
+
+    def _share(self, some: Iterable[_Flow], now_s: float) -> None:
+        """Give new rates to these flows and to those that share links with them."""
+        near, crowded = _connected(some)
+        for flow, bytes_per_s in _fair_rates(near, crowded):
+            # A flow that keeps its rate keeps its entry, too: most changes reach few of the connected flows.
+            if bytes_per_s != flow.bytes_per_s:
+                self._set_rate(flow, bytes_per_s, now_s)
+
+
+def _fair_rates(near: dict[_Flow, None], crowded: list[LinkDirection]) -> list[tuple[_Flow, float]]:
+    """Share the links `crowded` among the flows `near`; other flows on the links keep their rates.
+
+    Progressive filling: each step settles the flows of the tightest link, or one whose own limit is tighter still.
+    """
+    if not crowded:
+        return [(flow, flow.limit_bytes_per_s) for flow in near]
+    for link in crowded:
+        link.room, link.unsettled = link.bytes_per_s, len(link.flows)
+        if len(near) >= NEAREST:
+            _reserve_for_others(link, near)
+    rates: list[tuple[_Flow, float]] = []
+    left, by_limit, first = set(near), sorted(near, key=attrgetter("limit_bytes_per_s")), 0
+    while left:
+        part, tightest = math.inf, None
+        for link in crowded:
+            if link.unsettled and (equal := link.room / link.unsettled) < part:
+                part, tightest = equal, link
+        while by_limit[first] not in left:
+            first += 1
+        if tightest is None or by_limit[first].limit_bytes_per_s <= part:
+            part, settled = by_limit[first].limit_bytes_per_s, by_limit[first : first + 1]
+        else:
+            settled = [flow for flow in tightest.flows if flow in left]
+        for flow in settled:
+            left.remove(flow)
+            rates.append((flow, part))
+            for link in flow.links:
+                link.room = max(link.room - part, 0.0)  # rounding may take it below 0
+                link.unsettled -= 1
+    return rates
+
+
+def _reserve_for_others(link: LinkDirection, near: dict[_Flow, None]) -> None:
+    """Take what flows beyond `near` use out of the link's room, but leave an equal part to each flow of `near`."""
+    others = [flow.bytes_per_s for flow in link.flows if flow not in near]
+    link.unsettled -= len(others)
+    equal = link.bytes_per_s * link.unsettled / len(link.flows)
+    link.room = max(link.bytes_per_s - sum(others), equal)
+
+
+def _connected(some: Iterable[_Flow]) -> tuple[dict[_Flow, None], list[LinkDirection]]:
+    """Find the nearest flows that share links with these, and the links that several flows are on."""
+    near = dict.fromkeys(some)
+    crowded: dict[LinkDirection, None] = {}
+    queue = list(near)
+    for flow in queue:  # breadth first: the queue grows while it is walked
+        for link in flow.links:
+            if len(link.flows) > 1 and link not in crowded:
+                crowded[link] = None
+                for other in link.flows:
+                    if other not in near and len(near) < NEAREST:
+                        near[other] = None
+                        queue.append(other)
+    return near, list(crowded)

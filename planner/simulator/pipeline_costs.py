@@ -1,0 +1,98 @@
+"""What a simulation needs to know of a pipeline: seconds of its stages, bytes that they exchange, and the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.cost.asynchronous import WEIGHT_SHARE, Link
+from planner.cost.topology import Topology
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Shared, Transfer
+from planner.schedule.streams import PipelineShape
+
+StagePair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of one microbatch on one replica, and the bytes of the stage's all-reduce.
+
+    Attributes:
+        forward_s, backward_s, update_s: of the computations; the recomputation before a backward is not part of it.
+        recompute_s: the forward that is run once more before each backward.
+        accumulate_s: additional time of a backward that accumulates into existing gradients. If the backward is split,
+            its part for the weights takes this time.
+        ready_s: from the start of a backward that does not accumulate until each part of the gradients can be
+            all-reduced, as in `planner.cost.buckets`; empty for parts that are evenly spaced over the backward.
+        gradient_bytes: that the replicas all-reduce per round.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    recompute_s: float = 0.0
+    accumulate_s: float = 0.0
+    ready_s: tuple[float, ...] = ()
+    gradient_bytes: int = 0
+
+    @property
+    def backward_weight_s(self) -> float:
+        """Seconds of the part of a split backward that computes the gradients of weights."""
+        return WEIGHT_SHARE * self.backward_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that the processor is busy with a microbatch and an update."""
+        return self.forward_s + self.recompute_s + self.backward_s + self.update_s
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """A pipeline with the costs of its parts.
+
+    Attributes:
+        shape: which worker runs which stage, and which stages exchange values.
+        cluster: the workers and the links between them.
+        stages: costs of each.
+        transfer_bytes: of one microbatch's activations and of its gradients, by (source, target) stage.
+        shared_bytes: per round, gradients of the weights that two stages share, in either direction.
+    """
+
+    shape: PipelineShape
+    cluster: Cluster
+    stages: tuple[StageCosts, ...]
+    transfer_bytes: Mapping[StagePair, tuple[int, int]] = field(default_factory=dict)
+    shared_bytes: Mapping[StagePair, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        shape: PipelineShape,
+        cluster: Cluster,
+        stages: Sequence[StageCosts],
+        transfers: Sequence[Transfer],
+        shared: Sequence[Shared],
+    ) -> PipelineCosts:
+        """Combine stages with the values that they exchange and the weights that they share.
+
+        On a cluster without overlap, handling messages occupies the processor, so that time is added to the stages.
+        """
+        topology = Topology(cluster)
+        slowest = topology.link(len(topology) - 1)
+        return cls(
+            shape=shape,
+            cluster=cluster,
+            stages=tuple(_with_handling(costs, number, transfers, slowest) for number, costs in enumerate(stages)),
+            transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in transfers},
+            shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
+        )
+
+
+def _with_handling(costs: StageCosts, stage: int, transfers: Sequence[Transfer], link: Link) -> StageCosts:
+    own = [transfer for transfer in transfers if stage in (transfer.source, transfer.target)]
+    return replace(
+        costs,
+        forward_s=costs.forward_s + float(link.handling_s(sum(transfer.output_bytes for transfer in own))),
+        backward_s=costs.backward_s + float(link.handling_s(sum(transfer.gradient_bytes for transfer in own))),
+    )

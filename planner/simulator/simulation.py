@@ -1,0 +1,277 @@
+"""Simulate the instruction streams that the executor runs, event by event.
+
+The worker that is furthest behind always moves next, so everything happens in the order of its time. A worker computes
+one thing at a time. Sends never make it wait; receives and all-reduces do. `Communication` moves messages and
+all-reduces over the links meanwhile.
+
+The parts of an all-reduce start while the backward that completes the gradients still runs. The worker waits for their
+end after it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+
+from typing_extensions import assert_never
+
+from planner.formats.timeline import Event, Kind
+from planner.schedule.instructions import (
+    AddShared,
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Receive,
+    ReceiveActivation,
+    ReceiveGradient,
+    ReceiveShared,
+    Send,
+    SendActivation,
+    SendGradient,
+    SendShared,
+    Unit,
+    Update,
+)
+from planner.schedule.streams import stream
+from planner.simulator.all_reduces import AllReduces
+from planner.simulator.communication import Communication
+from planner.simulator.pipeline_costs import PipelineCosts
+
+# A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
+_Message = tuple[int, int, int, int, int, int, int]
+_MESSAGE_KIND: dict[type[Send | Receive], int] = {
+    SendActivation: 0,
+    ReceiveActivation: 0,
+    SendGradient: 1,
+    ReceiveGradient: 1,
+    SendShared: 2,
+    ReceiveShared: 2,
+}
+
+
+class Simulation:
+    """One run of a pipeline. `events` is filled if it is a list.
+
+    Attributes:
+        backward_ends_s: per stage, the ends of its backwards in the order in which they came.
+        last_forward_s: per stage, the end of its last forward.
+        executed: number of instructions so far.
+        communication: with the links, and what they carried.
+    """
+
+    def __init__(self, costs: PipelineCosts, minibatches: int, events: list[Event] | None = None) -> None:
+        self.shape, self.stages, self.events = costs.shape, costs.stages, events
+        self.communication = Communication(costs, self._arrive, self._finish_part)
+        self.backward_ends_s: list[list[float]] = [[] for _ in costs.stages]
+        self.last_forward_s = [0.0] * len(costs.stages)
+        self.executed = 0
+        self._streams: dict[int, Iterator[Instruction]] = {
+            rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
+        }
+        self._next: dict[int, Instruction | None] = {rank: next(s, None) for rank, s in self._streams.items()}
+        # What moves next, by time: a worker, by its rank, or part n of all-reduces so far, as -n. At equal times parts
+        # come before workers, so that a worker never waits for a part that could have started.
+        self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
+        self._parts: list[tuple[int, int]] = []  # stage and round of each
+        self._clock = dict.fromkeys(self._streams, 0.0)
+        self._all_reduces = AllReduces(self.shape.ranks)
+        self._has_gradients: set[tuple[int, int]] = set()  # replicas with a backward since their last update
+        self._arrived: dict[_Message, float] = {}
+        self._awaited: set[_Message] = set()
+
+    def run(self, enough: Callable[[], bool] | None = None) -> bool:
+        """Run to the end of all streams; return False if the workers wait for each other for ever.
+
+        `enough`: asked after each backward of the first stage whether the run may end there.
+        """
+        network, ready = self.communication.network, self._ready
+        backwards = 0
+        while True:
+            network_s = network.next_s
+            # At equal times the network goes first: a message that ends now is there for a worker that looks now.
+            if ready and ready[0][0] < network_s:
+                self._step()
+                if enough is not None and len(self.backward_ends_s[0]) > backwards:
+                    backwards = len(self.backward_ends_s[0])
+                    if enough():
+                        return True
+            elif math.isinf(network_s):
+                return not any(self._next.values())
+            else:
+                network.finish_next()
+
+    @property
+    def latest_s(self) -> float:
+        """When the last worker was done."""
+        return max(self._clock.values())
+
+    def _step(self) -> None:
+        now_s, rank = heapq.heappop(self._ready)
+        if rank < 0:
+            self.communication.all_reduce_part(*self._parts[-rank - 1], now_s)
+            return
+        instruction = self._next[rank]
+        if instruction is not None and self._execute(rank, instruction):
+            self.executed += 1
+            self._next[rank] = next(self._streams[rank], None)
+            heapq.heappush(self._ready, (self._clock[rank], rank))
+
+    def _wake(self, rank: int, at_s: float) -> None:
+        """Let a waiting worker try its instruction again at this time."""
+        self._clock[rank] = at_s = max(self._clock[rank], at_s)
+        heapq.heappush(self._ready, (at_s, rank))
+
+    def _execute(self, rank: int, instruction: Instruction) -> bool:
+        """Advance the worker's clock over `instruction`; return False if it must wait for another worker."""
+        match instruction:
+            case Forward(stage=stage, unit=unit):
+                self._compute(rank, "forward", stage, unit, self.stages[stage].forward_s)
+                self.last_forward_s[stage] = max(self.last_forward_s[stage], self._clock[rank])
+            case Backward():
+                self._backward(rank, instruction)
+            case BackwardInput():
+                self._backward_input(rank, instruction)
+            case BackwardWeight():
+                self._backward_weight(rank, instruction)
+            case SendActivation() | SendGradient() | SendShared():
+                self._send(rank, instruction)
+            case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
+                return self._receive(rank, instruction)
+            case AllReduce():
+                return self._wait_for_all_reduce(rank, instruction)
+            case Update(stage=stage, round=round_):
+                self._compute(rank, "update", stage, Unit(round_), self.stages[stage].update_s)
+                self._has_gradients.discard((rank, stage))
+            case AddShared():
+                pass  # its time is part of the update's
+            case _:
+                assert_never(instruction)
+        return True
+
+    def _compute(self, rank: int, kind: Kind, stage: int, unit: Unit, seconds: float) -> None:
+        start = self._clock[rank]
+        self._clock[rank] = end = start + seconds
+        if self.events is not None:
+            self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, end))
+
+    def _backward(self, rank: int, backward: Backward) -> None:
+        stage, costs = backward.stage, self.stages[backward.stage]
+        self._recompute(rank, backward)
+        seconds = costs.backward_s + self._accumulate_s(rank, stage)
+        if backward.last_of_round and self._all_reduces.replicated(stage):
+            self._join(rank, stage, self._clock[rank], seconds)
+        self._compute(rank, "backward", stage, backward.unit, seconds)
+        self.backward_ends_s[stage].append(self._clock[rank])
+
+    def _backward_input(self, rank: int, backward: BackwardInput) -> None:
+        stage, costs = backward.stage, self.stages[backward.stage]
+        self._recompute(rank, backward)
+        self._compute(rank, "backward_input", stage, backward.unit, costs.backward_s - costs.backward_weight_s)
+
+    def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
+        stage, costs = backward.stage, self.stages[backward.stage]
+        accumulate_s = self._accumulate_s(rank, stage)
+        if backward.last_of_round and self._all_reduces.replicated(stage):
+            # The parts are ready at times of a whole backward: count them as if one had run that ends with this part.
+            start_s = self._clock[rank] + costs.backward_weight_s - costs.backward_s
+            self._join(rank, stage, start_s, costs.backward_s + accumulate_s)
+        self._compute(rank, "backward_weight", stage, backward.unit, costs.backward_weight_s + accumulate_s)
+        self.backward_ends_s[stage].append(self._clock[rank])
+
+    def _recompute(self, rank: int, backward: Backward | BackwardInput) -> None:
+        if seconds := self.stages[backward.stage].recompute_s:
+            self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
+
+    def _accumulate_s(self, rank: int, stage: int) -> float:
+        """Return the seconds of accumulating gradients; 0 for the first backward after an update."""
+        if (rank, stage) in self._has_gradients:
+            return self.stages[stage].accumulate_s
+        self._has_gradients.add((rank, stage))
+        return 0.0
+
+    def _send(self, rank: int, send: Send) -> None:
+        if send.peer_rank == rank:  # to another stage of the same worker
+            self._deliver(rank, send, self._clock[rank])
+        else:
+            self.communication.send(rank, send, self._clock[rank])
+
+    def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
+        # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw them.
+        if self.events is not None and not isinstance(send, SendShared):
+            kinds: tuple[Kind, Kind] = ("send_gradient", "receive_gradient")
+            if isinstance(send, SendActivation):
+                kinds = "send_activation", "receive_activation"
+            unit = send.unit.minibatch, send.unit.microbatch, start_s, end_s
+            self.events += [
+                Event(rank, kinds[0], send.stage, *unit, send.peer_rank, send.peer_stage),
+                Event(send.peer_rank, kinds[1], send.peer_stage, *unit, rank, send.stage),
+            ]
+        self._deliver(rank, send, end_s)
+
+    def _deliver(self, sender: int, send: Send, end_s: float) -> None:
+        unit, kind = send.unit, _MESSAGE_KIND[type(send)]
+        message = send.peer_rank, kind, send.peer_stage, unit.minibatch, unit.microbatch, sender, send.stage
+        self._arrived[message] = end_s
+        if message in self._awaited:
+            self._awaited.remove(message)
+            self._wake(send.peer_rank, end_s)
+
+    def _receive(self, rank: int, receive: Receive) -> bool:
+        unit, kind, peer = receive.unit, _MESSAGE_KIND[type(receive)], receive.peer_rank
+        message = rank, kind, receive.stage, unit.minibatch, unit.microbatch, peer, receive.peer_stage
+        arrival_s = self._arrived.get(message)
+        if arrival_s is None:
+            self._awaited.add(message)
+            if peer != rank:
+                self.communication.open(rank, receive, self._clock[rank])
+            return False
+        if arrival_s > self._clock[rank]:  # off the links, but its latency has not passed
+            self._wake(rank, arrival_s)
+            return False
+        del self._arrived[message]
+        if peer != rank:
+            self.communication.take(rank, receive, self._clock[rank])
+        return True
+
+    def _join(self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0) -> None:
+        """Join an all-reduce; when the last replica has joined, the times of its parts are known."""
+        joined = self._all_reduces.join(rank, stage, start_s, backward_s, arrived_s)
+        if joined is None:
+            return
+        parts_s = self.communication.parts_ready_s(stage, joined.backward_s)
+        joined.parts_left = len(parts_s)
+        for after_s in parts_s:
+            self._parts.append((stage, joined.number))
+            # Not before now, though the backward that ends last may have started earlier: time does not run back.
+            ready_s = max(joined.backward_start_s + after_s, joined.arrived_s, self._clock[rank])
+            heapq.heappush(self._ready, (ready_s, -len(self._parts)))
+
+    def _finish_part(self, stage: int, number: int, start_s: float, end_s: float) -> None:
+        reduced = self._all_reduces.rounds[stage, number]
+        if not reduced.finish_part(start_s, end_s):
+            return
+        if self.events is not None and reduced.carried:
+            first_s = reduced.start_s or 0.0
+            self.events += [
+                Event(rank, "all_reduce", stage, number, 0, first_s, end_s) for rank in self.shape.ranks[stage]
+            ]
+        for rank in reduced.waiting:
+            self._wake(rank, end_s)
+
+    def _wait_for_all_reduce(self, rank: int, reduce: AllReduce) -> bool:
+        stage, number, now_s = reduce.stage, reduce.round, self._clock[rank]
+        if not self._all_reduces.has_joined(rank, stage, number):  # it had no backward in this round
+            self._join(rank, stage, 0.0, 0.0, now_s)
+        joined = self._all_reduces.rounds[stage, number]
+        if joined.end_s is None:
+            joined.waiting.append(rank)
+            return False
+        if joined.end_s > now_s:
+            self._wake(rank, joined.end_s)
+            return False
+        self._all_reduces.leave(stage, number)
+        return True
