@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -91,6 +92,11 @@ class OneHost(RendezvousHandler):
         return True
 
 
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return OneHost(parameters.endpoint, parameters.run_id)
+
+
 def register() -> None:
     """Register `BACKEND` with torch's launcher."""
-    rendezvous_handler_registry.register(BACKEND, lambda found: OneHost(found.endpoint, found.run_id))
+    # Not a lambda: a launcher that restarts its workers registers again, and torch accepts only the same function.
+    rendezvous_handler_registry.register(BACKEND, _create)
