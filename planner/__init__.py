@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from planner.executor.job import CheckpointOptions, TrainingOptions
     from planner.exports import export
     from planner.formats.cluster import Cluster, flat_cluster
-    from planner.formats.pipedream import read_profile as load_profile
+    from planner.formats.importers import read_profile as load_profile
     from planner.formats.plan import Plan, load_plan, save_plan
     from planner.formats.profile import Profile, save_profile
     from planner.formats.timeline import Timeline, load_timeline, save_timeline
@@ -59,7 +59,7 @@ _HOMES = {
     "load_model_file": ("planner.model.spec", "load_model_file"),
     "load_plan": ("planner.formats.plan", "load_plan"),
     "load_timeline": ("planner.formats.timeline", "load_timeline"),
-    "load_profile": ("planner.formats.pipedream", "read_profile"),
+    "load_profile": ("planner.formats.importers", "read_profile"),
     "load_weights": ("planner.executor.checkpoint.trained_weights", "load_weights"),
     "pipeline": ("planner.executor.custom_loop", "pipeline"),
     "profile": ("planner.api", "profile"),

@@ -13,25 +13,24 @@ from planner.executor.observe.watchers import check_tensorboard
 from planner.formats.plan import Plan
 from planner.formats.profile import MemoryFormat, Profile
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import parse_dtype
 from planner.profiler.estimated.estimate import estimate_profile
-from planner.profiler.measured.profile import DEFAULT_REPEATS, DEFAULT_SECONDS, profile_model
+from planner.profiler.measured.profile import profile_model
 from planner.profiler.measured.steps import Progress
 from planner.schedule.shape import check_accumulate
 from planner.simulator.plan import simulated_s
-
-DEFAULT_BATCH_SIZE = 32
 
 
 def profile(
     model: str | Path | TrainingSpec,
     *,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    batch_size: int = BATCH_SIZE,
     device: str = "cpu",
     threads: int = 1,
-    seconds: float | None = None,
-    repeats: int | None = None,
+    seconds: float = SECONDS,
+    repeats: int = REPEATS,
     dtype: str = "float32",
     memory_format: MemoryFormat | None = None,
     compiled: bool = False,
@@ -45,8 +44,8 @@ def profile(
         batch_size: samples per minibatch, or per microbatch where a schedule divides minibatches.
         device: "cpu", "cuda" or "cuda:N".
         threads: intra-op threads on a CPU: the cores that one worker will have.
-        seconds: time to measure for, warm-up and capture not counted; 20 when None.
-        repeats: at most so many steps; 50 when None.
+        seconds: time to measure for, without capture and warm-up.
+        repeats: steps to measure, at most.
         dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, as `train` then does.
         memory_format: "channels-last" to lay out weights and images so, as `train` then does.
         compiled: run through torch.compile, as `train` then does.
@@ -62,8 +61,8 @@ def profile(
         batch_size,
         device=device,
         threads=threads,
-        seconds=DEFAULT_SECONDS if seconds is None else seconds,
-        repeats=DEFAULT_REPEATS if repeats is None else repeats,
+        seconds=seconds,
+        repeats=repeats,
         dtype=dtype,
         memory_format=memory_format,
         compiled=compiled,
@@ -76,7 +75,7 @@ def estimate(
     model: str | Path,
     *,
     device: str,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    batch_size: int = BATCH_SIZE,
     dtype: str = "float32",
     memory_format: MemoryFormat | None = None,
     calibrate: Sequence[str | Path] = (),

@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from benchmarks.kept import printed
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.pipedream import read_profile
+from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
 from planner.solver import solve

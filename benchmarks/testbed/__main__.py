@@ -22,7 +22,7 @@ from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
-from planner.formats.pipedream import read_profile
+from planner.formats.importers import read_profile
 from planner.formats.plan import Plan, ScheduleName
 from planner.formats.profile import Profile
 from planner.solver import solve

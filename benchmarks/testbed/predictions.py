@@ -24,7 +24,7 @@ from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
 from planner.formats.cluster import hierarchical_cluster
-from planner.formats.pipedream import read_profile
+from planner.formats.importers import read_profile
 from planner.formats.plan import Plan, ScheduleName
 from planner.solver import solve
 from planner.units import parse_bandwidth

@@ -20,7 +20,7 @@ from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.pipedream import read_profile
+from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.solver import solve

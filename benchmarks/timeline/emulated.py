@@ -12,7 +12,7 @@ from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.executor.job import Job, RunOptions
 from planner.formats.cluster import flat_cluster
-from planner.formats.pipedream import read_profile
+from planner.formats.importers import read_profile
 from planner.formats.plan import Plan, ScheduleName
 from planner.formats.timeline import Timeline
 from planner.report.trace import load_run

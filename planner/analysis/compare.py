@@ -13,7 +13,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan, ScheduleName, config_of
 from planner.formats.profile import Profile
-from planner.solver.choose import MICROBATCHES_PER_GPU
+from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.solver.reference import baselines
 
 CHOSEN = "chosen plan"

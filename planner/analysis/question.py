@@ -13,10 +13,10 @@ from planner.cost.pricing import price
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName, Plan, ScheduleName
 from planner.formats.profile import Profile
+from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.solver import solve
 from planner.solver.candidates.depth import DepthRule
 from planner.solver.candidates.trials import simulated_price
-from planner.solver.choose import MICROBATCHES_PER_GPU
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Question:
     microbatches: int | None = None
     depth: DepthRule = "auto"
     recompute: RecomputeRule = "auto"
-    chunks: int = 2  # of the model on each GPU, under interleaved
+    chunks: int = CHUNKS  # of the model on each GPU, under interleaved
 
     def microbatches_on(self, cluster: Cluster) -> int:
         """Return the number of microbatches per minibatch on this cluster."""

@@ -5,26 +5,22 @@ from __future__ import annotations
 import argparse
 
 from planner.cli.arguments.question import add_question_arguments, plan_of
+from planner.cli.arguments.verb import Verbs, declare
 from planner.cli.output import print_answer
 
 DESCRIPTION = """\
-Show the fastest plan, or --plan, beside data parallelism, the best pipeline without replicas, stages of equal layers,
-equal parameters and equal time, and GPipe on the plan's own cut: all on the same cluster, by the same cost model, with
-the waits of the simulated schedule.
+Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, the best pipeline
+without replicas, stages of equal numbers of layers, equal parameters or equal time, and GPipe with the plan's own
+stages. All are priced on the same cluster by the same cost model and, with the default one, by simulation.
 
     plan compare --gpus 8 --bandwidth 10Gbps
     plan compare --plan plan.json
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="show a plan beside data parallelism and hand-made pipelines",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = declare(verbs, "compare", "compare a plan with data parallelism and hand-made pipelines", DESCRIPTION)
     add_question_arguments(parser, plan=True)
     parser.set_defaults(run=run)
 
@@ -32,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Compare and print."""
     from planner.analysis.compare import compare
-    from planner.formats.pipedream import read_profile
+    from planner.formats.importers import read_profile
     from planner.report.tables.compare import comparison_report
 
     profile = read_profile(args.profile)

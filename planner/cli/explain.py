@@ -1,30 +1,26 @@
-"""`plan explain`: why a plan is as it is."""
+"""`plan explain`: what limits a plan."""
 
 from __future__ import annotations
 
 import argparse
 
 from planner.cli.arguments.question import add_question_arguments, plan_of
+from planner.cli.arguments.verb import Verbs, declare
 from planner.cli.output import print_answer
 
 DESCRIPTION = """\
-Say what limits the fastest plan, or --plan: the busiest resource and the slack of all others, what moving each boundary
-by a layer would cost, the best plan with another config, and what more bandwidth, one more GPU or more memory would
-bring.
+Explain what limits the fastest plan, or --plan: the busiest resource and the slack of all others, what it would cost
+to move each stage boundary by one layer, the best plan with another config, and what more bandwidth, one more GPU or
+more memory would gain.
 
     plan explain --gpus 8 --bandwidth 10Gbps
     plan explain --plan plan.json
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "explain",
-        help="say what limits a plan, and what would make it faster",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = declare(verbs, "explain", "explain what limits a plan, and what would make it faster", DESCRIPTION)
     add_question_arguments(parser, plan=True)
     parser.set_defaults(run=run)
 
@@ -32,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Explain and print."""
     from planner.analysis.explain import explain
-    from planner.formats.pipedream import read_profile
+    from planner.formats.importers import read_profile
     from planner.report.tables.explain import explanation_report
 
     profile = read_profile(args.profile)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from planner.cli.arguments.verb import Verbs, add_plan_argument, declare
+from planner.cli.output import print_written
 
 DESCRIPTION = """\
 Write the plan's stage boundaries in the form that another pipeline system takes.
@@ -13,25 +15,18 @@ Write the plan's stage boundaries in the form that another pipeline system takes
     plan export --to deepspeed                     a PipelineModule      -> pipeline_partition.py
     plan export --to megatron                      arguments, printed
 
-None of them has stages with different numbers of replicas, nor weight stashing: the first is an error, the second is
-said in the file's comments.
+None of these systems supports stages with different numbers of replicas: exporting such a plan is an error. None
+stashes weights either: comments in the file say how the system's training differs from the plan's.
 """
-NAMES = {"torch-pipelining": "train_pipelining.py", "deepspeed": "pipeline_partition.py"}
+FILES = {"torch-pipelining": "train_pipelining.py", "deepspeed": "pipeline_partition.py", "megatron": "-"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write the plan for PyTorch's pipelining, DeepSpeed or Megatron",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", nargs="?", help="model file, which torch-pipelining needs")
-    parser.add_argument(
-        "--to", choices=["torch-pipelining", "deepspeed", "megatron"], required=True, help="the other system"
-    )
-    parser.add_argument("--plan", type=Path, default=Path("plan.json"), help="the plan (default: %(default)s)")
+    parser = declare(verbs, "export", "write the plan for PyTorch's pipelining, DeepSpeed or Megatron", DESCRIPTION)
+    parser.add_argument("model", nargs="?", help="model file, for torch-pipelining")
+    parser.add_argument("--to", choices=list(FILES), required=True, help="the other system")
+    add_plan_argument(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -49,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.plan import load_plan
 
     text = export(load_plan(args.plan), args.to, model=args.model)
-    output = args.output if args.output is not None else Path(NAMES.get(args.to, "-"))
+    output = args.output or Path(FILES[args.to])
     if str(output) == "-":
         print(text, end="")
     else:
         write_text(output, text)
-        print(f"written to {output}", file=sys.stderr)
+        print_written(output)
     return 0

@@ -6,8 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
+from planner.cli.arguments.verb import Verbs, declare
+
 DESCRIPTION = """\
-Write the weights in a checkpoint to one safetensors file, under their names in the model, for the unsplit model:
+Write the weights in a checkpoint to one safetensors file, under their names in the unsplit model, which loads them:
 
     plan export-weights checkpoints -o model.safetensors
 
@@ -15,31 +17,24 @@ Write the weights in a checkpoint to one safetensors file, under their names in 
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "export-weights",
-        help="the weights in a checkpoint, as one safetensors file",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "checkpoint", help="a checkpoint of plan train, or a folder of them, of which the newest is taken"
-    )
+    parser = declare(verbs, "export-weights", "write a checkpoint's weights to one safetensors file", DESCRIPTION)
+    parser.add_argument("checkpoint", help="a checkpoint of `plan train`, or a folder whose newest one is meant")
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         default=Path("model.safetensors"),
         metavar="FILE",
-        help="where to write (default: %(default)s)",
+        help="file to write (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file, and say what is in it."""
+    """Write the file, and print what is in it."""
     from planner.executor.checkpoint.trained_weights import export_weights
     from planner.units import format_bytes
 

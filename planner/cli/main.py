@@ -1,4 +1,4 @@
-"""The entry point of `plan`: finds the verb, runs it, and turns every failure into a sentence and an exit code.
+"""Run `plan`: find the verb, run it, and turn every failure into a sentence and an exit code.
 
 Only light modules are imported here and by the verbs' `add_parser`, so that help shows at once.
 """
@@ -54,8 +54,8 @@ your GPUs, and train it that way.
 
     plan profile model.py                       model on this device  -> profile.json
     plan solve --gpus 8 --bandwidth 10Gbps      profile and cluster   -> plan.json
-    plan show                                   plan, as a table
-    plan compare, plan sweep, plan explain      what else there is, and why it is this plan
+    plan show                                   plan                  -> table
+    plan compare, plan sweep, plan explain      alternatives to the plan, and what limits it
     plan simulate                               plan                  -> timeline, throughput, memory
     plan report                                 all of it             -> report.html
     plan train model.py                         plan                  -> trained model
@@ -68,18 +68,18 @@ EPILOG = """\
 exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no plan fits, 130 interrupted
 """
 INTERRUPTED = 130
-_NEGATIVE = re.compile(r"-\d")  # "-1Gbps" is a value, of which its option says what is wrong with it
+_NEGATIVE = re.compile(r"-\d")  # so that "-1Gbps" is a value, and its option says what is wrong with it
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints look like all others."""
+    """An argument parser whose errors look like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message, hint=f"see: {self.prog} --help")
 
 
 def build_parser() -> Parser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     parser = Parser(
         prog="plan",
         description=DESCRIPTION,
@@ -95,13 +95,17 @@ def build_parser() -> Parser:
     for each in (parser, *subparsers.choices.values()):
         each._negative_number_matcher = _NEGATIVE
         each.add_argument(
-            "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help="say more; -vv adds tracebacks"
+            "-v",
+            action="count",
+            dest="verbosity",
+            default=argparse.SUPPRESS,
+            help="-vv shows tracebacks",
         )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
+    """Run one command, and return its exit code.
 
     Args:
         argv: arguments without the program's name; those of the process when None.
@@ -130,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unexpected(error: Exception, verbose: bool) -> int:
     what = f"{type(error).__name__}: {error}".rstrip(": ")
-    return _fail(f"unexpected {what}", "this is a mistake in plan; -vv shows where", 1, verbose)
+    return _fail(f"unexpected {what}", "this is a bug in plan; -vv shows where", 1, verbose)
 
 
 def _fail(message: str, hint: str, code: int, verbose: bool) -> int:
@@ -144,7 +148,7 @@ def _fail(message: str, hint: str, code: int, verbose: bool) -> int:
 
 
 def _reader_left() -> bool:
-    """Whether it was stdout that broke, as in `plan show | head`; if so, nothing more is written to it."""
+    """Return whether stdout broke, as in `plan show | head`; if so, nothing more is written to it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):

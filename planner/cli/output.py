@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from planner.cli.flags import as_flags
@@ -27,5 +28,35 @@ def print_complaint(kind: str, message: str, hint: str = "") -> None:
 
 
 def print_progress(text: str) -> None:
-    """Print what has been done on stderr."""
+    """Print what happens, or has happened, on stderr."""
     print(as_flags(text), file=sys.stderr, flush=True)
+
+
+def print_written(path: Path) -> None:
+    """Print on stderr which file was written."""
+    print_progress(f"written to {path}")
+
+
+class ProgressLine:
+    """One line on stderr that is rewritten in place."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def show(self, text: str) -> None:
+        """Replace the line's text."""
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def keep(self) -> None:
+        """Leave the text on the screen, and begin a new line."""
+        if self._width:
+            sys.stderr.write("\n")
+        self._width = 0
+
+    def clear(self) -> None:
+        """Remove the text from the screen."""
+        sys.stderr.write("\r" + " " * self._width + "\r")
+        sys.stderr.flush()
+        self._width = 0

@@ -7,86 +7,50 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from planner.cli.arguments.batch_sizes import parse_sizes, profile_path
+from planner.cli.arguments.numbers import batch_sizes
+from planner.cli.arguments.verb import PROFILE, Verbs, declare, profile_path
+from planner.cli.output import ProgressLine, print_answer, print_written
 from planner.errors import InputError
+from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
+from planner.profiler.estimated.devices import DEVICES
 
 if TYPE_CHECKING:
     from planner.formats.profile import MemoryFormat, Profile
 
 DESCRIPTION = """\
-Measure what each layer of the model costs in training on this device: forward, backward and update time, bytes of
-outputs and weights. The other verbs work from the profile that this writes, here or on another machine.
+Measure what each layer of the model costs in training on this device: the times of forward, backward and update, the
+bytes of outputs, weights and saved activations. The other verbs need only this profile, here or on another machine.
 
     plan profile model.py --batch-size 32
 
-With --estimate nothing is measured and the device need not be there: times come from what each operation computes and
-moves, and from a table of devices. They are for rough answers, and the profile says that they are estimated.
+With --estimate nothing is measured, and the device need not be there: times are computed from the arithmetic and the
+memory traffic of each operation, with a table of devices. They are rough, and the profile says that they are estimated.
 
     plan profile model.py --batch-size 32 --estimate --device v100
 
-With --links the links between the hosts are measured instead, point to point and in all-reduces, and written to a
-cluster.json that `plan solve --cluster` takes. Start it on each host with torchrun:
+With --links no model is profiled: the links between hosts are measured, point to point and in all-reduces, and written
+to a cluster.json for `plan solve --cluster`. Start it on each host with torchrun:
 
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
-DEFAULT_BATCH_SIZE = 32
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure what each layer of a model costs on this device",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION)
     parser.add_argument(
         "model", nargs="?", help="model file, or model.py:builder for another function than build_model"
     )
     parser.add_argument(
         "--batch-size",
-        type=parse_sizes,
-        default=[DEFAULT_BATCH_SIZE],
+        type=batch_sizes,
+        default=[BATCH_SIZE],
         metavar="N",
-        help="samples per minibatch, or per microbatch where a schedule divides minibatches; several, as in 8,16,32, "
-        "write profile-b8.json and so on, among which `plan solve --batch-size 8,16,32` chooses "
-        f"(default: {DEFAULT_BATCH_SIZE})",
+        help="samples per minibatch, or per microbatch for schedules that divide minibatches. Several, such as "
+        "8,16,32, write profile-b8.json and so on, for `plan solve --batch-size 8,16,32` to choose among "
+        f"(default: {BATCH_SIZE})",
     )
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        help="cpu, cuda or cuda:1; with --estimate cpu (one core), titan-x, titan-x-pascal, p100, v100, v100-pcie, "
-        "a100, a100-80gb, h100 or h200 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="workers that will train on this machine's cores: all but the measured one take training steps beside it, "
-        "as they share its caches and memory; CPU only (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        help="float32, or bfloat16 or float16 under autocast, which the plan then trains with; for estimates also tf32 "
-        "(default: float32)",
-    )
-    parser.add_argument(
-        "--memory-format",
-        choices=["contiguous", "channels-last"],
-        default="contiguous",
-        help="channels-last: weights and images lie in memory pixel by pixel, as many kernels for convolutions want "
-        "them, and the plan then trains so (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="run through torch.compile, as the plan's stages then will; on a CPU it needs a C++ compiler",
-    )
+    _add_device_arguments(parser)
     estimates = parser.add_argument_group("estimates")
     estimates.add_argument(
         "--estimate", action="store_true", help="estimate instead of measuring; the model is run without data"
@@ -96,31 +60,73 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         type=Path,
         metavar="FILE",
-        help="profile measured on such a device, with its model.py beside it, to fit the table to; may be repeated",
+        help="fit the table to this profile, measured on such a device, with its model.py beside it; may be repeated",
     )
     effort = parser.add_argument_group("measuring")
     effort.add_argument(
         "--seconds",
         type=float,
+        default=SECONDS,
         metavar="S",
-        help="measure for so long, warm-up and capture not counted; at least three steps (default: 20)",
+        help="measure for S seconds after capture and warm-up, but at least three steps (default: %(default)g)",
     )
-    effort.add_argument("--repeats", type=int, metavar="N", help="measure at most so many steps (default: 50)")
+    effort.add_argument(
+        "--repeats", type=int, default=REPEATS, metavar="N", help="measure at most N steps (default: %(default)s)"
+    )
     links = parser.add_argument_group("links")
     links.add_argument(
         "--links",
         action="store_true",
-        help="measure the links between the workers that torchrun started instead of a model, and write cluster.json",
+        help="measure the links between the workers that torchrun started, instead of a model, and write cluster.json",
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help="(default: profile.json; with --links cluster.json)",
+        help=f"file to write (default: {PROFILE}; with --links cluster.json)",
     )
     parser.add_argument("--json", action="store_true", help="print the profile as JSON")
     parser.set_defaults(run=run)
+
+
+def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare on what, and how, the model is run."""
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help=f"cpu, cuda or cuda:1; with --estimate {', '.join(DEVICES)}, where cpu is one core (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers that will train on this machine's CPU cores. One is measured while the others train beside it, "
+        "because they compete for caches and memory bandwidth (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        metavar="TYPE",
+        help="float32, or bfloat16 or float16 under autocast; tf32 for estimates. `plan train` will use the same "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory-format",
+        choices=["contiguous", "channels-last"],
+        default="contiguous",
+        help="channels-last stores weights and images pixel by pixel, which many convolution kernels prefer. "
+        "`plan train` will do the same (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="run through torch.compile, which needs a C++ compiler on a CPU. `plan train` will do the same",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,14 +138,14 @@ def run(args: argparse.Namespace) -> int:
         _run_links(args)
     if args.model is None:
         raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
-    output = args.output or Path("profile.json")
+    output = args.output or PROFILE
     several = len(args.batch_size) > 1
     profiles = []
     for size in args.batch_size:
         profiles.append(_estimated(args, size) if args.estimate else _measured(args, size))
         path = profile_path(output, size) if several else output
         save_profile(profiles[-1], path)
-        print(f"written to {path}", file=sys.stderr)
+        print_written(path)
     if args.json:
         texts = [profile.model_dump_json(indent=1) for profile in profiles]
         print(f"[{','.join(texts)}]" if several else texts[0])
@@ -155,13 +161,13 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
     from planner.report.tables.cluster import cluster_report
 
     if args.model is not None:
-        raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave one of the two out")
+        raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave out one of the two")
     cluster = measure_cluster()
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
         save_cluster(cluster, output)
-        print(cluster.model_dump_json(indent=1) if args.json else cluster_report(cluster))
-        print(f"written to {output}", file=sys.stderr)
+        print_answer(cluster, args.json, cluster_report)
+        print_written(output)
     end_process(0)
 
 
@@ -170,9 +176,9 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.profiler.measured.malloc import keep_freed_pages
 
     if args.calibrate is not None:
-        raise InputError("--calibrate is for estimates", hint="add --estimate, or leave it out")
+        raise InputError("--calibrate is for estimates", hint="add --estimate, or leave out --calibrate")
     keep_freed_pages()  # as the workers do
-    progress = _ProgressLine() if sys.stderr.isatty() else None
+    line = ProgressLine() if sys.stderr.isatty() else None
     try:
         return profile(
             args.model,
@@ -181,15 +187,15 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             threads=args.threads,
             seconds=args.seconds,
             repeats=args.repeats,
-            dtype=args.dtype or "float32",
+            dtype=args.dtype,
             memory_format=_memory_format(args),
             compiled=args.compile,
             processes=args.processes,
-            progress=progress,
+            progress=None if line is None else lambda phase, done: line.show(f"{phase} {done:.0%}"),
         )
     finally:
-        if progress is not None:
-            progress.end()
+        if line is not None:
+            line.clear()
 
 
 def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
@@ -200,14 +206,14 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
             raise InputError(f"{option} {number} cannot be estimated", hint="a CPU is estimated as one core")
     if args.compile:
         raise InputError(
-            "--compile cannot be estimated: what fusing operations saves shows on the device alone",
-            hint="measure it there, or leave --compile out",
+            "--compile cannot be estimated: only a run on the device shows what fusing operations saves",
+            hint="measure there, or leave out --compile",
         )
     return estimate(
         args.model,
         device=args.device,
         batch_size=batch_size,
-        dtype=args.dtype or "float32",
+        dtype=args.dtype,
         memory_format=_memory_format(args),
         calibrate=args.calibrate or (),
     )
@@ -215,21 +221,3 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
 
 def _memory_format(args: argparse.Namespace) -> MemoryFormat | None:
     return "channels-last" if args.memory_format == "channels-last" else None
-
-
-class _ProgressLine:
-    """One line on stderr, rewritten: the phase and how much of it is done."""
-
-    def __init__(self) -> None:
-        self._width = 0
-
-    def __call__(self, phase: str, done: float) -> None:
-        line = f"{phase} {done:.0%}"
-        sys.stderr.write("\r" + line.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(line)
-
-    def end(self) -> None:
-        """Clear the line."""
-        sys.stderr.write("\r" + " " * self._width + "\r")
-        sys.stderr.flush()

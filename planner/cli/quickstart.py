@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.arguments.verb import Verbs, declare
 from planner.cli.output import print_answer, print_progress
 
 if TYPE_CHECKING:
     from planner.demo.quickstart import QuickstartResult
 
 DESCRIPTION = """\
-Profile VGG-16 on this machine, find the best plan for its cores, train it on scikit-learn's digits, train the same
-with DistributedDataParallel, and compare. Everything it makes stays in a folder to go on from.
+Profile VGG-16 on this machine, find the best plan for its cores, train it on scikit-learn's digits, train it again
+with DistributedDataParallel, and compare. The model, the profile and the plan stay in a folder to continue from.
 """
 NEXT = """\
 {folder} holds model.py, profile.json and plan.json. Next:
@@ -24,34 +25,29 @@ NEXT = """\
   plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "quickstart",
-        help="see profile, solve and train at work on this machine",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = declare(verbs, "quickstart", "try profile, solve and train on this machine", DESCRIPTION)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("quickstart"), help="folder to work in (default: %(default)s)"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="workers (default: this machine's cores, at most 8)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="workers (default: the cores of this machine, at most 8)")
     parser.add_argument(
-        "--steps", type=int, default=240, metavar="N", help="minibatches to train (default: %(default)s)"
+        "--steps", type=int, default=240, metavar="N", help="train N minibatches (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the tour and print the comparison."""
+    """Profile, solve, train twice, and print the comparison."""
     from planner.demo.quickstart import default_workers, quickstart
     from planner.errors import InputError
     from planner.profiler.measured.malloc import keep_freed_pages
 
-    for option, value in (("--gpus", args.gpus), ("--steps", args.steps)):
+    for option, value in (("gpus", args.gpus), ("steps", args.steps)):
         if value is not None and value < 1:
-            raise InputError(f"{option} {value} is too few", hint=f"give {option} 1 or more")
+            raise InputError(f"`{option}={value}` is too few", hint=f"give `{option}` 1 or more")
     keep_freed_pages()  # as the workers do
     result = quickstart(
         folder=args.output,
@@ -65,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def quickstart_report(result: QuickstartResult) -> str:
-    """The plan's run beside data parallelism's, and what to do next."""
+    """Return the plan's run beside data parallelism's, and what to do next."""
     from tabulate import tabulate
 
     from planner.report.tables.training import loss_ends, percent_error

@@ -7,24 +7,33 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.arguments.verb import (
+    PROFILE,
+    Verbs,
+    add_accumulate_argument,
+    add_plan_argument,
+    declare,
+    refuse,
+)
 from planner.cli.flags import as_flags
-from planner.cli.simulate import add_accumulate_argument, add_plan_argument
+from planner.cli.output import print_progress, print_written
+from planner.cli.sweep import POINTS
 from planner.errors import InputError, PlannerError
 
 if TYPE_CHECKING:
     from planner.analysis.compare import Comparison
     from planner.analysis.sweep import Sweep
     from planner.formats.plan import Plan
+    from planner.formats.timeline import Timeline
 
-DEFAULT_PROFILE = Path("profile.json")
 FORMATS = ("html", "svg", "png")
-POINTS = 9
-SPREAD = 10.0  # times the plan's bandwidth, and its part
+SPREAD = 10.0  # the sweep's bandwidths: from the plan's divided by this to the plan's multiplied by it
 
 DESCRIPTION = """\
-Write a report of a plan: one HTML file that needs no network, with the stages and their layers, the simulated timeline
-to zoom and point at, memory over time, what limits the plan, and, from the profile, the plan beside data parallelism
-and hand-made pipelines and at other bandwidths. After a training run, the run beside the simulation on the same axes.
+Write a report on a plan: one HTML file that needs no network. It shows the stages and their layers, the simulated
+timeline to zoom and point at, memory over time and what limits the plan. With the profile, it compares the plan with
+data parallelism and hand-made pipelines, and with the plans for other bandwidths. With --run, it shows a training run
+and its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
     plan report --run trace.json                measured beside predicted
@@ -32,33 +41,25 @@ and hand-made pipelines and at other bandwidths. After a training run, the run b
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "report",
-        help="write a plan's stages, timeline, memory and alternatives as one HTML file",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = declare(verbs, "report", "write all about a plan to one HTML file", DESCRIPTION)
     add_plan_argument(parser)
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help=f"the profile of the plan, for what else there is (default: {DEFAULT_PROFILE}, if it is that)",
+        help=f"profile that the plan was made from, for the comparisons (default: {PROFILE}, if it is that one)",
     )
     parser.add_argument(
         "--run",
         dest="measured",
         type=Path,
         metavar="FILE",
-        help="a run of the plan: a trace or a timeline, shown beside the simulation",
+        help="a run of the plan, as a trace or a timeline, to show beside the simulation",
     )
     parser.add_argument(
-        "--minibatches",
-        type=int,
-        metavar="N",
-        help="simulate so many (default: enough for a steady state)",
+        "--minibatches", type=int, metavar="N", help="simulate N minibatches (default: enough for a steady state)"
     )
     add_accumulate_argument(parser)
     parser.add_argument(
@@ -66,14 +67,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         default=POINTS,
         metavar="N",
-        help="bandwidths of the sweep, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
+        help="solve for N bandwidths, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
     )
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="svg and png: the timeline alone (default: by the name of the file, or html)",
+        help="svg and png show the timeline alone (default: that of the file's name, or html)",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default: report.FORMAT)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: report.FORMAT)")
     parser.set_defaults(run=run)
 
 
@@ -85,43 +86,41 @@ def run(args: argparse.Namespace) -> int:
     from planner.report.page.page import ReportContent, report_page
     from planner.report.svg.png import png
     from planner.report.svg.timeline import timeline_svg
+
+    style, output = _style(args)
+    if args.points != 0 and not 2 <= args.points <= MOST_POINTS:
+        raise InputError(f"{args.points} points make no sweep", hint=f"give `points` from 2 to {MOST_POINTS}, or 0")
+    plan = load_plan(args.plan)
+    simulated, measured = _timelines(args, plan)
+    match style:
+        case "html":
+            comparison, sweep, why_not = _alternatives(args, plan)
+            write_text(output, report_page(ReportContent(plan, simulated, measured, comparison, sweep, why_not)))
+        case "svg" | "png":
+            picture = timeline_svg([simulated] if measured is None else [simulated, measured])
+            write_bytes(output, png(picture) if style == "png" else picture.encode())
+    print_written(output)
+    return 0
+
+
+def _timelines(args: argparse.Namespace, plan: Plan) -> tuple[Timeline, Timeline | None]:
+    """Return the simulation, and the run if there is one."""
     from planner.report.trace import load_run
     from planner.simulator.plan import simulate
     from planner.simulator.recorded import simulate_recorded
 
-    style, output = _style(args)
-    if args.points != 0 and not 2 <= args.points <= MOST_POINTS:
-        raise InputError(f"{args.points} points make no sweep", hint=f"give --points from 2 to {MOST_POINTS}, or 0")
-    plan = load_plan(args.plan)
-    measured = None if args.measured is None else load_run(args.measured)
-    if measured is not None and args.minibatches is not None:
-        raise InputError(
-            "--minibatches has no meaning with --run, which says so itself", hint="leave out one of the two"
-        )
-    if measured is not None and args.accumulate is not None:
-        raise InputError("--accumulate has no meaning with --run, which knows it", hint="leave out one of the two")
-    if measured is None:
-        simulated = simulate(plan, args.minibatches, args.accumulate or 1)
-    else:
-        simulated = simulate_recorded(plan, measured)
-    if style == "html":
-        comparison, sweep, why_not = _alternatives(args, plan)
-        write_text(output, report_page(ReportContent(plan, simulated, measured, comparison, sweep, why_not)))
-    else:
-        picture = timeline_svg([simulated] if measured is None else [simulated, measured])
-        if style == "svg":
-            write_text(output, picture)
-        else:
-            write_bytes(output, png(picture))
-    print(f"written to {output}", file=sys.stderr)
-    return 0
+    if args.measured is None:
+        return simulate(plan, args.minibatches, args.accumulate or 1), None
+    refuse(args, "measured", "minibatches", "accumulate", why=", which knows it")
+    measured = load_run(args.measured)
+    return simulate_recorded(plan, measured), measured
 
 
 def _style(args: argparse.Namespace) -> tuple[str, Path]:
-    """The format and the file.
+    """Return the format and the file.
 
     Raises:
-        InputError: for a file's name that says another format.
+        InputError: when the file's name ends in another format.
     """
     output: Path | None = args.output
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
@@ -135,22 +134,18 @@ def _style(args: argparse.Namespace) -> tuple[str, Path]:
 
 
 def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | None, Sweep | None, str]:
-    """The comparison and the sweep, or why there is none.
+    """Return the comparison and the sweep, or why they are missing.
 
     Raises:
-        PlannerError: where a profile was named, and is not the plan's.
+        PlannerError: when the user named a profile, and it is not the plan's.
     """
     from planner.analysis.bandwidths import bandwidth_sweep
     from planner.analysis.compare import compare
-    from planner.formats.pipedream import read_profile
+    from planner.formats.importers import read_profile
 
-    path = args.profile or DEFAULT_PROFILE
+    path = args.profile or PROFILE
     if args.profile is None and not path.exists():
-        return (
-            None,
-            None,
-            f"The comparison and the bandwidths: there is no {path}; name the plan's profile with --profile.",
-        )
+        return None, None, f"The comparison and the bandwidths: there is no {path}; name a profile with --profile."
     try:
         profile = read_profile(path)
         comparison = compare(profile, plan=plan)
@@ -161,5 +156,5 @@ def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | No
     if args.points == 0:
         return comparison, None, ""
     if sys.stderr.isatty():
-        print("solving for other bandwidths (--points 0 leaves them out)", file=sys.stderr)
+        print_progress("solving for other bandwidths (--points 0 leaves them out)")
     return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD), ""

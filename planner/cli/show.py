@@ -6,13 +6,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.arguments.verb import PLAN, Verbs, declare
+from planner.cli.flags import as_flags
 from planner.errors import InputError
 
 if TYPE_CHECKING:
+    from planner.formats.plan import Plan
     from planner.formats.profile import Profile
 
 DESCRIPTION = """\
-Show what is in a plan, or in a profile: the files that the other verbs write, or a graph.txt that PipeDream published.
+Show a plan or a profile: the files that the other verbs write, or a graph.txt that PipeDream published.
 
     plan show                                          plan.json
     plan show profile.json --by time --top 10          the ten slowest layers
@@ -20,30 +23,23 @@ Show what is in a plan, or in a profile: the files that the other verbs write, o
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "show",
-        help="show a plan or a profile as tables",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "file", type=Path, nargs="?", default=Path("plan.json"), help="plan or profile (default: %(default)s)"
-    )
+    parser = declare(verbs, "show", "show a plan or a profile as tables", DESCRIPTION)
+    parser.add_argument("file", type=Path, nargs="?", default=PLAN, help="plan or profile (default: %(default)s)")
     parser.add_argument(
         "--by",
         choices=["order", "time", "output", "weights", "saved"],
         default="order",
-        help="of a profile's layers: in the order of execution, or the largest first (default: %(default)s)",
+        help="sort a profile's layers: in the order of execution, or the largest first (default: %(default)s)",
     )
-    parser.add_argument("--top", type=int, metavar="N", help="so many of a profile's layers (default: all)")
+    parser.add_argument("--top", type=int, metavar="N", help="show only the first N layers of a profile (default: all)")
     parser.add_argument(
         "--format",
         choices=["table", "json", "svg", "graph.txt"],
         default="table",
-        help="of a profile also svg, a plot of its layers' times and bytes, and graph.txt, PipeDream's format, for its "
-        "optimizer and tools that read it (default: %(default)s)",
+        help="how to print; svg (a plot of the layers' times and bytes) and graph.txt (PipeDream's format, for its "
+        "optimizer and tools that read it) are for profiles (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     parser.set_defaults(run=run)
@@ -51,20 +47,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the file's content."""
-    from planner.formats.pipedream import is_profile, read_profile
+    from planner.formats.importers import is_profile, read_profile
     from planner.formats.plan import load_plan
+
+    print(_profile(read_profile(args.file), args) if is_profile(args.file) else _plan(load_plan(args.file), args))
+    return 0
+
+
+def _plan(plan: Plan, args: argparse.Namespace) -> str:
     from planner.report.tables.plan import plan_report
 
-    if is_profile(args.file):
-        print(_profile(read_profile(args.file), args))
-        return 0
-    plan = load_plan(args.file)
-    if args.format not in ("table", "json"):
-        raise InputError(
-            f"--format {args.format} is for profiles, and '{args.file}' is a plan", hint="name a profile.json"
-        )
-    print(plan.model_dump_json(indent=1) if args.format == "json" else plan_report(plan))
-    return 0
+    match args.format:
+        case "json":
+            return plan.model_dump_json(indent=1)
+        case "table":
+            return as_flags(plan_report(plan))
+        case _:
+            raise InputError(
+                f"`format={args.format}` is for profiles, and '{args.file}' is a plan", hint="name a profile"
+            )
 
 
 def _profile(profile: Profile, args: argparse.Namespace) -> str:

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.batch_sizes import parse_sizes, profile_path
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
+from planner.cli.arguments.numbers import batch_sizes
+from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
 from planner.cli.flags import as_flags
-from planner.cli.output import print_answer, print_complaint
+from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InputError
+from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -21,42 +23,55 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
 
 DESCRIPTION = """\
-Find the fastest plan: which layers form which stage, and how many GPUs run each. An exact search by the cost model
-finds candidates and a bound, the simulation of their schedules chooses among them, and the answer says how far it is
-from the bound. It uses no more GPUs than its speed needs.
+Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
+candidates and a lower bound. Simulating the candidates' schedules chooses among them, and the answer says how far it is
+from the bound. A plan uses no more GPUs than its speed needs.
 
     plan solve --gpus 8 --bandwidth 10Gbps --memory 16GB
 """
-MICROBATCHES_PER_GPU = 4  # as in planner.solver.choose, which this module must not import for its help
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "solve",
-        help="find the fastest plan for a profile and a cluster",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = declare(verbs, "solve", "find the fastest plan for a profile and a cluster", DESCRIPTION)
     add_cluster_arguments(parser)
     add_constraint_arguments(parser)
+    _add_file_arguments(parser)
+    _add_plan_arguments(parser)
+    _add_search_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is read and written."""
     parser.add_argument(
         "--profile",
         type=_paths,
-        default=[Path("profile.json")],
+        default=[PROFILE],
         metavar="FILE",
-        help="profile.json of `plan profile`, or a graph.txt that PipeDream published; "
-        "several of the same model at other batch sizes, separated by commas, to choose among (default: profile.json)",
+        help="profile to read: of `plan profile`, or a graph.txt that PipeDream published; or several of one model at "
+        "different batch sizes, with commas between, to choose among (default: profile.json)",
     )
     parser.add_argument(
         "--batch-size",
-        type=parse_sizes,
+        type=batch_sizes,
         metavar="N,N",
         help="choose among the profiles that `plan profile --batch-size N,N` wrote beside --profile",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="(default: %(default)s)"
+        "-o", "--output", type=Path, default=PLAN, metavar="FILE", help="file to write (default: %(default)s)"
     )
+    parser.add_argument(
+        "--verify",
+        metavar="MODEL",
+        help="model file: run each stage of the plan by itself on this machine, and compare its time with the sum of "
+        "its layers' times",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the plan is for."""
     parser.add_argument(
         "--schedule",
         choices=["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive", "auto", "all"],
@@ -71,33 +86,41 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--microbatches",
         type=int,
         metavar="M",
-        help="per minibatch, for schedules that divide it; with several batch sizes, of the smallest, and as many as "
-        f"make the same minibatch of the others (default: {MICROBATCHES_PER_GPU} per GPU)",
+        help="microbatches per minibatch, for schedules that divide it; with several batch sizes, those of the "
+        f"smallest size, and the others make as large a minibatch (default: {MICROBATCHES_PER_GPU} per GPU)",
     )
     parser.add_argument(
-        "--chunks", type=int, default=2, metavar="V", help="of the model on each GPU, for interleaved (default: 2)"
+        "--chunks",
+        type=int,
+        default=CHUNKS,
+        metavar="V",
+        help="chunks of the model on each GPU, for interleaved (default: %(default)s)",
     )
     parser.add_argument(
         "--depth",
         choices=["auto", "published"],
         default="auto",
-        help="minibatches in flight of 1f1b and 2bw: as many as PipeDream keeps (published), or more where workers "
-        "would wait for messages or for each other otherwise, and at least 2%% is gained for each; microbatches of "
-        "1f1b-flush likewise (default: %(default)s)",
+        help="minibatches in flight under 1f1b and 2bw, and microbatches in flight under 1f1b-flush: as many as "
+        "published, or more (auto) where workers would otherwise wait for messages or for each other, as long as each "
+        "gains at least 2%% (default: %(default)s)",
     )
     parser.add_argument(
         "--recompute",
         choices=["auto", "never", "always"],
         default="auto",
-        help="whether stages run their forward again before a backward instead of keeping its activations: where "
-        "memory demands it (auto), never, or always (default: %(default)s)",
+        help="run a stage's forward again before its backward, instead of keeping the activations: where memory "
+        "demands it (auto), never, or always (default: %(default)s)",
     )
     parser.add_argument(
         "--vertical-sync",
         action="store_true",
-        help="of 1f1b: every stage runs a minibatch at the version of the weights that the first stage has when it "
-        "enters, for which later stages keep more versions",
+        help="under 1f1b, run each minibatch with one version of the weights in all stages, that of the first stage "
+        "when the minibatch enters; later stages keep more versions for it",
     )
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how to search."""
     parser.add_argument(
         "--cost-model",
         choices=["resource", "pipedream", "paper"],
@@ -116,24 +139,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--time-limit",
         type=parse_seconds,
         metavar="TIME",
-        help="answer after that time, 30s, with the best plan so far and how far from optimal it can be",
+        help="stop after a time such as 30s, with the best plan so far and how far from optimal it can be",
     )
-    parser.add_argument(
-        "--verify",
-        metavar="MODEL",
-        help="model file: measure the plan's stages on this machine, each by itself, beside the sums of their layers",
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
-    from planner.formats.pipedream import read_profile
+    from planner.formats.importers import read_profile
     from planner.formats.plan import save_plan
-    from planner.formats.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.report.tables.plan import plan_report
-    from planner.units import format_bytes
 
     profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
     profile = profiles[0]
@@ -144,22 +158,27 @@ def run(args: argparse.Namespace) -> int:
         plan = _solved(args, profile, cluster)
     save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
-    print(f"written to {args.output}", file=sys.stderr)
-    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
-    if problem := obstacle(plan, shared):
-        print_complaint("warning", *problem)
-    elif shared:
-        size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
-        text = shared[0].sentence(
-            f"; they exchange gradients of up to {size} per update"
-            + ("" if plan.predicted.by == "simulation" else ", which the prediction leaves out")
-        )
-        print_complaint("note", text)
+    print_written(args.output)
+    _warn_of_shared_weights(plan, profile)
     if args.verify is not None:
         profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)
         # With --json stdout holds the plan alone.
         print(f"\n{_verified(args.verify, profile, plan)}", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
+    from planner.formats.shared_weights import obstacle, shared_weights, trained_parameters
+    from planner.units import format_bytes
+
+    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
+    if problem := obstacle(plan, shared):
+        print_complaint("warning", *problem)
+    elif shared:
+        size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
+        left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
+        text = shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}")
+        print_complaint("note", text)
 
 
 def _verified(model: str, profile: Profile, plan: Plan) -> str:
@@ -173,6 +192,7 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
 
 
 def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Plan:
+    from planner.analysis.question import Question
     from planner.solver import solve
 
     return solve(
@@ -180,7 +200,7 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Pla
         cluster,
         cost_model=args.cost_model,
         schedule=args.schedule,
-        microbatches=_microbatches(args.microbatches, args.schedule, cluster.gpus),
+        microbatches=Question(schedule=args.schedule, microbatches=args.microbatches).microbatches_on(cluster),
         depth=args.depth,
         recompute=args.recompute,
         chunks=args.chunks,
@@ -198,7 +218,7 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
     if args.solver != "auto" or args.time_limit is not None or args.vertical_sync or not constraints_of(args).empty:
         raise InputError(
             "--solver, --time-limit, --vertical-sync and constraints are for one schedule and one profile",
-            hint="name one --schedule and one --profile",
+            hint="give one --schedule and one --profile",
         )
     if args.cost_model != "resource":
         raise InputError(
@@ -219,14 +239,6 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
     return choice.plan
 
 
-def _microbatches(given: int | None, schedule: str, gpus: int) -> int:
-    from planner.cost.asynchronous import DIVIDED
-
-    if given is not None:
-        return given
-    return MICROBATCHES_PER_GPU * gpus if schedule in DIVIDED else 1
-
-
 def _paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(",")]
 
@@ -237,6 +249,6 @@ def _profile_paths(given: list[Path], sizes: list[int] | None) -> list[Path]:
     if len(given) > 1:
         raise InputError(
             f"--batch-size {','.join(map(str, sizes))} and several profiles say the same twice",
-            hint="leave --batch-size out, or name one --profile",
+            hint="leave out --batch-size, or give one --profile",
         )
     return [profile_path(given[0], size) for size in sizes]

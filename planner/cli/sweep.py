@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import cluster_of
 from planner.cli.arguments.question import add_question_arguments, question_of
-from planner.cli.output import print_answer
+from planner.cli.arguments.verb import Verbs, declare
+from planner.cli.output import print_answer, print_written
 from planner.errors import ClusterError, InputError
 from planner.units import parse_bandwidth, parse_bytes
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
 
 DESCRIPTION = """\
-Solve for a range of clusters and show how the plan changes, and where. One of --bandwidth, --gpus and --memory is a
-range LOW:HIGH; all else is as for `plan solve`.
+Solve for a range of clusters, and show how the plan changes and where. One of --bandwidth, --gpus and --memory is a
+range LOW:HIGH; all other arguments are those of `plan solve`.
 
     plan sweep --gpus 8 --bandwidth 1Gbps:100Gbps --plot sweep.svg
     plan sweep --gpus 2:16 --bandwidth 10Gbps
@@ -30,30 +30,27 @@ POINTS, GPU_POINTS = 9, 16
 Range = tuple[float, float]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
-    parser = subparsers.add_parser(
-        "sweep",
-        help="show how the plan changes with bandwidth, GPUs or memory",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        conflict_handler="resolve",  # three of the cluster's arguments may be ranges here
-    )
+    parser = declare(verbs, "sweep", "show how the plan changes with bandwidth, GPUs or memory", DESCRIPTION)
+    parser.conflict_handler = "resolve"  # three of the cluster's arguments may be ranges here
     add_question_arguments(parser, plan=False)
-    swept = parser.add_argument_group("swept: one of these is a range LOW:HIGH")
+    swept = parser.add_argument_group("swept", "one of these is a range LOW:HIGH")
     swept.add_argument("--gpus", type=_range_of(_count), metavar="N", help="number of GPUs: 8, or 2:16")
     swept.add_argument(
         "--bandwidth",
         type=lambda text: [_range_of(parse_bandwidth)(part) for part in text.split(",")],
         metavar="RATE",
-        help="of each GPU's link, each way: 10Gbps, or 1Gbps:100Gbps; with --topology one per level, inner to outer: "
-        "128Gbps,1Gbps:100Gbps",
+        help="bandwidth of each GPU's link in each direction: 10Gbps, or 1Gbps:100Gbps; with --topology one per level, "
+        "inner to outer: 128Gbps,1Gbps:100Gbps",
     )
-    swept.add_argument("--memory", type=_range_of(parse_bytes), metavar="SIZE", help="of each GPU: 16GB, or 4GB:32GB")
+    swept.add_argument(
+        "--memory", type=_range_of(parse_bytes), metavar="SIZE", help="memory per GPU: 16GB, or 4GB:32GB"
+    )
     parser.add_argument(
-        "--points", type=int, metavar="N", help=f"values to solve for (default: {POINTS}, and {GPU_POINTS} for GPUs)"
+        "--points", type=int, metavar="N", help=f"solve for N values (default: {POINTS}; {GPU_POINTS} for GPUs)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the speed-ups as a picture")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the speed-ups")
     parser.set_defaults(run=run)
 
 
@@ -61,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
     """Sweep, print, and write the picture."""
     from planner.analysis.sweep import spread, sweep
     from planner.formats.files import write_text
-    from planner.formats.pipedream import read_profile
+    from planner.formats.importers import read_profile
     from planner.report.svg.sweep import sweep_svg
     from planner.report.tables.sweep import sweep_report
 
     if args.plot is not None and args.plot.suffix != ".svg":
-        raise InputError(f"--plot {args.plot} is not an SVG file", hint="name it FILE.svg")
+        raise InputError(f"`plot={args.plot}` is not an SVG file", hint="name it FILE.svg")
     quantity, (low, high) = _swept(args)
     default = GPU_POINTS if quantity == "gpus" else POINTS
     values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
@@ -76,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
     print_answer(swept, args.json, sweep_report)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))
-        print(f"written to {args.plot}", file=sys.stderr)
+        print_written(args.plot)
     return 0
 
 
 def _swept(args: argparse.Namespace) -> tuple[Quantity, Range]:
-    """The one range among the arguments."""
+    """Return the one range among the arguments, and what it is of."""
     ranges: list[tuple[Quantity, Range]] = [
         ("bandwidth", value) for value in args.bandwidth or () if isinstance(value, tuple)
     ]
@@ -91,16 +88,14 @@ def _swept(args: argparse.Namespace) -> tuple[Quantity, Range]:
         ranges.append(("memory", args.memory))
     if len(ranges) != 1:
         raise ClusterError(
-            f"{len(ranges) or 'none'} of --bandwidth, --gpus and --memory is a range, where one has to be"
-            if len(ranges) < 2
-            else f"{len(ranges)} ranges, where one has to be",
+            f"one of --bandwidth, --gpus and --memory has to be a range, not {len(ranges) or 'none'}",
             hint="write one of them as LOW:HIGH, as in --bandwidth 1Gbps:100Gbps",
         )
     return ranges[0]
 
 
 def _clusters(args: argparse.Namespace, quantity: Quantity, profile: Profile) -> Callable[[float], Cluster]:
-    """The cluster of the arguments with a value in the range's place."""
+    """Return a function that puts a value in the range's place, and makes the cluster."""
 
     def at(value: float) -> Cluster:
         given = argparse.Namespace(**vars(args))
@@ -120,7 +115,7 @@ def _count(text: str) -> int:
 
 
 def _range_of(parse: Callable[[str], float]) -> Callable[[str], float | Range]:
-    """A value, or two with a colon between."""
+    """Return a parser of one value, or of two with a colon between them."""
 
     def read(text: str) -> float | Range:
         low, colon, high = text.partition(":")

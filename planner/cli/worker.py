@@ -1,4 +1,4 @@
-"""One training process, `python -m planner.cli.worker JOB.json`, in the environment that torchrun sets."""
+"""Run one training process, `python -m planner.cli.worker JOB.json`, in the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.cli.flags import as_flags
-from planner.cli.output import print_complaint
+from planner.cli.output import ProgressLine, print_complaint
 from planner.executor.job import LAUNCHER_VARIABLE, Evaluation, Job, TrainResult
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Run the worker that the environment describes."""
     die_with_parent()
-    # Ctrl-C is for the launcher to tell of; a worker just ends.
+    # The launcher reports Ctrl-C; a worker just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from planner.profiler.measured.malloc import keep_freed_pages
 
@@ -44,12 +44,12 @@ def main() -> int:
 
 
 def run_worker(job: Job) -> tuple[int, TrainResult | None]:
-    """Train; a failure is left for the launcher, or told here when torchrun itself launched this process."""
+    """Train; leave a failure to the launcher, or raise it here when torchrun itself launched this process."""
     from planner.executor.health.failures import error_of, failure_of, leave_failure
 
     _use_interface(job)
     _show_warnings(job)
-    on_progress = _ProgressLine() if job.show_progress else None
+    on_progress = _Progress() if job.show_progress else None
     heartbeat = _start_heartbeat(job)
     watch = None
     try:
@@ -75,11 +75,11 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
         if watch is not None:
             watch.stop()
         if on_progress is not None:
-            on_progress.end()
+            on_progress.line.keep()
 
 
 def _show_warnings(job: Job) -> None:
-    """What goes wrong without ending the run, on a line of its own."""
+    """Print warnings of the library on lines of their own."""
     over_progress = "\r\x1b[K" if job.show_progress else ""
     handler = logging.StreamHandler()
     handler.setFormatter(_Warning(f"{over_progress}warning: %(message)s"))
@@ -94,7 +94,7 @@ class _Warning(logging.Formatter):
 
 
 def _use_interface(job: Job) -> None:
-    """Where torchrun itself started this process; our launcher has set the environment."""
+    """Listen on the interface that the job names: torchrun, unlike our launcher, does not set this up."""
     interface = job.run_options.interface
     if interface is not None:
         from planner.executor.communication.rendezvous import VARIABLES, address_of
@@ -114,7 +114,7 @@ def _timeline_writer(job: Job) -> Callable[[Timeline], None]:
 
 
 def _start_heartbeat(job: Job) -> Heartbeat:
-    """Where this process tells what it does; its launcher may also ask it by a signal for the place in its code."""
+    """Start to note what this process does; on a signal of the launcher, it also dumps where in its code it is."""
     from planner.executor.health.failures import beat_path
     from planner.executor.health.heartbeat import Heartbeat
     from planner.executor.health.local_watch import DUMP_SIGNAL, dump_path
@@ -145,38 +145,30 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _ProgressLine:
-    """One line on stderr, rewritten a few times a second."""
+class _Progress:
+    """Shows a run's progress, a few times a second."""
 
     def __init__(self) -> None:
+        self.line = ProgressLine()
         self._shown_s = 0.0
-        self._width = 0
 
     def __call__(self, progress: Progress) -> None:
         if progress.evaluation is not None:
-            self.end()
-            self._width = 0
+            self.line.keep()
             sys.stderr.write(evaluation_line(progress.evaluation) + "\n")
             return
         now = time.monotonic()
         if now - self._shown_s < 0.2 and progress.minibatch < progress.minibatches:
             return
         self._shown_s = now
-        line = f"minibatch {progress.minibatch}/{progress.minibatches}  loss {progress.loss:.4f}"
+        text = f"minibatch {progress.minibatch}/{progress.minibatches}  loss {progress.loss:.4f}"
         if progress.samples_per_s is not None and progress.seconds_left is not None:
-            line += f"  {progress.samples_per_s:.1f} samples/s  {_clock(progress.seconds_left)} left"
-        sys.stderr.write("\r" + line.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(line)
-
-    def end(self) -> None:
-        """Leave the line on the screen."""
-        if self._width:
-            sys.stderr.write("\n")
+            text += f"  {progress.samples_per_s:.1f} samples/s  {_clock(progress.seconds_left)} left"
+        self.line.show(text)
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """What an evaluation gave, in a line."""
+    """Return an evaluation's numbers as one line."""
     from planner.report.tables.training import evaluation_numbers
 
     return f"evaluation after minibatch {evaluation.minibatch}: {evaluation_numbers(evaluation)}"

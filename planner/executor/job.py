@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from planner.executor.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 
@@ -29,9 +30,9 @@ class TrainingOptions(Record):
 class RunOptions(Record):
     """How a run is looked after; nothing here changes what is trained."""
 
-    hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # beyond the slowest instruction
+    hang_timeout_s: Annotated[float, Field(gt=0)] = HANG_TIMEOUT_S  # beyond the slowest instruction
     trace: str | None = None  # file for a Chrome trace of what the workers did
-    trace_minibatches: tuple[int, int] | int = 100  # [first, end), or the last ones of the run
+    trace_minibatches: tuple[int, int] | int = TRACE_MINIBATCHES  # [first, end), or the last ones of the run
     interface: str | None = None  # network interface to use; loopback on one host, else what torch finds
     max_restarts: Annotated[int, Field(ge=0)] = 0  # after failures, from the last complete checkpoint
     stop_on_nan: bool = False  # end when a loss is no finite number
@@ -41,8 +42,8 @@ class CheckpointOptions(Record):
     """Which checkpoints to write, and which to go on from."""
 
     every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None writes none
-    folder: str = "checkpoints"
-    keep: Annotated[int, Field(ge=1)] = 3
+    folder: str = CHECKPOINT_FOLDER
+    keep: Annotated[int, Field(ge=1)] = CHECKPOINTS_KEPT
     resume: str | None = None  # a checkpoint, or "auto" for the newest in the folder, if any
 
 

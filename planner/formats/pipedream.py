@@ -12,7 +12,6 @@ dtype nor which parameters are tied, so that such a profile can be planned with 
 from __future__ import annotations
 
 import graphlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import ProfileError
-from planner.formats.profile import REMEDY, Device, Edge, Layer, Profile, Provenance, Value, load_profile
+from planner.formats.profile import REMEDY, Device, Edge, Layer, Profile, Provenance, Value
 from planner.version import __version__
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -35,37 +34,13 @@ class _Node:
     numbers: Mapping[str, float]
 
 
-def read_profile(path: Path | str) -> Profile:
-    """Read a profile in either format, told apart by content: our own JSON or graph.txt.
-
-    Raises:
-        ProfileError: naming the file and what is wrong in it.
-    """
-    path = Path(path)
-    return load_graph_txt(path) if _is_graph_txt(path) else load_profile(path)
-
-
-def is_profile(path: Path) -> bool:
-    """Return whether the file looks like a profile of either format rather than a plan."""
-    if _is_graph_txt(path):
-        return True
-    content = _json(path)
-    return isinstance(content, dict) and "layers" in content and "stages" not in content
-
-
-def _json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # whoever loads it says what is wrong
-
-
-def _is_graph_txt(path: Path) -> bool:
+def is_graph_txt(path: Path) -> bool:
+    """Return whether the file's first line looks like a node of that format."""
     try:
         with path.open(encoding="utf-8") as file:
             return re.match(r"[^\s{\[\"]+ -- ", file.read(4096).lstrip()) is not None
     except (OSError, UnicodeDecodeError):
-        return False  # whoever loads it says what is wrong
+        return False  # loading it will say what is wrong
 
 
 def load_graph_txt(path: Path) -> Profile:

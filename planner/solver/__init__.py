@@ -15,6 +15,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.plan import CostModelName, Plan, ScheduleName, SolverReport
 from planner.formats.profile import REMEDY, Profile
+from planner.schedule.defaults import CHUNKS
 from planner.solver.assemble import assemble, simulated_plan
 from planner.solver.candidates.alternatives import fastest_simulated
 from planner.solver.candidates.budget import Tally
@@ -44,7 +45,7 @@ def solve(
     microbatches: int = 1,
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
-    chunks: int = 2,
+    chunks: int = CHUNKS,
     vertical_sync: bool = False,
     solver: SolverName = "auto",
     constraints: Constraints | None = None,

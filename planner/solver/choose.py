@@ -15,11 +15,11 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan, ScheduleName
 from planner.formats.profile import Profile
+from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.solver import solve
 from planner.solver.candidates.depth import DepthRule
 
 COMPARED: tuple[ScheduleName, ...] = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
-MICROBATCHES_PER_GPU = 4  # from which on GPipe calls its bubble negligible
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def choose(
     microbatches: int | None = None,
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
-    chunks: int = 2,
+    chunks: int = CHUNKS,
 ) -> Choice:
     """The plan with most samples per second over all schedules and profiles.
 

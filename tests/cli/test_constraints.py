@@ -52,7 +52,7 @@ def test_pins_colocations_and_forbidden_cuts(folder: Path, capsys: pytest.Captur
         (("--pin", "a=0", "--solver", "search"), 2, "the search does not take layers pinned"),
         (("--pin-gpu", "a=1"), 2, "GPUs are all alike"),
         (("--schedule", "auto", "--solver", "ilp"), 2, "for one schedule and one profile"),
-        (("--pin", "a=0", "--constraints", "x.json"), 2, "stands beside other constraints"),
+        (("--pin", "a=0", "--constraints", "x.json"), 2, "--constraints and other constraints are both given"),
         (("--solver", "ilp", "--time-limit", "0s"), 1, "the time limit passed before any plan"),
     ],
 )

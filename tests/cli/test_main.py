@@ -149,7 +149,7 @@ def test_a_reader_that_leaves_is_no_mistake(folder: Path) -> None:
     ("failure", "code", "said"),
     [
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
-        (ZeroDivisionError("x"), 1, "error: unexpected ZeroDivisionError: x\nhint: this is a mistake in plan"),
+        (ZeroDivisionError("x"), 1, "error: unexpected ZeroDivisionError: x\nhint: this is a bug in plan"),
         (OSError(28, "No space left on device"), 1, "error: the system refused: [Errno 28] No space left on device"),
     ],
 )

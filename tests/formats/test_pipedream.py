@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from planner.errors import ProfileError
-from planner.formats.pipedream import graph_txt, is_profile, load_graph_txt, read_profile
+from planner.formats.importers import is_profile, read_profile
+from planner.formats.pipedream import graph_txt, load_graph_txt
 from planner.formats.profile import Edge, Profile, Value, load_profile, save_profile
 from tests.samples import layer, profile
 

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the group "constraints"; `constraints_of` reads it."""
-    group = parser.add_argument_group(
-        "constraints", "layers by their names in the profile; each option may be repeated"
-    )
+    group = parser.add_argument_group("constraints", "layers are named as in the profile; each option may be repeated")
     group.add_argument(
-        "--pin", action="append", default=[], metavar="LAYER=STAGE", help="the layer is in that stage; the first is 0"
+        "--pin",
+        action="append",
+        default=[],
+        metavar="LAYER=STAGE",
+        help="put the layer in that stage; the first is 0",
     )
     group.add_argument(
         "--pin-gpu",
@@ -28,22 +30,22 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
         help="the GPU of that rank runs the layer, in a cluster whose GPUs differ",
     )
     group.add_argument(
-        "--colocate", action="append", default=[], metavar="LAYER,LAYER", help="these layers share a stage"
+        "--colocate", action="append", default=[], metavar="LAYER,LAYER", help="keep these layers in one stage"
     )
     group.add_argument(
         "--forbid-cut-after",
         action="append",
         default=[],
         metavar="LAYER",
-        help="the layer shares a stage with the next one in the profile",
+        help="keep the layer in one stage with the next one in the profile",
     )
     group.add_argument(
-        "--constraints", type=Path, metavar="FILE", help="a constraints.json, instead of the arguments above"
+        "--constraints", type=Path, metavar="FILE", help="constraints.json, in place of the arguments above"
     )
 
 
 def constraints_of(args: argparse.Namespace) -> Constraints:
-    """The constraints that the arguments describe.
+    """Return the constraints that the arguments describe.
 
     Raises:
         InputError: when they do not describe any.
@@ -59,7 +61,7 @@ def constraints_of(args: argparse.Namespace) -> Constraints:
     if args.constraints is None:
         return given
     if not given.empty:
-        raise InputError("--constraints stands beside other constraints", hint="write all of them into the file")
+        raise InputError("--constraints and other constraints are both given", hint="write all of them into the file")
     return load_constraints(args.constraints)
 
 

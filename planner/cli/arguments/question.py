@@ -6,42 +6,45 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of, given, refuse
+from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
+from planner.cli.arguments.verb import PLAN, PROFILE, given, refuse
+from planner.schedule.defaults import MICROBATCHES_PER_GPU
 
 if TYPE_CHECKING:
     from planner.analysis.question import Question
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
 
-DEFAULT_PLAN = Path("plan.json")
 _CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
 _SOLVING = ("schedule", "microbatches", "cost_model")
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
-    """Declare the cluster's arguments, and how to solve; `plan`: or a plan that has both."""
+    """Declare the cluster's arguments and how to solve; with `plan`, also a plan that says both."""
     add_cluster_arguments(parser)
     parser.add_argument(
         "--profile",
         type=Path,
-        default=Path("profile.json"),
+        default=PROFILE,
         metavar="FILE",
-        help="profile.json of `plan profile`, or a graph.txt that PipeDream published (default: %(default)s)",
+        help="profile to read: of `plan profile`, or a graph.txt that PipeDream published (default: %(default)s)",
     )
     if plan:
         parser.add_argument(
             "--plan",
             type=Path,
             metavar="FILE",
-            help="a plan made from that profile, which has its own cluster and schedule (default: the fastest for the "
-            f"cluster of the arguments; {DEFAULT_PLAN} where they say none)",
+            help="plan made from that profile, with its own cluster and schedule (default: the fastest plan for the "
+            f"cluster that the arguments describe; {PLAN} where they describe none)",
         )
     parser.add_argument(
         "--schedule",
         choices=["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "naive"],
         help="as for `plan solve` (default: 1f1b)",
     )
-    parser.add_argument("--microbatches", type=int, metavar="M", help="as for `plan solve` (default: 4 per GPU)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help=f"as for `plan solve` (default: {MICROBATCHES_PER_GPU} per GPU)"
+    )
     parser.add_argument(
         "--cost-model",
         choices=["resource", "pipedream", "paper"],
@@ -51,7 +54,7 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
 
 
 def question_of(args: argparse.Namespace) -> Question:
-    """How the arguments say to solve."""
+    """Return how to solve, by the arguments."""
     from planner.analysis.question import Question
 
     asked = {name: getattr(args, name) for name in _SOLVING}
@@ -59,17 +62,17 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
-    """The plan of --plan, or the one for the cluster of the arguments, or plan.json where neither is given.
+    """Return the plan of --plan, or the fastest for the arguments' cluster, or plan.json where neither is given.
 
     Raises:
-        ClusterError: for a plan and a cluster at once.
+        InputError: for a plan and a cluster at once.
     """
     from planner.formats.plan import load_plan
 
     path = args.plan
-    if path is None and DEFAULT_PLAN.exists() and not any(given(args, name) for name in _CLUSTER):
-        path = DEFAULT_PLAN
+    if path is None and PLAN.exists() and not any(given(args, name) for name in _CLUSTER):
+        path = PLAN
     if path is None:
         return question_of(args).solve(profile, cluster_of(args, profile))
-    refuse(args, "--plan", *_CLUSTER, *_SOLVING, why=", which says so itself")
+    refuse(args, "plan", *_CLUSTER, *_SOLVING, why=", which says so itself")
     return load_plan(path)

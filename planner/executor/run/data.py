@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import Dataset
 
 from planner.errors import ModelFileError
+from planner.executor.defaults import STEPS
 from planner.model.batch import Batch, collate
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Unit
 
-DEFAULT_STEPS = 100  # without a dataset there is no epoch to go by
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making a new one each time would be timed too
 
 
@@ -172,7 +172,7 @@ class RandomBatches:
         """
         if epochs is not None:
             raise ModelFileError("--epochs needs a dataset() in the model file", hint="use --steps, or add dataset()")
-        return steps if steps is not None else DEFAULT_STEPS
+        return steps if steps is not None else STEPS
 
     def batch(self, unit: Unit) -> Batch:
         """Microbatch `unit.microbatch` of minibatch `unit.minibatch`."""

@@ -20,6 +20,7 @@ from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
+from planner.profiler.defaults import REPEATS, SECONDS
 from planner.profiler.measured.accumulation import AddingTime
 from planner.profiler.measured.compiled import CompiledTimes
 from planner.profiler.measured.contention import at_work, check_processes
@@ -27,8 +28,6 @@ from planner.profiler.measured.measure import Measurement, measure
 from planner.profiler.measured.steps import Effort, Progress, StepTimes
 from planner.version import __version__
 
-DEFAULT_SECONDS = 20.0
-DEFAULT_REPEATS = 50
 LEAST_REPEATS = 3
 WARMUP_CPU, WARMUP_CUDA = 2, 10
 
@@ -39,8 +38,8 @@ def profile_model(
     *,
     device: str = "cpu",
     threads: int = 1,
-    seconds: float = DEFAULT_SECONDS,
-    repeats: int = DEFAULT_REPEATS,
+    seconds: float = SECONDS,
+    repeats: int = REPEATS,
     warmup: int | None = None,
     seed: int = 0,
     dtype: str = "float32",

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from planner.errors import ModelFileError
-from planner.executor.run.data import DEFAULT_STEPS, RANDOM_BATCHES, DatasetBatches, RandomBatches, make_batches
+from planner.executor.defaults import STEPS
+from planner.executor.run.data import RANDOM_BATCHES, DatasetBatches, RandomBatches, make_batches
 from planner.model.batch import Batch
 from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
@@ -70,7 +71,7 @@ def test_lengths_of_runs(tmp_path: Path) -> None:
     assert [data.minibatches(7, None), data.minibatches(None, 3), data.minibatches(None, None)] == [7, 15, 5]
     random = make_batches(load_model_file(write_model(tmp_path, "convolutional", "sgd")), 4, 1, 0)
     assert isinstance(random, RandomBatches)
-    assert random.minibatches(None, None) == DEFAULT_STEPS
+    assert random.minibatches(None, None) == STEPS
 
 
 def test_random_batches_repeat_after_a_while_and_leave_the_generator_alone(tmp_path: Path) -> None:

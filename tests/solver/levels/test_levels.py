@@ -17,7 +17,7 @@ from planner.cost.synchronous import SynchronousModel
 from planner.cost.topology import Topology
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.pipedream import read_profile
+from planner.formats.importers import read_profile
 from planner.formats.plan import CostModelName, ScheduleName
 from planner.formats.profile import Profile
 from planner.solver import solve

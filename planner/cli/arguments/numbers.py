@@ -1,0 +1,49 @@
+"""Types for argparse: numbers within bounds. What they raise becomes a message that names the option."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+
+def positive(text: str) -> float:
+    """Parse a number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise ArgumentTypeError(f"{text} is not {least} or more")
+        return value
+
+    parse.__name__ = "int"  # argparse shows it: invalid int value: 'x'
+    return parse
+
+
+def batch_sizes(text: str) -> list[int]:
+    """Parse one or several different batch sizes: "8,16,32" is [8, 16, 32]."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentTypeError(f"'{text}' is no batch size such as 32, or several such as 8,16,32") from None
+    if len(set(sizes)) < len(sizes):
+        raise ArgumentTypeError(f"'{text}' has the same batch size twice")
+    return sizes
+
+
+def window(text: str) -> int | tuple[int, int]:
+    """Parse a choice of minibatches: "100" for the last 100, "20:40" for those from 20 on and before 40."""
+    first, colon, end = text.partition(":")
+    if not colon and int(first) > 0:
+        return int(first)
+    if colon and 0 <= int(first) < int(end):
+        return int(first), int(end)
+    raise ArgumentTypeError(f"{text} names no minibatches; give 100 for the last 100, or 20:40")

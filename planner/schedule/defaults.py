@@ -1,0 +1,4 @@
+"""Defaults that depend on the schedule."""
+
+MICROBATCHES_PER_GPU = 4  # from which on GPipe (Huang et al. 2019, section 2.3) calls its bubble negligible
+CHUNKS = 2  # of the model on each GPU, where a schedule interleaves them
