@@ -1,4 +1,4 @@
-"""The table of `plan solve --schedule auto`: the schedules that were compared."""
+"""The table of the schedules that `plan solve` compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of `plan solve --verify`: measured stages and the sums of their layers."""
+"""The table of verified stages: measured, beside the sums of their layers."""
 
 from __future__ import annotations
 
