@@ -78,13 +78,10 @@ def compare(
         given = GivenPlan.of(profile, question.solve(profile, cluster), question)
     else:
         given = GivenPlan.of(profile, plan)
-    first, *others = _entries(given)
-    rows = [_row(given, entry) for entry in others]
-    rows.insert(0, _chosen_row(given, first))
-    parallel = rows[1]
-    return Comparison(
-        model=profile.model, cluster=given.plan.cluster, rows=tuple(_relative_to(parallel, row) for row in rows)
-    )
+    rows = [_row(given, entry) for entry in _entries(given)]
+    parallel = next(row for row in rows if row.name == DATA_PARALLEL)
+    relative = tuple(_relative_to(parallel, row) for row in rows)
+    return Comparison(model=profile.model, cluster=given.plan.cluster, rows=relative)
 
 
 def _entries(given: GivenPlan) -> list[_Entry]:
@@ -118,47 +115,26 @@ def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
     microbatches = entry.question.microbatches_on(cluster)
     seconds = entry.cost.seconds_per_minibatch / microbatches
     sent = entry.cost.communication_bytes / microbatches
-    memory = max(memory.total_bytes for memory in entry.cost.memory)
+    memory = max(entry.cost.gpu_bytes)
     replicas = tuple(stage.replicas for stage in entry.stages)
+    workers = sum(replicas) // entry.cost.chunks  # under interleaved each worker runs several stages
     busy = busy_s(given.ledger, entry.stages, entry.question.schedule, microbatches)
     return ComparisonRow(
         name=entry.name,
         config=config_of(replicas),
         schedule=entry.question.schedule,
         microbatches=microbatches,
-        workers=sum(replicas),
+        workers=workers,
         seconds_per_microbatch=seconds,
         samples_per_s=None if size is None else size / seconds,
         speedup_over_data_parallel=1.0,
         memory_bytes=memory,
-        over_memory_bytes=_excess_bytes(memory, cluster),
+        over_memory_bytes=0 if cluster.memory_bytes is None else max(0, memory - cluster.memory_bytes),
         communication_bytes=sent,
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,
-        idle_share=1 - busy / (sum(replicas) * seconds),
+        idle_share=1 - busy / (workers * seconds),
     )
-
-
-def _chosen_row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
-    """Make the plan's row; if its workers run several stages each, count workers and their memory, not stages."""
-    plan, row = given.plan, _row(given, entry)
-    if plan.chunks == 1:
-        return row
-    memory = max(map(plan.memory_bytes, range(len(plan.stages))))
-    busy = busy_s(given.ledger, given.stages, plan.schedule, plan.microbatches)
-    return row.model_copy(
-        update={
-            "config": plan.config,
-            "workers": plan.workers,
-            "memory_bytes": memory,
-            "over_memory_bytes": _excess_bytes(memory, plan.cluster),
-            "idle_share": 1 - busy / plan.workers / row.seconds_per_microbatch,
-        }
-    )
-
-
-def _excess_bytes(memory_bytes: int, cluster: Cluster) -> int:
-    return 0 if cluster.memory_bytes is None else max(0, memory_bytes - cluster.memory_bytes)
 
 
 def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: ScheduleName, microbatches: int) -> float:

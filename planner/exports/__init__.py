@@ -1,4 +1,4 @@
-"""Plan -> files of other pipeline systems: their stage boundaries, and what of the plan they cannot express."""
+"""Export plans to other pipeline systems, with remarks on what those cannot express."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WRITERS: dict[System, Callable[[Plan, str | None], str]] = {
 
 
 def export(plan: Plan, system: System, *, model: str | Path | None = None) -> str:
-    """The plan in the form that another system takes.
+    """Write the plan in the form that another system takes.
 
     Args:
         plan: from `solve` or `load_plan`.
@@ -31,10 +31,10 @@ def export(plan: Plan, system: System, *, model: str | Path | None = None) -> st
         model: the model file, which torch-pipelining's script reads.
 
     Returns:
-        The file's text. What the system does in another way than the plan stands in its comments.
+        The file's text. Its comments say what the system does differently from the plan.
 
     Raises:
-        PlanError: for what the system has no form for at all, such as stages with different numbers of replicas.
-        InputError: when the model file is missing where it is needed.
+        PlanError: for what the system cannot express, such as stages with different numbers of replicas.
+        InputError: if the model file is needed and missing.
     """
     return _WRITERS[system](plan, None if model is None else str(model))

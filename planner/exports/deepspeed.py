@@ -1,4 +1,4 @@
-"""Plan -> a PipelineModule for DeepSpeed whose stages begin where the plan's do."""
+"""Export a plan as a PipelineModule for DeepSpeed whose stages begin where the plan's do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from string import Template
 
 from planner.errors import PlanError
-from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
+from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks, stage_layers
 from planner.formats.plan import Plan
 
 SYSTEM = "DeepSpeed"
@@ -74,10 +74,10 @@ class PlannedPipelineModule(PipelineModule):
 
 
 def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
-    """A Python file with a PipelineModule of the plan's stages.
+    """Write a Python file with a PipelineModule of the plan's stages.
 
     Raises:
-        PlanError: for what DeepSpeed has no form for.
+        PlanError: for what DeepSpeed cannot express.
     """
     replicas = equal_replicas(plan, SYSTEM)
     if plan.schedule == "interleaved":
@@ -89,7 +89,7 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
     if plan.schedule in ("gpipe", "naive"):
         said.append(f"DeepSpeed runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     if any(stage.recompute for stage in plan.stages):
-        said.append("Stages that recompute: set PipelineModule's activation_checkpoint_interval.")
+        said.append("Some stages recompute: set PipelineModule's activation_checkpoint_interval.")
     return _FILE.substitute(
         model=plan.model,
         name=name,
@@ -98,7 +98,7 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         replicas=replicas,
         remarks=f"\n{comment(said)}\n" if said else "",
         starts=json.dumps([stage.layers[0] for stage in plan.stages]),
-        layers="[\n" + "".join(f"    {json.dumps(list(stage.layers))},\n" for stage in plan.stages) + "]",
-        microbatch_size=plan.microbatch_size or "None  # the plan does not know it",
+        layers=stage_layers(plan),
+        microbatch_size=plan.microbatch_size or "None  # unknown to the plan",
         microbatches=microbatches_per_pipeline(plan, replicas, SYSTEM),
     )

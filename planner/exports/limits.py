@@ -1,18 +1,21 @@
-"""What of a plan the other systems have in common not to express."""
+"""What no other system can express of a plan: errors for what it must have, remarks for what it does differently."""
 
 from __future__ import annotations
+
+import json
+import textwrap
 
 from planner.errors import PlanError
 from planner.formats.plan import Plan
 
-LEAST_PER_STAGE = 4  # microbatches per stage where the plan has one: the bubble is then a fifth
+LEAST_PER_STAGE = 4  # microbatches per stage if the plan has one per minibatch, for a bubble of a fifth
 
 
 def equal_replicas(plan: Plan, system: str) -> int:
-    """The replicas of every stage: these systems copy whole pipelines.
+    """Return the number of replicas of every stage, because other systems copy whole pipelines.
 
     Raises:
-        PlanError: when stages differ in them, when they are no pipeline, or when ranks do not go stage by stage.
+        PlanError: if stages have different numbers, or if ranks do not go stage by stage.
     """
     replicas = set(plan.replicas)
     if len(replicas) > 1:
@@ -24,36 +27,36 @@ def equal_replicas(plan: Plan, system: str) -> int:
     ranks = [rank for stage in plan.stages[: plan.workers // plan.stages[0].replicas] for rank in stage.ranks]
     if ranks != list(range(len(ranks))):
         raise PlanError(
-            f"{system} numbers workers stage by stage, and the plan's ranks are {ranks}",
+            f"{system} numbers workers stage by stage, but the plan's ranks are {ranks}",
             hint="list the kinds of GPUs in the cluster in the order of the stages",
         )
     return replicas.pop()
 
 
 def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
-    """Microbatches that each copy of the pipeline runs between two updates.
+    """Return the microbatches that each copy of the pipeline runs between two updates.
 
     Raises:
-        PlanError: when the plan's do not divide.
+        PlanError: if the plan's microbatches cannot be divided among the copies.
     """
     if plan.schedule == "1f1b":
         return LEAST_PER_STAGE * len(plan.stages) if len(plan.stages) > 1 else 1
     if plan.microbatches % replicas:
         raise PlanError(
-            f"{system} gives each of the {replicas} pipelines as many microbatches, and {plan.microbatches} do not "
-            f"divide by {replicas}",
+            f"{system} gives each of the {replicas} pipelines the same number of microbatches, but {plan.microbatches} "
+            f"do not divide by {replicas}",
             hint=f"solve with `microbatches={plan.microbatches // replicas * replicas + replicas}`",
         )
     return plan.microbatches // replicas
 
 
 def never_drains(plan: Plan) -> bool:
-    """Whether the plan's schedule has what none of these systems has: weights of several versions."""
+    """Return whether the plan keeps several weight versions, which none of these systems does."""
     return plan.schedule in ("1f1b", "2bw")
 
 
 def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
-    """The weights that several stages train, by these stages."""
+    """Group the weights that several stages train by these stages."""
     holders: dict[str, set[int]] = {}
     for shared in plan.shared:
         for name in shared.weights:
@@ -65,55 +68,59 @@ def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
 
 
 def remarks(plan: Plan, system: str) -> list[str]:
-    """Sentences on what the system does in another way than the plan."""
+    """Say how the system's schedule differs from the plan's, and what the user who builds the layers must know."""
+    return [*schedule_remarks(plan, system), *_model_remarks(plan)]
+
+
+def schedule_remarks(plan: Plan, system: str) -> list[str]:
+    """Say how the system's schedule differs from the plan's."""
     said = []
     if never_drains(plan):
         said.append(
             f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. {system} has no such "
-            "schedule: it empties the pipeline before every update, so expect fewer samples/s than the plan says."
+            "schedule: it drains the pipeline before every update, so expect fewer samples/s than the plan predicts."
         )
         if plan.schedule == "1f1b" and len(plan.stages) > 1:
             said.append(
-                f"Gradients are summed over {LEAST_PER_STAGE} microbatches per stage, where the plan updates after "
-                "each: choose the learning rate anew."
+                f"Gradients are accumulated over {LEAST_PER_STAGE} microbatches per stage. The plan updates after each "
+                "one: adapt the learning rate."
             )
-    if system == "torch.distributed.pipelining":
-        return said
-    said += _by_hand(plan)
     return said
 
 
-def _by_hand(plan: Plan) -> list[str]:
-    """What the plan knows of the model, and whoever builds the layers there has to see to."""
+def _model_remarks(plan: Plan) -> list[str]:
     said = []
     several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]
     if several:
         said.append(
             f"The model branches, and several values cross cuts ({', '.join(several)}): layers are a sequence here, so "
-            "those beside the cuts must take and return them as a tuple."
+            "the layers at the cuts must take and return these values as a tuple."
         )
     skips = [(t.source, t.target) for t in plan.transfers if t.target > t.source + 1]
     if skips:
         pairs = ", ".join(f"{source} to {target}" for source, target in skips)
         said.append(
-            f"Values skip stages here (from stage {pairs}): the layers between must take them and hand them on."
+            f"Values skip stages here (from stage {pairs}): the layers in between must take them and pass them on."
         )
     for stages, names in shared_weights(plan).items():
         said.append(
-            f"Stages {', '.join(map(str, stages))} share {', '.join(names)}: tie them there, or each stage trains a "
-            "copy of its own."
+            f"Stages {', '.join(map(str, stages))} share {', '.join(names)}: tie them there, or each stage trains "
+            "its own copy."
         )
     if plan.autocast is not None:
-        said.append(f"The plan is for {plan.autocast} under autocast: set the same here.")
+        said.append(f"The plan is for {plan.autocast} under autocast: use the same here.")
     if plan.memory_format is not None:
-        said.append(f"The plan is for {plan.memory_format} weights and images: lay them out so.")
+        said.append(f"The plan is for {plan.memory_format} weights and images: use the same memory format.")
     if plan.compiled:
-        said.append("The plan is for stages through torch.compile: compile them.")
+        said.append("The plan is for stages compiled with torch.compile: compile them.")
     return said
 
 
-def comment(sentences: list[str], width: int = 100) -> str:
-    """`sentences` as comment lines."""
-    import textwrap
+def stage_layers(plan: Plan) -> str:
+    """Write the layers of each stage as Python source, one stage per line."""
+    return "[\n" + "".join(f"    {json.dumps(list(stage.layers))},\n" for stage in plan.stages) + "]"
 
+
+def comment(sentences: list[str], width: int = 100) -> str:
+    """Write sentences as comment lines."""
     return "\n".join(line for text in sentences for line in textwrap.wrap(f"# {text}", width, subsequent_indent="# "))

@@ -1,4 +1,4 @@
-"""Plan -> arguments for Megatron-LM, whose stages are counts of transformer layers."""
+"""Export a plan as arguments for Megatron-LM, whose stages are counts of transformer layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _BLOCK = re.compile(r"(?:(?P<stem>.+?)\.)?(?P<number>\d+)\.")
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Transformer layers of each stage; `stem` is what the model calls their list."""
+    """Transformer layers of each stage; `stem` is the name of their list in the model."""
 
     stem: str
     counts: tuple[int, ...]
 
 
 def megatron_arguments(plan: Plan) -> str:
-    """Arguments for Megatron-LM's command line, one per line, comments before them.
+    """Write arguments for Megatron-LM's command line, one per line, after comments.
 
     Raises:
-        PlanError: when the stages are no counts of transformer layers, or need what Megatron has no form for.
+        PlanError: if the stages are not counts of transformer layers, or need what Megatron cannot express.
     """
     replicas = equal_replicas(plan, SYSTEM)
     layers = layer_counts(plan)
@@ -40,7 +40,7 @@ def megatron_arguments(plan: Plan) -> str:
     if plan.schedule in ("gpipe", "naive"):
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     if any(stage.recompute for stage in plan.stages):
-        said.append("The plan recomputes in some stages; --recompute-granularity is for all.")
+        said.append("Some stages recompute; --recompute-granularity applies to all of them.")
     chosen = [
         f"--num-layers {sum(layers.counts)}",
         f"--pipeline-model-parallel-size {plan.workers // replicas}",
@@ -55,11 +55,11 @@ def megatron_arguments(plan: Plan) -> str:
 
 
 def layer_counts(plan: Plan) -> LayerCounts:
-    """Transformer layers per stage: modules numbered in a list of their own, "h.0.attn", "h.0.mlp", "h.1.attn", ...
+    """Count the transformer layers of each stage: modules numbered in a list, "h.0.attn", "h.0.mlp", "h.1.attn", ...
 
     Raises:
-        PlanError: when there are none, when a cut is inside one, or when something that is none of them is in a stage
-            between the first and the last.
+        PlanError: if there are none, if a cut is inside one, or if a stage between the first and the last has other
+            layers.
     """
     numbers = [[_block(layer) for layer in stage.layers] for stage in plan.stages]
     blocks: defaultdict[str, set[int]] = defaultdict(set)
@@ -83,8 +83,8 @@ def layer_counts(plan: Plan) -> LayerCounts:
                     )
             elif index != (0 if not place else len(plan.stages) - 1):
                 raise PlanError(
-                    f"layer '{layer}' is in stage {index}, but Megatron has all before '{stem}.0' in the first stage "
-                    "and all after the last layer in the last",
+                    f"layer '{layer}' is in stage {index}, but Megatron has everything before '{stem}.0' in the first "
+                    "stage and everything after the list in the last",
                     hint=f"keep it with its neighbours: solve with `together={_end_layer(plan, not place)},{layer}`",
                 )
     counts = [0] * len(plan.stages)
@@ -103,7 +103,7 @@ def _end_layer(plan: Plan, first: bool) -> str:
 
 
 def _layout(plan: Plan, counts: tuple[int, ...]) -> list[str]:
-    """Nothing for equal stages; else the layout: E embedding, t a transformer layer, L loss, | between stages."""
+    """Write the layout of unequal stages: E embedding, t a transformer layer, L loss, | between stages."""
     chunks = plan.chunks
     if len(set(counts)) == 1:
         return [f"--num-layers-per-virtual-pipeline-stage {counts[0]}"] if chunks > 1 else []

@@ -1,4 +1,4 @@
-"""Plan -> a script for torch.distributed.pipelining, to be started with torchrun."""
+"""Export a plan as a script for torch.distributed.pipelining, to be started with torchrun."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import json
 from string import Template
 
 from planner.errors import InputError, PlanError
-from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks, shared_weights
+from planner.exports.limits import (
+    comment,
+    equal_replicas,
+    microbatches_per_pipeline,
+    schedule_remarks,
+    shared_weights,
+    stage_layers,
+)
 from planner.formats.plan import Plan
 
 SYSTEM = "torch.distributed.pipelining"
@@ -47,7 +54,7 @@ MICROBATCHES = $microbatches  # between two updates, of each pipeline
 STAGES = $layers  # the layers of each
 RECOMPUTE = $recompute
 WORKERS = $pipeline_workers  # of one pipeline; stage s runs on worker s modulo these
-SHARED = $shared  # weights by the stages that hold them: each has a copy, and steps with the sum of their gradients
+SHARED = $shared  # weights by the stages that hold a copy; all copies are updated with the sum of their gradients
 
 
 def main() -> None:
@@ -62,7 +69,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpus else "gloo")
     worker, pipeline = divmod(dist.get_rank(), PIPELINES)
-    # Every process makes every group, in the same order.
+    # new_group is collective: every process must make every group, in the same order.
     pipelines = [dist.new_group([w * PIPELINES + p for w in range(WORKERS)]) for p in range(PIPELINES)]
     copies = [dist.new_group([w * PIPELINES + p for p in range(PIPELINES)]) for w in range(WORKERS)]
     holders = {
@@ -152,10 +159,10 @@ if __name__ == "__main__":
 
 
 def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipelining.py") -> str:
-    """The script. It builds the stages from the model file as `plan train` does, and runs them with PyTorch's schedule.
+    """Write a script that builds the stages as `plan train` does and runs them with PyTorch's schedule.
 
     Raises:
-        PlanError: for what PyTorch's schedules have no form for.
+        PlanError: for what PyTorch's schedules cannot express.
         InputError: without a model file.
     """
     replicas = equal_replicas(plan, SYSTEM)
@@ -170,9 +177,9 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         )
     microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
     schedule, said = _schedule(plan, microbatches)
-    said += remarks(plan, SYSTEM)
+    said += schedule_remarks(plan, SYSTEM)
     if any(stage.recompute for stage in plan.stages):
-        said.append("Recomputation is torch.utils.checkpoint, which runs BatchNorm's statistics twice.")
+        said.append("Recomputation uses torch.utils.checkpoint, which updates BatchNorm's statistics twice.")
     return _SCRIPT.substitute(
         model=plan.model,
         name=name,
@@ -189,7 +196,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         microbatch_size=plan.microbatch_size,
         microbatches=microbatches,
         replicas=replicas,
-        layers=_nested([list(stage.layers) for stage in plan.stages]),
+        layers=stage_layers(plan),
         recompute=[stage.recompute for stage in plan.stages],
         pipeline_workers=plan.workers // replicas,
         shared=shared_weights(plan),
@@ -198,19 +205,14 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
 
 
 def _schedule(plan: Plan, microbatches: int) -> tuple[str, list[str]]:
-    """PyTorch's name of the schedule, and what is to be said of it."""
+    """Return PyTorch's name of the schedule, and remarks on it."""
     if plan.schedule == "interleaved":
         return "ScheduleInterleaved1F1B", []
     if plan.schedule in ("gpipe", "naive"):
         return "ScheduleGPipe", []
     if microbatches < len(plan.stages):
         return "ScheduleGPipe", [
-            f"Schedule1F1B wants as many microbatches as stages, and here are {microbatches} for {len(plan.stages)}: "
-            "ScheduleGPipe takes as long with so few."
+            f"Schedule1F1B needs at least as many microbatches as stages, and {len(plan.stages)} stages have "
+            f"{microbatches}: ScheduleGPipe takes the same time with so few."
         ]
     return "Schedule1F1B", []
-
-
-def _nested(stages: list[list[str]]) -> str:
-    """Python source of a list of lists, one stage per line."""
-    return "[\n" + "".join(f"    {json.dumps(layers)},\n" for layers in stages) + "]"

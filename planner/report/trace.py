@@ -1,11 +1,11 @@
-"""A Timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and back.
+"""Write timelines as Chrome traces, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and read them back.
 
 Source: "Trace Event Format", Google (the JSON object format). A worker is a process; compute, send, receive and
 all-reduce are its threads; each message is a flow from the computation that made it to the one that waited for it;
 memory is a counter. Times are in microseconds, to the nanosecond.
 
-The slices of a thread must lie beside or inside each other. Those of a lane that do neither (a real run has several
-messages under way at once) go to further threads.
+The slices of a thread must not overlap partly. If a lane's slices do (a real run has several messages in progress at
+once), the lane has several threads.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from planner.report.svg.lanes import LANE_ORDER, side_by_side
 from planner.simulator.summary import stages_of
 
 MICROSECONDS = 1e6
-_ROWS = 1000  # threads per lane, at most
+_THREADS = 1000  # per lane, at most
 _REMEDY = "make one with `trace`: plan simulate and plan train write it"
 _ENDS: dict[Kind, tuple[Kind, ...]] = {  # the computations at both ends of a message
     "send_activation": ("forward",),
     "send_gradient": ("backward", "backward_input"),
 }
 
-Row: TypeAlias = dict[str, Any]
+TraceEvent: TypeAlias = dict[str, Any]
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """The trace as JSON text, its events in the order of their times."""
+    """Write the trace as JSON, with its events in the order of their times."""
     events = list(timeline.events.rows())
     rows = [*_slices(timeline, events), *_flows(timeline, events), *_counters(timeline)]
     rows.sort(key=lambda row: row["ts"])
@@ -51,10 +51,10 @@ def save_trace(timeline: Timeline, path: Path | str) -> None:
 
 
 def load_run(path: Path | str) -> Timeline:
-    """The Timeline in a file that `save_trace` or `save_timeline` wrote.
+    """Read the timeline from a file that `save_trace` or `save_timeline` wrote.
 
     Raises:
-        InputError: for a file that neither wrote.
+        InputError: for any other file.
     """
     path = Path(path)
     try:
@@ -62,12 +62,12 @@ def load_run(path: Path | str) -> Timeline:
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict) or "traceEvents" not in content:
-        return load_timeline(path)  # which also says what is wrong with a file that is not JSON
+        return load_timeline(path)  # its errors also cover files that are not JSON
     try:
         head = content["otherData"]["timeline"]
         events = Events.of(_event(row) for row in content["traceEvents"] if row["ph"] == "X")
     except (KeyError, TypeError):
-        raise InputError(f"'{path}' is a trace of something else: it names no timeline", hint=_REMEDY) from None
+        raise InputError(f"'{path}' is a trace of another program: it has no timeline", hint=_REMEDY) from None
     try:
         return Timeline.model_validate({**head, "events": events.model_dump()})
     except (ValidationError, TypeError) as cause:
@@ -75,8 +75,8 @@ def load_run(path: Path | str) -> Timeline:
         raise InputError(f"'{path}': {problem}", hint=_REMEDY) from None
 
 
-def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[Row]:
-    """A complete event each, on the first thread of its lane that is free by then."""
+def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]:
+    """Yield a complete event for each event, on the first thread of its lane that is free by then."""
     for event, row in side_by_side(events):
         start = _time(event.start_s)
         args = {"stage": event.stage, "minibatch": event.minibatch, "microbatch": event.microbatch}
@@ -94,8 +94,8 @@ def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[Row]:
         }
 
 
-def _flows(timeline: Timeline, events: Iterable[Event]) -> Iterator[Row]:
-    """From the computation that made a message to the one that waited for it."""
+def _flows(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]:
+    """Yield a flow for each message, from the computation that made it to the one that waited for it."""
     events = list(events)
     computed = {(e.rank, e.kind, e.stage, e.minibatch, e.microbatch): e for e in events if e.lane == "compute"}
     for number, sent in enumerate(events):
@@ -108,34 +108,34 @@ def _flows(timeline: Timeline, events: Iterable[Event]) -> Iterator[Row]:
         if made and used:
             name = "activation" if sent.kind == "send_activation" else "gradient"
             about = {"cat": name, "name": name, "id": number}
-            # Just inside of each slice, so that it binds to that one and not to its neighbour.
+            # Just inside each slice: at its very end the flow would bind to the next slice.
             yield {"ph": "s", **about, "pid": sent.rank, "tid": 0, "ts": _within(made[-1], 0.999)}
             yield {"ph": "f", "bp": "e", **about, "pid": sent.peer_rank, "tid": 0, "ts": _within(used[0], 0.001)}
 
 
-def _counters(timeline: Timeline) -> Iterator[Row]:
+def _counters(timeline: Timeline) -> Iterator[TraceEvent]:
     for curve in timeline.memory:
         for time_s, held in zip(curve.time_s, curve.held_bytes, strict=True):
             args = {"bytes": held}
             yield {"ph": "C", "pid": curve.rank, "ts": _time(time_s), "name": "memory", "args": args}
 
 
-def _names(timeline: Timeline, rows: Iterable[Row]) -> Iterator[Row]:
-    """What processes and threads are called, and in which order they stand."""
+def _names(timeline: Timeline, rows: Iterable[TraceEvent]) -> Iterator[TraceEvent]:
+    """Yield the names of processes and threads, and their order."""
     for rank in timeline.workers:
         stages = stages_of(timeline, rank)
         name = f"worker {rank}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
     for rank, thread in sorted({(row["pid"], row["tid"]) for row in rows if row["ph"] == "X"}):
-        lane, row = LANE_ORDER[thread // _ROWS], thread % _ROWS
+        lane, row = LANE_ORDER[thread // _THREADS], thread % _THREADS
         about = {"ph": "M", "pid": rank, "tid": thread}
         yield {**about, "name": "thread_name", "args": {"name": lane if row == 0 else f"{lane} {row + 1}"}}
         yield {**about, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
 def _thread(lane: Lane, row: int) -> int:
-    return LANE_ORDER.index(lane) * _ROWS + row
+    return LANE_ORDER.index(lane) * _THREADS + row
 
 
 def _time(seconds: float) -> float:
@@ -146,9 +146,9 @@ def _within(event: Event, share: float) -> float:
     return _time(event.start_s + share * (event.end_s - event.start_s))
 
 
-def _event(row: Row) -> Event:
+def _event(row: TraceEvent) -> Event:
     args = row["args"]
-    end = round(row["ts"] + row["dur"], 3)  # to the bit the start of what follows at once
+    end = round(row["ts"] + row["dur"], 3)  # to the bit equal to the start of an event that follows at once
     return Event(
         rank=row["pid"],
         kind=row["cat"],

@@ -12,7 +12,7 @@ from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.formats.files import Record
 from planner.formats.plan import ScheduleName
 from planner.formats.timeline import LANES, Kind, Timeline
-from planner.simulator.steady import Completions, steady_state
+from planner.simulator.steady import Completions, Steady, steady_state
 
 Floats = NDArray[np.float64]
 ENDS: tuple[Kind, ...] = ("backward", "backward_weight")  # the last event of a unit on a worker
@@ -72,7 +72,11 @@ def summarize(timeline: Timeline) -> Summary:
     """Summarize a run, simulated or measured."""
     table = _Table(timeline)
     span = timeline.span_s
-    start, end, pace_s = _pace(timeline, table)
+    count = table.minibatches or timeline.minibatches  # a recording may have only some minibatches of a run
+    steady = _steady(timeline, table)
+    start, end, pace_s = 0.0, span, span / count
+    if steady is not None:
+        start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
     busy = table.busy_s(start, end)
     own, shared = _links(timeline, start, end)
     length = end - start
@@ -88,7 +92,6 @@ def summarize(timeline: Timeline) -> Summary:
         )
         for row, (rank, (peak, limit)) in enumerate(zip(table.ranks, _peaks(timeline), strict=True))
     )
-    count = table.minibatches or timeline.minibatches  # a recording may have only some minibatches of a run
     samples = None if timeline.microbatch_size is None else timeline.microbatch_size * timeline.microbatches
     busiest, busiest_share = _busiest(workers, shared)
     return Summary(
@@ -100,11 +103,11 @@ def summarize(timeline: Timeline) -> Summary:
         seconds=span,
         start_up_s=table.first_through(),
         drain_s=span - table.last_forward(),
-        steady=pace_s is not None,
+        steady=steady is not None,
         steady_from_s=start,
         steady_to_s=end,
-        seconds_per_minibatch=pace_s or span / count,
-        samples_per_s=_rate(samples, pace_s or span / count),
+        seconds_per_minibatch=pace_s,
+        samples_per_s=_rate(samples, pace_s),
         samples_per_s_of_run=_rate(samples, span / count),
         bubble_share=1 - _share(float(busy[0].mean()), length),
         bubble_share_of_run=1 - _share(float(table.busy_s(0.0, span)[0].mean()), span),
@@ -158,8 +161,7 @@ class _Table:
         return float(self.end_s[self.forward & (self.stage == stage)].max(initial=0.0))
 
 
-def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None]:
-    """Return from when to when the run is steady, and its seconds per minibatch; None if it is too short."""
+def _steady(timeline: Timeline, table: _Table) -> Steady | None:
     stages = range(len(timeline.ranks))
     completed = Completions(
         ends_s=[table.completions(stage).tolist() for stage in stages],
@@ -168,10 +170,7 @@ def _pace(timeline: Timeline, table: _Table) -> tuple[float, float, float | None
         microbatches=timeline.microbatches,
         accumulate=timeline.accumulate,
     )
-    steady = steady_state(completed, table.minibatches)
-    if steady is None:
-        return 0.0, timeline.span_s, None
-    return steady.start_s, steady.end_s, steady.seconds_per_minibatch
+    return steady_state(completed, table.minibatches)
 
 
 def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
