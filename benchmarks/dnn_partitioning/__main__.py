@@ -15,7 +15,7 @@ from benchmarks.dnn_partitioning.objective import Host, LoadRequest
 from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
 from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import Ledger
-from planner.formats.cluster import Cluster, Kind, Level
+from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.request import IlpAnswer
 
@@ -46,7 +46,7 @@ def _row(path: Path, name: str, cpu: bool, ilp_s: float) -> list[str]:
     cluster = Cluster(
         levels=(Level(size=DEVICES + cpu, bandwidth_bytes_per_s=BYTES_PER_S),),
         memory_bytes=profile.device.memory_bytes,
-        kinds=(Kind(count=DEVICES), CPU) if cpu else (),
+        kinds=(DeviceKind(count=DEVICES), CPU) if cpu else (),
     )
     cells = [
         name,

@@ -24,7 +24,7 @@ from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, v
 from planner.cost.asynchronous import link_of
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.work import Floats, Integers
-from planner.formats.cluster import Cluster, Kind
+from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.graph.downsets import ticks
@@ -45,7 +45,7 @@ class LoadPlan:
 class _Devices:
     """GPUs of one kind."""
 
-    kind: Kind | None
+    kind: DeviceKind | None
     count: int
     speed: float
     pays_transfers: bool

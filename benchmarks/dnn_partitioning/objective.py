@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from planner.cost.asynchronous import Link, link_of
 from planner.cost.layer_costs import Candidate, Ledger, Traffic
 from planner.errors import InputError
-from planner.formats.cluster import Kind
+from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Layer
 from planner.schedule.instructions import POSTED
 from planner.solver.integer.request import Request
 
 
-class Host(Kind):
+class Host(DeviceKind):
     """A kind of device whose transfers take none of its time, like the CPUs of the published workloads."""
 
 

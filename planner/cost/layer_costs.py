@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cost.work import Floats, Footprint, Work, working_bytes
-from planner.formats.cluster import Kind
+from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Profile
 
 
@@ -45,7 +45,7 @@ class Candidate:
     layers: frozenset[int]
     replicas: int
     recompute: bool = False
-    kind: Kind | None = None
+    kind: DeviceKind | None = None
     ranks: tuple[int, ...] = ()
 
     @property

@@ -30,7 +30,7 @@ class Level(Record):
     shared: bool = True
 
 
-class Kind(Record):
+class DeviceKind(Record):
     """Devices of one kind in a cluster that has several, on consecutive ranks."""
 
     count: Annotated[int, Field(ge=1)]
@@ -52,14 +52,14 @@ class Cluster(Record):
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
     overlap: bool = True
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[DeviceKind, ...] = ()
 
     @property
     def gpus(self) -> int:
         """Number of devices."""
         return math.prod(level.size for level in self.levels)
 
-    def kind_of(self, rank: int) -> Kind:
+    def kind_of(self, rank: int) -> DeviceKind:
         """What the device of this rank is; only where devices differ."""
         return next(kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks)
 
@@ -69,7 +69,7 @@ class Cluster(Record):
         ends = list(accumulate((kind.count for kind in self.kinds), initial=0))
         return tuple(range(first, end) for first, end in pairwise(ends))
 
-    def memory_of(self, kind: Kind | None) -> int | None:
+    def memory_of(self, kind: DeviceKind | None) -> int | None:
         """Bytes of a device of that kind; None for no limit."""
         return self.memory_bytes if kind is None or kind.memory_bytes is None else kind.memory_bytes
 

@@ -18,7 +18,7 @@ from planner.formats.plan import Plan, ScheduleName
 
 REMEDY = "see timeline.json in the file formats"
 
-Kind = Literal[
+EventKind = Literal[
     "forward",
     "recompute",
     "backward",
@@ -33,7 +33,7 @@ Kind = Literal[
 ]
 Lane = Literal["compute", "send", "receive", "all-reduce"]
 
-LANES: dict[Kind, Lane] = {
+LANES: dict[EventKind, Lane] = {
     "forward": "compute",
     "recompute": "compute",
     "backward": "compute",
@@ -46,7 +46,7 @@ LANES: dict[Kind, Lane] = {
     "receive_gradient": "receive",
     "all_reduce": "all-reduce",
 }
-LETTERS: dict[Kind, str] = {
+LETTERS: dict[EventKind, str] = {
     "forward": "F",
     "recompute": "R",
     "backward": "B",
@@ -69,7 +69,7 @@ class Event(NamedTuple):
     """
 
     rank: int
-    kind: Kind
+    kind: EventKind
     stage: int
     minibatch: int
     microbatch: int
@@ -88,7 +88,7 @@ class Events(Record):
     """Events, a list per field: a long run has hundreds of thousands. Times count from the first computation."""
 
     rank: tuple[int, ...]
-    kind: tuple[Kind, ...]
+    kind: tuple[EventKind, ...]
     stage: tuple[int, ...]
     minibatch: tuple[int, ...]  # of updates and all-reduces: the round
     microbatch: tuple[int, ...]

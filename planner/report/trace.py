@@ -19,14 +19,14 @@ from pydantic import ValidationError
 
 from planner.errors import InputError
 from planner.formats.files import first_problem, write_text
-from planner.formats.timeline import Event, Events, Kind, Lane, Timeline, load_timeline
+from planner.formats.timeline import Event, EventKind, Events, Lane, Timeline, load_timeline
 from planner.report.svg.lanes import LANE_ORDER, side_by_side
 from planner.simulator.summary import stages_of
 
 MICROSECONDS = 1e6
 _THREADS = 1000  # per lane, at most
 _REMEDY = "make one with `trace`: plan simulate and plan train write it"
-_ENDS: dict[Kind, tuple[Kind, ...]] = {  # the computations at both ends of a message
+_ENDS: dict[EventKind, tuple[EventKind, ...]] = {  # the computations at both ends of a message
     "send_activation": ("forward",),
     "send_gradient": ("backward", "backward_input"),
 }

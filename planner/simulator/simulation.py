@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import assert_never
 
-from planner.formats.timeline import Event, Kind
+from planner.formats.timeline import Event, EventKind
 from planner.schedule.instructions import (
     AddShared,
     AllReduce,
@@ -152,7 +152,7 @@ class Simulation:
                 assert_never(instruction)
         return True
 
-    def _compute(self, rank: int, kind: Kind, stage: int, unit: Unit, seconds: float) -> None:
+    def _compute(self, rank: int, kind: EventKind, stage: int, unit: Unit, seconds: float) -> None:
         start = self._clock[rank]
         self._clock[rank] = end = start + seconds
         if self.events is not None:
@@ -202,7 +202,7 @@ class Simulation:
     def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
         # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw them.
         if self.events is not None and not isinstance(send, SendShared):
-            kinds: tuple[Kind, Kind] = ("send_gradient", "receive_gradient")
+            kinds: tuple[EventKind, EventKind] = ("send_gradient", "receive_gradient")
             if isinstance(send, SendActivation):
                 kinds = "send_activation", "receive_activation"
             unit = send.unit.minibatch, send.unit.microbatch, start_s, end_s

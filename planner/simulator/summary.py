@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.formats.files import Record
 from planner.formats.plan import ScheduleName
-from planner.formats.timeline import LANES, Kind, Timeline
+from planner.formats.timeline import LANES, EventKind, Timeline
 from planner.simulator.steady import Completions, Steady, steady_state
 
 Floats = NDArray[np.float64]
-ENDS: tuple[Kind, ...] = ("backward", "backward_weight")  # the last event of a unit on a worker
+ENDS: tuple[EventKind, ...] = ("backward", "backward_weight")  # the last event of a unit on a worker
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from planner.cost.layer_costs import Candidate
 from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.formats.cluster import Kind
+from planner.formats.cluster import DeviceKind
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.infeasible import explain
 from planner.solver.integer.request import Request
@@ -147,7 +147,7 @@ def _infeasible(request: Request, method: MethodName) -> InfeasibleError:
     )
 
 
-def _original(request: Request, stage: Candidate) -> Kind:
+def _original(request: Request, stage: Candidate) -> DeviceKind:
     """The kind of a stage before its memory was changed."""
     return request.cluster.kind_of(stage.ranks[0])
 

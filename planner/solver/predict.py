@@ -9,7 +9,7 @@ from planner.cost.buckets import ready_s, reduced_s
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price as price_of
-from planner.formats.cluster import Cluster, Kind
+from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import Prediction, ScheduleName, SolverReport
 from planner.formats.profile import Profile
 from planner.solver.candidates.trials import simulated_price
@@ -47,7 +47,7 @@ def predict(
     )
 
 
-def _everything(ledger: Ledger, replicas: int = 1, kind: Kind | None = None) -> Candidate:
+def _everything(ledger: Ledger, replicas: int = 1, kind: DeviceKind | None = None) -> Candidate:
     return Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), replicas, kind=kind)
 
 

@@ -17,7 +17,7 @@ from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
 from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import Ledger
 from planner.errors import InputError, ProfileError
-from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
+from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
@@ -65,7 +65,7 @@ def test_search_and_integer_program_find_the_best_chain_of_cuts(
     model: Profile, gpus: int, bandwidth: float, latency: float, memory: int | None, host: bool, through_ilp: int
 ) -> None:
     level = Level(size=gpus + host, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
-    kinds = (Kind(count=gpus), HOST) if host else ()
+    kinds = (DeviceKind(count=gpus), HOST) if host else ()
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
     request = LoadRequest(Ledger(model), cluster)
     expected = fastest(request)
@@ -98,7 +98,7 @@ def test_published_workloads(name: str, host: bool, milliseconds: float) -> None
     cluster = flat_cluster(6, BYTES_PER_S, model.device.memory_bytes)
     if host:
         level = Level(size=7, bandwidth_bytes_per_s=BYTES_PER_S)
-        cluster = Cluster(levels=(level,), memory_bytes=model.device.memory_bytes, kinds=(Kind(count=6), HOST))
+        cluster = Cluster(levels=(level,), memory_bytes=model.device.memory_bytes, kinds=(DeviceKind(count=6), HOST))
     request = LoadRequest(Ledger(model), cluster)
     answer = solve_loads(request, NO_HURRY)
     assert answer is not None
@@ -169,7 +169,7 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
     mixed: bool,
     pinned: bool,
 ) -> None:
-    kinds = tuple(Kind(count=1, speed=speed) for speed in speeds[:gpus]) if mixed else ()
+    kinds = tuple(DeviceKind(count=1, speed=speed) for speed in speeds[:gpus]) if mixed else ()
     level = Level(size=gpus, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
     first = model.layers[0].name

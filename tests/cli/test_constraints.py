@@ -10,7 +10,7 @@ import pytest
 from planner.api import check_trainable
 from planner.cli.main import main
 from planner.errors import PlanError
-from planner.formats.cluster import Cluster, Kind, Level, save_cluster
+from planner.formats.cluster import Cluster, DeviceKind, Level, save_cluster
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from tests.samples import layer, profile
@@ -65,7 +65,9 @@ def test_what_cannot_be_is_said(
 
 def test_a_cluster_of_different_gpus(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     level = Level(size=3, bandwidth_bytes_per_s=1e9)
-    save_cluster(Cluster(levels=(level,), kinds=(Kind(count=2), Kind(count=1, speed=4.0))), folder / "cluster.json")
+    save_cluster(
+        Cluster(levels=(level,), kinds=(DeviceKind(count=2), DeviceKind(count=1, speed=4.0))), folder / "cluster.json"
+    )
     assert main(["solve", "--cluster", "cluster.json", "--pin-gpu", "d=2"]) == 0
     printed = capsys.readouterr().out
     assert "2 of speed 1, no memory limit; 1 of speed 4, no memory limit" in printed
@@ -74,7 +76,9 @@ def test_a_cluster_of_different_gpus(folder: Path, capsys: pytest.CaptureFixture
 
 def test_plans_that_cannot_be_trained_are_refused(folder: Path) -> None:
     level = Level(size=2, bandwidth_bytes_per_s=1.0)
-    save_cluster(Cluster(levels=(level,), kinds=(Kind(count=1), Kind(count=1, speed=9.0))), folder / "cluster.json")
+    save_cluster(
+        Cluster(levels=(level,), kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=9.0))), folder / "cluster.json"
+    )
     assert main(["solve", "--cluster", "cluster.json"]) == 0
     with pytest.raises(PlanError, match="leaves GPU 0 idle"):
         check_trainable(load_plan("plan.json"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import InputError
-from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
+from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints, load_constraints
 from tests.samples import layer, profile
 
@@ -64,8 +64,10 @@ def test_files_are_checked(tmp_path: Path) -> None:
 
 def test_kinds_cover_the_cluster() -> None:
     level = Level(size=3, bandwidth_bytes_per_s=1.0)
-    cluster = Cluster(levels=(level,), memory_bytes=9, kinds=(Kind(count=2, speed=2.0), Kind(count=1, memory_bytes=5)))
+    cluster = Cluster(
+        levels=(level,), memory_bytes=9, kinds=(DeviceKind(count=2, speed=2.0), DeviceKind(count=1, memory_bytes=5))
+    )
     assert [cluster.kind_of(rank).speed for rank in range(3)] == [2.0, 2.0, 1.0]
     assert [cluster.memory_of(kind) for kind in cluster.kinds] == [9, 5]
     with pytest.raises(ValueError, match="kinds of 2 devices are not the 3"):
-        Cluster(levels=(level,), kinds=(Kind(count=2),))
+        Cluster(levels=(level,), kinds=(DeviceKind(count=2),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import InfeasibleError, InputError
-from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
+from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.solver import solve
 from tests.samples import layer, profile
@@ -47,7 +47,7 @@ def test_constraints_or_memory_that_no_plan_meets_are_told_apart() -> None:
         solve(CHAIN, flat_cluster(3, 1e9, 300), constraints=Constraints(stage_of={"b": 1}))
     assert "`memory_bytes=" in caught.value.hint
     level = Level(size=2, bandwidth_bytes_per_s=1e9)
-    mixed = Cluster(levels=(level,), memory_bytes=100, kinds=(Kind(count=1), Kind(count=1, speed=2.0)))
+    mixed = Cluster(levels=(level,), memory_bytes=100, kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=2.0)))
     with pytest.raises(InfeasibleError, match="no plan fits the memory of the cluster's GPUs"):
         solve(CHAIN, mixed)
 

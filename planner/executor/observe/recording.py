@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from planner.executor.communication.collect import gather_bytes
 from planner.formats.plan import Plan
-from planner.formats.timeline import LANES, Event, Events, Kind, Timeline
+from planner.formats.timeline import LANES, Event, EventKind, Events, Timeline
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 
 _ROUNDS = 8  # round trips per worker to compare clocks; the fastest of them counts
@@ -147,7 +147,7 @@ def _minibatch(instruction: Instruction, newest: int) -> int:
     return unit.minibatch if isinstance(unit, Unit) else newest
 
 
-def _event(rank: int, instruction: Instruction, kind: Kind, start_s: float, end_s: float) -> Event:
+def _event(rank: int, instruction: Instruction, kind: EventKind, start_s: float, end_s: float) -> Event:
     unit = getattr(instruction, "unit", None)
     if not isinstance(unit, Unit):
         unit = Unit(getattr(instruction, "round"))  # noqa: B009 - an attribute of those that have no unit
@@ -156,7 +156,7 @@ def _event(rank: int, instruction: Instruction, kind: Kind, start_s: float, end_
 
 
 @cache
-def _kind_of(name: str) -> Kind | None:
+def _kind_of(name: str) -> EventKind | None:
     """Return the kind of event of an instruction's class; None for gradients of shared weights, which are not drawn."""
     words = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
     return next((kind for kind in LANES if kind == words), None)

@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from planner.formats.timeline import LANES, LETTERS, Event, Kind, Timeline
+from planner.formats.timeline import LANES, LETTERS, Event, EventKind, Timeline
 from planner.report.svg.lanes import COLOURS, TEXTS, rows_of, shown_workers
 from planner.simulator.recorded import ROUNDS
 from planner.simulator.summary import Summary
 
-KINDS: tuple[Kind, ...] = tuple(LANES)
+KINDS: tuple[EventKind, ...] = tuple(LANES)
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
 
 

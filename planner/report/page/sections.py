@@ -9,7 +9,7 @@ from planner.analysis.compare import Comparison
 from planner.analysis.compare_runs import RunComparison
 from planner.analysis.sweep import Sweep
 from planner.formats.plan import Plan, Stage
-from planner.formats.timeline import Kind, Timeline
+from planner.formats.timeline import EventKind, Timeline
 from planner.report.page.elements import Part, bar, paragraph, swatch, table_html
 from planner.report.svg.lanes import COLOURS, TEXTS, colour_legend
 from planner.report.svg.sweep import sweep_svg
@@ -101,7 +101,7 @@ def stages_section(plan: Plan) -> str:
     return f'<ul class="legend">{colours}</ul><ul class="stages">{cards}</ul>'
 
 
-_PARTS: tuple[Kind, ...] = ("forward", "recompute", "backward", "update")
+_PARTS: tuple[EventKind, ...] = ("forward", "recompute", "backward", "update")
 
 
 def _card(plan: Plan, number: int, longest_s: float) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from planner.formats.timeline import LANES, Event, Kind, Lane, Timeline
+from planner.formats.timeline import LANES, Event, EventKind, Lane, Timeline
 
 MOST_WORKERS = 64  # on a page
 LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
 
 # White text on a colour has a contrast of 4.5 or more; the colour has 3 or more on white and on near-black (WCAG 2).
-COLOURS: dict[Kind, str] = {
+COLOURS: dict[EventKind, str] = {
     "forward": "#0072b2",
     "recompute": "#6a60c4",
     "backward": "#b84f00",
@@ -23,7 +23,7 @@ COLOURS: dict[Kind, str] = {
     "receive_gradient": "#c87420",
     "all_reduce": "#b0447d",
 }
-TEXTS: dict[Kind, str] = {
+TEXTS: dict[EventKind, str] = {
     "forward": "forward",
     "recompute": "recomputation",
     "backward": "backward",
@@ -47,7 +47,7 @@ def shown_workers(timeline: Timeline) -> tuple[int, ...]:
     return tuple(first[::step])
 
 
-def colour_legend(kinds: Iterable[Kind]) -> list[tuple[str, str]]:
+def colour_legend(kinds: Iterable[EventKind]) -> list[tuple[str, str]]:
     """List the colours of these kinds of events, each with what it stands for."""
     found: dict[str, dict[str, None]] = {}
     present = set(kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.formats.cluster import Cluster, Kind
+from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import Bottleneck, Plan, Stage
 from planner.report.tables.options import options_words
 from planner.report.tables.table import Table, named_values
@@ -63,7 +63,7 @@ def cluster_line(cluster: Cluster) -> str:
     return f"{levels}, {_memory(cluster.memory_bytes)}"
 
 
-def _kind(cluster: Cluster, kind: Kind) -> str:
+def _kind(cluster: Cluster, kind: DeviceKind) -> str:
     return f"{kind.count} of speed {kind.speed:g}, {_memory(cluster.memory_of(kind))}"
 
 

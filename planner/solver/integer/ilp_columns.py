@@ -16,7 +16,7 @@ from planner.cost.plan_price import versions_of
 from planner.cost.synchronous import SynchronousModel
 from planner.cost.work import Floats, Footprint, Integers, Work, in_flight_1f1b
 from planner.errors import InputError
-from planner.formats.cluster import Kind
+from planner.formats.cluster import DeviceKind
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.integer.request import Request
@@ -111,7 +111,7 @@ class Columns:
         state: int,
         others: Integers,
         number: int,
-        kind: Kind | None,
+        kind: DeviceKind | None,
         recompute: bool,
         work: Work,
         footprint: Footprint,
@@ -139,7 +139,7 @@ class Columns:
                     int(after[column]),
                 )
 
-    def _most_replicas(self, kind: Kind | None) -> int:
+    def _most_replicas(self, kind: DeviceKind | None) -> int:
         request = self.request
         most = {"naive": 1, "gpipe": request.microbatches, "1f1b-flush": request.microbatches}
         most |= {"2bw": request.microbatches}

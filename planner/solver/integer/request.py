@@ -9,7 +9,7 @@ from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
-from planner.formats.cluster import Cluster, Kind
+from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
 from planner.formats.plan import CostModelName, ScheduleName
 from planner.formats.profile import Profile
@@ -38,11 +38,11 @@ class Request:
         return self.model == "resource"
 
     @property
-    def kinds(self) -> tuple[Kind | None, ...]:
+    def kinds(self) -> tuple[DeviceKind | None, ...]:
         """The kinds of GPUs; None for the profiled one, when there is no other."""
         return self.cluster.kinds or (None,)
 
-    def count(self, kind: Kind | None) -> int:
+    def count(self, kind: DeviceKind | None) -> int:
         """GPUs of that kind."""
         return self.cluster.gpus if kind is None else kind.count
 

@@ -16,7 +16,7 @@ from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.pricing import price
 from planner.cost.synchronous import SynchronousModel
 from planner.errors import InputError
-from planner.formats.cluster import Cluster, Kind, Level, flat_cluster
+from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.plan import CostModelName, ScheduleName
 from planner.formats.profile import Profile
@@ -138,7 +138,7 @@ def every_plan(ledger: Ledger, cluster: Cluster) -> Iterator[tuple[Candidate, ..
     """All chains of cuts, with all replica counts of all kinds that the GPUs allow."""
     everything = frozenset(range(len(ledger.profile.layers)))
     cuts = downsets(ledger)
-    kinds: tuple[Kind | None, ...] = cluster.kinds or (None,)
+    kinds: tuple[DeviceKind | None, ...] = cluster.kinds or (None,)
     counts = [kind.count for kind in cluster.kinds] or [cluster.gpus]
 
     def extend(before: frozenset[int], left: list[int]) -> Iterator[tuple[Candidate, ...]]:
@@ -190,12 +190,12 @@ def constrained(draw: st.DrawFn) -> tuple[Profile, Cluster, Constraints]:
     names = [each.name for each in model.layers]
     some = st.lists(st.sampled_from(names), max_size=2, unique=True)
     gpus = draw(st.integers(1, 4))
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[DeviceKind, ...] = ()
     if gpus > 1 and draw(st.booleans()):
         first = draw(st.integers(1, gpus - 1))
         speeds = st.sampled_from([0.5, 1.0, 3.0])
         kinds = tuple(
-            Kind(count=count, speed=draw(speeds), memory_bytes=draw(memories)) for count in (first, gpus - first)
+            DeviceKind(count=count, speed=draw(speeds), memory_bytes=draw(memories)) for count in (first, gpus - first)
         )
     cluster = Cluster(
         levels=(Level(size=gpus, bandwidth_bytes_per_s=draw(bandwidths), latency_s=draw(latencies)),),
@@ -237,7 +237,7 @@ def test_constraints_and_kinds_against_every_plan(
 def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
     model = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"))
     cluster = Cluster(
-        levels=(Level(size=4, bandwidth_bytes_per_s=1e9),), kinds=(Kind(count=2, speed=2.0), Kind(count=2))
+        levels=(Level(size=4, bandwidth_bytes_per_s=1e9),), kinds=(DeviceKind(count=2, speed=2.0), DeviceKind(count=2))
     )
     constraints = Constraints(gpu_of={"a": 3, "c": 1})
     answer = solve_ilp(Request(Ledger(model), cluster, constraints=constraints), NO_HURRY, solver)
