@@ -1,4 +1,4 @@
-"""Quantities with units, converted once at the edge: everything inside is bytes, seconds and bytes per second.
+"""Parse and format quantities with units, at the edge: inside, all is bytes, seconds and bytes per second.
 
 GB = 10^9 bytes, GiB = 2^30 bytes; `bps` counts bits, `B/s` counts bytes.
 """
@@ -18,7 +18,7 @@ _NUMBER = r"(-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of "10Gbps", "10Gbit/s" (bits) or "1.25GB/s" (bytes).
+    """Return the bytes per second of "10Gbps", "10Gbit/s" (bits) or "1.25GB/s" (bytes).
 
     Raises:
         UnitError: when bits and bytes cannot be told apart, or the value is not positive.
@@ -33,7 +33,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "16GB" (16·10^9) or "16GiB" (16·2^30).
+    """Return the bytes of "16GB" (16·10^9) or "16GiB" (16·2^30).
 
     Raises:
         UnitError: when the unit is missing or the value is not positive.
@@ -46,7 +46,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "50us", "0.1ms" or "2s"; zero is allowed.
+    """Return the seconds of "50us", "0.1ms" or "2s"; zero is allowed.
 
     Raises:
         UnitError: when the unit is missing, or the time is negative.
@@ -60,17 +60,17 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """Bits per second for people: 1.25e9 -> "10 Gbps"."""
+    """Return a bandwidth for people, in bits per second: 1.25e9 -> "10 Gbps"."""
     return _scaled(bytes_per_s * 8, "bps")
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people, decimal prefixes: 1_500_000 -> "1.5 MB"."""
+    """Return bytes for people, with decimal prefixes: 1_500_000 -> "1.5 MB"."""
     return _scaled(count, "B")
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds for people: 0.0123 -> "12.3 ms"."""
+    """Return seconds for people: 0.0123 -> "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= size:
             return f"{_digits(seconds / size)} {unit}"
@@ -78,7 +78,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_s: float) -> str:
-    """A number per second for people: 12345.6 -> "12,346", 1.23456 -> "1.235"."""
+    """Return a number per second for people: 12345.6 -> "12,346", 1.23456 -> "1.235"."""
     return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
@@ -89,7 +89,7 @@ def _scaled(value: float, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three of them, never as 1e+03."""
+    """Return the number with three digits, never as 1e+03."""
     return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 

@@ -17,42 +17,39 @@ MOST_GPUS = 2**17  # a plan names every rank
 
 
 class Level(Record):
-    """One level of the hierarchy, inner to outer: groups of `size` members joined by links of this speed.
+    """One level of the hierarchy: groups of `size` members, joined by links of this speed.
 
-    `bandwidth_bytes_per_s` is what one member sends while it receives as much (full duplex);
-    `all_reduce_bandwidth_bytes_per_s` the same within an all-reduce, where it was measured to be another.
+    The members of the innermost level are devices, those of the next one are groups of devices, and so on.
     """
 
     size: Annotated[int, Field(ge=1)]
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
-    latency_s: Annotated[float, Field(ge=0)] = 0.0
-    all_reduce_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-    shared: bool = True
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]  # of a member's link in each direction (full duplex)
+    latency_s: Annotated[float, Field(ge=0)] = 0.0  # of a message
+    all_reduce_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # where measured to differ
+    shared: bool = True  # the devices of a member share its link; false: each has one of its own
 
 
 class DeviceKind(Record):
-    """Devices of one kind in a cluster that has several, on consecutive ranks."""
+    """Consecutive ranks with devices of one kind, in a cluster of several kinds."""
 
     count: Annotated[int, Field(ge=1)]
-    speed: Annotated[float, Field(gt=0)] = 1.0  # times as fast as the profiled device
-    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # of each; None for the cluster's
+    speed: Annotated[float, Field(gt=0)] = 1.0  # relative to the profiled device
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for that of the cluster
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
 
 
 class Cluster(Record):
-    """Devices are ranks 0..gpus-1, filled server by server; `memory_bytes` is per device, None for no limit.
+    """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after another.
 
-    `kinds`: where devices differ, all of them in the order of their ranks; empty where all are like the profiled one.
-
-    `overlap`: whether messages travel while devices compute. Not so on a CPU without a core to spare, where the
-    workers' own cores move the bytes.
+    Messages do not overlap with computation on a CPU without a core to spare: there, the workers' own cores move the
+    bytes.
     """
 
     schema_version: Literal[1] = 1
-    levels: Annotated[tuple[Level, ...], Field(min_length=1)]
-    memory_bytes: Annotated[int, Field(gt=0)] | None = None
-    overlap: bool = True
-    kinds: tuple[DeviceKind, ...] = ()
+    levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for no limit
+    overlap: bool = True  # messages travel while devices compute
+    kinds: tuple[DeviceKind, ...] = ()  # all devices by rank, where they differ; empty: all are like the profiled one
 
     @property
     def gpus(self) -> int:
@@ -60,7 +57,7 @@ class Cluster(Record):
         return math.prod(level.size for level in self.levels)
 
     def kind_of(self, rank: int) -> DeviceKind:
-        """What the device of this rank is; only where devices differ."""
+        """Return the kind of the device of this rank, in a cluster whose devices differ."""
         return next(kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks)
 
     @property
@@ -70,7 +67,7 @@ class Cluster(Record):
         return tuple(range(first, end) for first, end in pairwise(ends))
 
     def memory_of(self, kind: DeviceKind | None) -> int | None:
-        """Bytes of a device of that kind; None for no limit."""
+        """Return the memory of a device of that kind in bytes; None for no limit."""
         return self.memory_bytes if kind is None or kind.memory_bytes is None else kind.memory_bytes
 
     @model_validator(mode="after")
@@ -82,7 +79,7 @@ class Cluster(Record):
 
     @property
     def joined(self) -> tuple[Level, ...]:
-        """The levels that join more than one member; the innermost where none does."""
+        """The levels that join more than one member; the innermost if none does."""
         return tuple(level for level in self.levels if level.size > 1) or self.levels[:1]
 
     @property
@@ -100,10 +97,10 @@ def flat_cluster(
     all_reduce_bandwidth_bytes_per_s: float | None = None,
     overlap: bool = True,
 ) -> Cluster:
-    """A cluster of `gpus` devices, each on a link of its own.
+    """Return a cluster of `gpus` devices, each on a link of its own.
 
     Raises:
-        ClusterError: for a number of devices below one or beyond `MOST_GPUS`.
+        ClusterError: for less than one device, or more than `MOST_GPUS`.
     """
     level = Level(
         size=_checked(gpus),
@@ -123,7 +120,7 @@ def hierarchical_cluster(
     shared: bool = True,
     overlap: bool = True,
 ) -> Cluster:
-    """A cluster of groups of groups, inner to outer: sizes (4, 8) are 8 servers of 4 devices.
+    """Return a cluster of nested groups, inner to outer: sizes (4, 8) are 8 servers of 4 devices.
 
     Args:
         sizes: members of a group, per level.
@@ -134,7 +131,7 @@ def hierarchical_cluster(
         overlap: as for `Cluster`.
 
     Raises:
-        ClusterError: when the lists differ in length, or the devices are none or too many.
+        ClusterError: for lists of different lengths, for less than one device, and for more than `MOST_GPUS`.
     """
     latencies_s = latencies_s or (0.0,) * len(sizes)
     for values, what in ((bandwidths_bytes_per_s, "bandwidths"), (latencies_s, "latencies")):

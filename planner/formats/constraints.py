@@ -1,6 +1,6 @@
-"""What a plan must respect beside memory: `constraints.json`, or the options of `plan solve`.
+"""Constraints on a plan beside memory: `constraints.json`, or the options of `plan solve`.
 
-Written by people. Layers are called by their names in the profile; stages and GPUs are counted from 0.
+People write them. Layers have their names in the profile; stages and GPUs count from 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEDY = "see constraints.json in the file formats"
 
 
 class Constraints(Record):
-    """What the chosen plan must respect."""
+    """Constraints that the chosen plan must meet."""
 
     schema_version: Literal[1] = 1
     stage_of: dict[str, Index] = Field(default={})  # layer to the number of its stage
@@ -31,11 +31,11 @@ class Constraints(Record):
 
     @property
     def empty(self) -> bool:
-        """Whether every plan respects them."""
+        """Whether there are no constraints, so that every plan meets them."""
         return self == Constraints()
 
     def check(self, profile: Profile, cluster: Cluster) -> None:
-        """Refuse what names layers, stages or GPUs that do not exist.
+        """Refuse constraints on layers, stages or GPUs that do not exist.
 
         Raises:
             InputError: naming them.
@@ -58,7 +58,10 @@ class Constraints(Record):
                     )
 
     def groups(self, profile: Profile) -> list[frozenset[int]]:
-        """Positions of layers that no cut may separate, among them what the profile itself forbids; each layer once."""
+        """Return the groups of layers, by position, that no cut may separate; each layer is in exactly one.
+
+        Cuts that the profile itself forbids count, too.
+        """
         position = {layer.name: index for index, layer in enumerate(profile.layers)}
         joined = [{position[name] for name in group} for group in self.together if group]
         ends = (position[name] for name in (*profile.no_cut_after, *self.no_cut_after))
@@ -73,10 +76,10 @@ class Constraints(Record):
         return sorted((frozenset(group) for group in merged), key=min)
 
     def as_forbidden_cuts(self, profile: Profile, *, in_order: bool) -> Profile | None:
-        """The profile whose `no_cut_after` says all that these constraints say, or None where it cannot.
+        """Return a profile whose `no_cut_after` says all that these constraints say, or None if it cannot.
 
         Args:
-            in_order: stages are runs of consecutive layers, so that layers of one stage have those between with them.
+            in_order: stages are runs of consecutive layers, so two layers share a stage with all layers between them.
         """
         if self.stage_of or self.gpu_of:
             return None

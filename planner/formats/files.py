@@ -1,4 +1,4 @@
-"""Reading and writing the JSON files: validated on load, moved into place when complete."""
+"""Read and write the JSON files: they are validated on load, and moved into place when complete."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ RecordT = TypeVar("RecordT", bound="Record")
 
 
 class Record(BaseModel):
-    """Base of everything in a file: immutable, and a misspelt or unknown field is an error."""
+    """Base of every record in a file: immutable; an unknown field is an error, because it may be a misspelt one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def refuse_max_load(value: object) -> object:
-    """Refuse what files of version 0.1 could say of plans for the max-load objective, and nothing else.
+    """Refuse what version 0.1 wrote for plans of the max-load objective, and accept all else.
 
     Raises:
-        ValueError: saying where that objective is now.
+        ValueError: saying where that objective moved.
     """
     if value is False or value == "max-load":
         raise ValueError(
@@ -62,7 +62,7 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         raise error(f"'{path}' is not JSON: {cause}", hint=remedy) from None
     if not isinstance(content, dict):
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
-    # Checked before the fields: another version's fields are not this version's mistakes.
+    # Checked before the fields: a field of another version is not a misspelt one.
     expected = record.model_fields["schema_version"].default if "schema_version" in record.model_fields else None
     if expected is not None and content.get("schema_version") != expected:
         raise error(
@@ -80,7 +80,7 @@ def save_record(record: Record, path: Path | str) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write UTF-8 as `write_bytes` writes."""
+    """Write `text` in place of `path`, as UTF-8; see `write_bytes`."""
     write_bytes(path, text.encode())
 
 
@@ -96,16 +96,16 @@ def write_bytes(path: Path | str, content: bytes) -> None:
             temporary.write_bytes(content)
     except OSError as cause:
         raise PlannerError(
-            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place with -o"
+            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place to write to"
         ) from None
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write under: the file moves into place, whole and on disk, as the block ends.
+    """Yield a temporary file beside `path` to write to; when the block ends, it is flushed to disk and replaces `path`.
 
-    Folders on the way are made. When the block or the move fails, an older file stays as it was, and nothing else is
-    left behind.
+    Missing folders are made. If the block or the replacement fails, the old file stays as it was and the temporary one
+    is removed.
 
     Raises:
         OSError: when the disk is full or the folder cannot be written.
@@ -118,7 +118,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        # mkstemp makes private files; results are ordinary ones.
+        # mkstemp makes files that only their owner may read; results are ordinary files.
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     except BaseException:
@@ -127,13 +127,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    mask = os.umask(0)  # there is no way to read it without setting it
     os.umask(mask)
     return mask
 
 
 def first_problem(cause: ValidationError) -> str:
-    """The place, the value, and what is wrong with it."""
+    """Return the first problem in a sentence: the field, its value, and what is wrong with it."""
     problem = cause.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     message = problem["msg"].removeprefix("Value error, ")

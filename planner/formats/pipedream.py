@@ -1,12 +1,12 @@
-"""Profiles that PipeDream published, in its graph.txt format.
+"""Read and write profiles in the format of those that PipeDream published, graph.txt.
 
     node7 -- LSTM(2048, 1024) -- forward_compute_time=3.19, backward_compute_time=5.348, activation_size=[6.0; 1.0], ...
     <TAB>node6 -- node7
 
-Times are in milliseconds, sizes in bytes; a list of sizes sums. Lines may come in any order. Sources whose
-description starts with "Input" are data, which every stage reads by itself, and `__getitem__` nodes that nobody uses
-are bookkeeping: both are left out, as the published optimizer does. The format says neither the batch size nor the
-dtype nor which parameters are tied, so that such a profile can be planned with but not trained with.
+Times are in milliseconds, sizes in bytes; a list of sizes means their sum. Lines may come in any order. Sources whose
+description starts with "Input" are data, which every stage reads by itself, and unused `__getitem__` nodes are
+bookkeeping: both are left out, as in the published optimizer. The format has no batch size, no dtype and no tied
+parameters, so such a profile is enough for planning but not for training.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def load_graph_txt(path: Path) -> Profile:
 
 
 def graph_txt(profile: Profile) -> str:
-    """`profile` in PipeDream's format, for its optimizer and tools that read it.
+    """Return `profile` in PipeDream's format, for its optimizer and tools that read it.
 
-    The format has one backward time and one size per layer: the optimizer's step counts as backward. Values of one
-    layer that go to different layers get a `__getitem__` node each; what no gradient returns for cannot be told.
+    The format has one backward time per layer, which includes the optimizer's step, and one output size. If a layer's
+    values go to different layers, each gets a `__getitem__` node. The format cannot say that a value has no gradient.
     """
     if profile.provenance.source == "imported":
         names = {layer.name: layer.name for layer in profile.layers}
@@ -105,7 +105,7 @@ def _node_line(profile: Profile, layer: Layer, node: str) -> str:
     description = layer.op if layer.name == node else f"{layer.op}({layer.name})"
     description = re.sub(r"\s+", " ", description).replace(" -- ", " - ")
     if description.startswith(("Input", "__getitem__")) and profile.provenance.source != "imported":
-        description = f"_{description}"  # these names say something else in the format
+        description = f"_{description}"  # those names have a meaning in the format
     sizes = [str(value.output_bytes) for value in layer.outputs]
     if not sizes and profile.provenance.source == "imported":
         sizes = [str(layer.saved_bytes)]
@@ -144,7 +144,7 @@ def _parse(path: Path, lines: list[str]) -> tuple[dict[str, _Node], set[tuple[st
 
 def _node(path: Path, number: int, line: str) -> _Node:
     parts = line.strip().split(" -- ")
-    if len(parts) not in (3, 4):  # a fourth is the stage that the optimizer chose
+    if len(parts) not in (3, 4):  # the fourth is the stage that the optimizer chose
         raise ProfileError(f"'{path}', line {number}: '{_short(line)}' is not a node", hint=_HINT)
     fields = dict(part.split("=", 1) for part in parts[2].split(", ") if "=" in part)
     numbers = {}
@@ -165,7 +165,7 @@ def _node(path: Path, number: int, line: str) -> _Node:
 def _without_bookkeeping(
     nodes: dict[str, _Node], edges: set[tuple[str, str]]
 ) -> tuple[dict[str, _Node], set[tuple[str, str]]]:
-    """Drop inputs, then `__getitem__` nodes that nobody uses; once, as the published optimizer does."""
+    """Drop inputs and unused `__getitem__` nodes, in one pass as the published optimizer does."""
     targets, sources = {target for _, target in edges}, {source for source, _ in edges}
     unwanted = {
         name
@@ -178,7 +178,7 @@ def _without_bookkeeping(
 
 
 def _execution_order(path: Path, nodes: Iterable[str], edges: set[tuple[str, str]]) -> list[str]:
-    """A topological order that follows the numbers in the names, which is the order of execution."""
+    """Return the topological order that follows the numbers in the names: they count in the order of execution."""
     sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter({name: set() for name in nodes})
     for source, target in edges:
         sorter.add(target, source)

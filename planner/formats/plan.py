@@ -1,6 +1,6 @@
-"""The Plan: which layers form which stage, on which ranks, under which schedule, and what that should give.
+"""The Plan: which layers form which stage, on which ranks, under which schedule, and what to expect of it.
 
-Written by `plan solve`, run by `plan train`. The rules that make a plan valid stand here, where no solver owns them.
+`plan solve` writes it, `plan train` runs it. What makes a plan valid is checked here, whoever made the plan.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CostModelName = Literal["resource", "pipedream", "paper"]
 
 
 class StageMemory(Record):
-    """Bytes one replica of a stage needs at its peak, by use."""
+    """Peak memory of one replica of a stage, by use."""
 
-    weights_bytes: Bytes  # all versions
+    weights_bytes: Bytes  # all weight versions
     gradients_bytes: Bytes
     optimizer_bytes: Bytes
     buffers_bytes: Bytes
-    activations_bytes: Bytes  # saved for backward, all minibatches in flight
+    activations_bytes: Bytes  # saved for backward, over all minibatches in flight
     communication_bytes: Bytes
 
     @property
@@ -43,14 +43,13 @@ class Stage(Record):
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
-    in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) between forward and backward, per replica
-    recompute: bool = False  # keeps its input only, and runs its forward again for each backward
-    forward_s: Seconds  # one microbatch on one replica
+    in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
+    recompute: bool = False  # keeps only its inputs, and runs its forward again before each backward
+    forward_s: Seconds  # of one microbatch on one replica
     backward_s: Seconds
     update_s: Seconds
-    accumulate_s: Seconds = 0.0  # more for all backwards of a minibatch but the first: they add up gradients
-    # Of replicas: from the start of a backward until each of equal parts of the gradients can be all-reduced.
-    ready_s: tuple[Seconds, ...] = ()
+    accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
+    ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each of equal parts of gradients is complete
     memory: StageMemory
 
     @property
@@ -60,15 +59,15 @@ class Stage(Record):
 
     @property
     def compute_s(self) -> float:
-        """One microbatch on one replica: forward, once more where the stage recomputes, backward and update."""
+        """Time of one microbatch on one replica: forward, recomputation if any, backward and update."""
         return self.forward_s * (1 + self.recompute) + self.backward_s + self.update_s
 
 
 class Transfer(Record):
     """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
 
-    A value used by several later stages travels along them: each user hands it to the next, and gradients add up
-    on the way back. So what a stage sends depends on its own layers only, and no value crosses a link twice.
+    A value that several later stages use travels along them: each user passes it on to the next, and gradients add up
+    on the way back. So what a stage sends depends only on its own layers, and no value crosses a link twice.
     """
 
     source: Annotated[int, Field(ge=0)]
@@ -79,34 +78,35 @@ class Transfer(Record):
 
 
 class Shared(Record):
-    """Weights that two stages hold, each a copy of its own, and whose gradients they tell each other."""
+    """Weights that two stages share: each has a copy, and they exchange its gradients."""
 
     stages: tuple[int, int]
     weights: Annotated[tuple[str, ...], Field(min_length=1)]
-    gradient_bytes: Bytes  # at most: profiles know the bytes of layers, not of single weights
+    gradient_bytes: Bytes  # an upper bound: profiles know the bytes of layers, not of single weights
 
 
 class Bottleneck(Record):
     """The resource that limits the pipeline."""
 
     stage: int
-    # shared_link: of the server that holds most of the stage; boundary: the cut after it, in the published cost models
+    # shared_link: the link of the server that holds most of the stage; boundary: the cut after the stage, in published
+    # cost models
     resource: Literal["compute", "link", "shared_link", "boundary"]
     busy_s: Seconds  # per minibatch
 
 
 class Prediction(Record):
-    """What to expect of the plan, in steady state."""
+    """What to expect of the plan in steady state."""
 
     seconds_per_minibatch: Seconds
-    by: Literal["simulation", "cost model"] = "cost model"  # for published ones, and where simulating takes too long
-    samples_per_s: Annotated[float, Field(gt=0)] | None  # None when the profile does not know its batch size
+    by: Literal["simulation", "cost model"] = "cost model"  # if the cost model is published, or simulation too slow
+    samples_per_s: Annotated[float, Field(gt=0)] | None  # None if the profile does not know its batch size
     bottleneck: Bottleneck
     speedup_over_one_gpu: float
     speedup_over_data_parallel: float
     communication_bytes_per_sample: float | None
     data_parallel_communication_bytes_per_sample: float | None
-    communication_cut: float | None = None  # share of data parallel's bytes that the plan does not send
+    communication_cut: float | None = None  # share of data parallelism's bytes that the plan avoids
 
 
 class SolverReport(Record):
@@ -115,12 +115,12 @@ class SolverReport(Record):
     name: str
     cost_model: Annotated[CostModelName, BeforeValidator(refuse_max_load)]
     status: Literal["optimal", "feasible"]
-    lower_bound_s: Seconds  # per minibatch, of the busiest resource of any plan, by the cost model
+    lower_bound_s: Seconds  # per minibatch: no plan is faster by the cost model
     gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds
-    cost_model_s: Seconds | None = None  # per minibatch, what the cost model says of this plan
-    simulated: Annotated[int, Field(ge=0)] = 0  # candidates
-    exhausted: bool = True  # no candidate was left that could have been faster, by the cost model, than this plan is
+    cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model
+    simulated: Annotated[int, Field(ge=0)] = 0  # number of candidates that were simulated
+    exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
 
 
 class Plan(Record):
@@ -129,7 +129,7 @@ class Plan(Record):
     schema_version: Literal[1] = 1
     model: str
     profile_digest: str
-    graph_hash: str | None  # as in the profile; None: from an imported profile, cannot be trained
+    graph_hash: str | None  # as in the profile; None for an imported profile, whose plans cannot be trained
     autocast: Autocast | None = None  # stages run under torch.autocast
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
@@ -163,7 +163,7 @@ class Plan(Record):
         return len(self.stages) // len({stage.ranks for stage in self.stages})
 
     def memory_bytes(self, stage: int) -> int:
-        """Peak bytes of each worker that runs the stage, its other stages included."""
+        """Return the peak bytes of each worker that runs the stage, including its other stages."""
         ranks = self.stages[stage].ranks
         return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
 
@@ -185,7 +185,7 @@ class Plan(Record):
 
 
 def config_of(replicas: tuple[int, ...]) -> str:
-    """The published notation: (7, 1) -> "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline."""
+    """Return PipeDream's notation: (7, 1) is "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline."""
     return "-".join(map(str, replicas))
 
 
@@ -214,7 +214,7 @@ def _check_ranks(plan: Plan) -> None:
             raise ValueError(f"the replicas {plan.config} differ, which those of an interleaved plan must not")
         stages = stages[:workers]
     ranks = list(chain.from_iterable(stages))
-    if plan.cluster.kinds:  # some devices may have nothing to do
+    if plan.cluster.kinds:  # a plan may leave slow devices idle
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
             raise ValueError(f"the stages' ranks {ranks} are not ranks of the cluster, each at most once")
     elif sorted(ranks) != list(range(len(ranks))):

@@ -1,8 +1,8 @@
-"""The Profile: what each layer of a model costs on a device. Written by `plan profile`, read by `plan solve`.
+"""The Profile: what each layer of a model costs on a device. `plan profile` writes it, `plan solve` reads it.
 
-Layers stand in execution order, which is a topological order of the graph: an edge goes from an earlier to a
-later layer. Model inputs are no layers and no edges: every stage that needs one reads it from the data itself.
-The loss, when the model file defines one, is the last layer.
+Layers are in execution order, which is a topological order of the graph: edges go from earlier to later layers. Model
+inputs are neither layers nor edges: each stage that needs one reads it from the data itself. If the model file defines
+a loss, it is the last layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REMEDY = "make a profile with: plan profile model.py"
 
 
 class Value(Record):
-    """A tensor that a layer hands to later layers; bytes are for one microbatch."""
+    """A tensor that a layer passes to later layers; bytes are for one microbatch."""
 
     name: str
     output_bytes: Bytes
@@ -37,29 +37,28 @@ class Layer(Record):
     """The unit that a plan assigns to stages: a group of operations, usually a leaf module."""
 
     name: str  # unique; the module path where there is one
-    op: str  # what it is, for people: "Conv2d", "aten.add"
+    op: str  # the kind of layer, for people: "Conv2d", "aten.add"
     forward_s: Seconds
     backward_s: Seconds
     update_s: Seconds  # the optimizer's step on this layer's parameters
-    # As for every microbatch of a minibatch but its first. It moves the bytes of all gradients once more, however few
-    # samples a microbatch has: it is no share of the other times.
-    accumulate_s: Seconds = 0.0  # by which a backward takes longer that adds to gradients; 0 also where not measured
+    # Every microbatch of a minibatch accumulates, except the first. This moves the bytes of all gradients once more,
+    # however few samples a microbatch has, so it is not proportional to the other times.
+    accumulate_s: Seconds = 0.0  # extra time of a backward for gradient accumulation; 0 also where not measured
     forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
     backward_spread_s: Seconds = 0.0
-    forward_thread_s: Seconds | None = None  # time on the processor, on a CPU: what other processes do does not count
+    forward_thread_s: Seconds | None = None  # on a CPU: processor time, without the time that other processes had
     backward_thread_s: Seconds | None = None
     accumulate_thread_s: Seconds | None = None
-    outputs: tuple[Value, ...] = ()  # values that some later layer uses
+    outputs: tuple[Value, ...] = ()  # values that later layers use
     weight_bytes: Bytes = 0  # parameters, trainable or not; tied parameters count in the first layer that uses them
     gradient_bytes: Bytes = 0  # the trainable part of weight_bytes
     optimizer_bytes: Bytes = 0  # state of the user's optimizer
     buffer_bytes: Bytes = 0
     saved_bytes: Bytes = 0  # kept from forward to backward for one microbatch, weights excluded
-    # The most that its forward or its backward has allocated at once, beyond the weights, the gradients of weights, and
-    # what is kept of this layer and of earlier ones: gradients of activations, results not kept, what kernels work in.
-    workspace_bytes: Bytes = 0  # for one microbatch; 0 also where it was not measured
-    # The most that the optimizer's step on its weights has allocated at once, beyond what it keeps.
-    update_workspace_bytes: Bytes = 0
+    # Beyond weights, their gradients and saved activations: gradients of activations, results that are not kept, and
+    # workspaces of kernels.
+    workspace_bytes: Bytes = 0  # peak of temporary memory in forward or backward, per microbatch; 0 if not measured
+    update_workspace_bytes: Bytes = 0  # peak of temporary memory in the optimizer's step
     parameters: tuple[str, ...] = ()  # fully qualified names
 
 
@@ -72,17 +71,17 @@ class Edge(Record):
 
 
 class Device(Record):
-    """What the times were measured on, or estimated for."""
+    """The device that the times were measured on, or estimated for."""
 
     kind: str  # "cpu", "cuda"
     name: str
     threads: Annotated[int, Field(ge=1)] | None = None  # intra-op threads, on a CPU
-    processes: Annotated[int, Field(ge=1)] | None = None  # that trained at the same time, the measured one included
+    processes: Annotated[int, Field(ge=1)] | None = None  # training at the same time, the measured one included
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
 
 
 class WholeStep(Record):
-    """One training step measured unsplit: how far the sum of the layers is from the truth."""
+    """One training step of the unsplit model, to compare with the sum of the layers."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -92,22 +91,23 @@ class WholeStep(Record):
 
 
 class Compiled(Record):
-    """How layers were timed where torch.compile fuses them, so that no time is any one layer's alone.
+    """How layers were timed under torch.compile, which fuses them so that a time belongs to several layers.
 
-    Runs of layers were compiled and timed one behind the other in whole steps. A layer's time is its share of the
-    uncompiled time of its run, times that of the compiled run; all are then scaled so that they add up to the whole
-    model compiled at once. Where a file names blocks, each is compiled and timed by itself, and nothing is scaled.
+    Runs of consecutive layers were compiled and timed, one after another in whole steps. A layer's time is the time of
+    its compiled run, times the layer's share of the uncompiled run; all times are then scaled so that they add up to
+    the whole model compiled at once. If the model file names blocks, each is compiled and timed by itself, and nothing
+    is scaled.
     """
 
     runs: tuple[str, ...]  # the first layer of each
-    runs_forward_s: Seconds  # of all runs, before the last scaling
+    runs_forward_s: Seconds  # sum over the runs, before scaling
     runs_backward_s: Seconds
     uncompiled_forward_s: Seconds  # of the whole step
     uncompiled_backward_s: Seconds
 
 
 class Provenance(Record):
-    """Where the numbers come from."""
+    """How the numbers were obtained."""
 
     tool: str
     torch: str | None = None
@@ -121,17 +121,17 @@ class Profile(Record):
 
     schema_version: Literal[1] = 1
     model: str
-    graph_hash: str | None = None  # of the captured graph; None for imported profiles
+    graph_hash: str | None = None  # hash of the captured graph; None for imported profiles
     device: Device
     dtype: str | None = None
-    autocast: Autocast | None = None  # measured, and to be trained, under torch.autocast
-    memory_format: MemoryFormat | None = None  # of weights and images; None for as the model makes them
-    compiled: Compiled | None = None  # measured, and to be trained, through torch.compile
+    autocast: Autocast | None = None  # measured under torch.autocast, and to be trained so
+    memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
+    compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
-    tied_parameters: tuple[tuple[str, ...], ...] = ()  # groups of names of one and the same parameter
+    tied_parameters: tuple[tuple[str, ...], ...] = ()  # each group: the names of one and the same parameter
     whole_step: WholeStep | None = None
     provenance: Provenance
 
@@ -160,14 +160,14 @@ class Profile(Record):
 
     @property
     def trainable(self) -> bool:
-        """Whether there is a model to train behind the profile: an imported profile has costs only."""
+        """Whether there is a model to train: an imported profile has only costs."""
         return self.graph_hash is not None
 
     @property
     def digest(self) -> str:
         """SHA-256 of the content: two profiles with the same digest are the same profile.
 
-        What is not there does not count, so that fields to come leave the digests of older profiles as they are.
+        Fields without a value do not count, so that new fields do not change the digests of older profiles.
         """
         known = any(layer.accumulate_s for layer in self.layers)
         unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}

@@ -1,4 +1,4 @@
-"""Weights that several stages of a plan share: which, and what stands in the way of training them."""
+"""Find the weights that several stages share, and what prevents training them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SharedWeight:
     stages: tuple[int, int]
 
     def sentence(self, why: str) -> str:
-        """That it is shared, and what follows."""
+        """Return a sentence that says who shares the weight, and ends in `why`."""
         return (
             f"stages {self.stages[0]} and {self.stages[1]} share the weight '{self.name}' of the layers "
             f"'{self.layers[0]}' and '{self.layers[1]}'{why}"
@@ -27,20 +27,20 @@ class SharedWeight:
 
     @property
     def together(self) -> str:
-        """How to keep it in one stage."""
+        """How to keep the weight in one stage."""
         return f"solve with `together={self.layers[0]},{self.layers[1]}`"
 
 
 def shared_weights(
     stages: Sequence[Sequence[str]], parameters: Mapping[str, Collection[str]]
 ) -> Iterator[SharedWeight]:
-    """Every weight that two stages use, for each two of them.
+    """Yield every weight that two stages use, once for each two of them.
 
     Args:
-        stages: the names of each one's layers.
-        parameters: of each layer, the first name standing for all of a tied one.
+        stages: the names of each stage's layers.
+        parameters: the names of each layer's parameters, with the first name for all names of a tied one.
     """
-    users: dict[str, dict[int, str]] = {}  # by weight, the stages that use it and the first layer of each that does
+    users: dict[str, dict[int, str]] = {}  # weight -> stages that use it -> the first layer that does
     for number, layers in enumerate(stages):
         for layer in layers:
             for name in sorted(parameters.get(layer, ())):
@@ -51,19 +51,19 @@ def shared_weights(
 
 
 def trained_parameters(profile: Profile) -> dict[str, set[str]]:
-    """Each layer's parameters that are trained; the bytes of a tied one count in the first layer that has it."""
+    """Return the trained parameters of each layer, including tied ones whose bytes count in an earlier layer."""
     trained = {name for layer in profile.layers if layer.gradient_bytes for name in layer.parameters}
     return {layer.name: trained.intersection(layer.parameters) for layer in profile.layers}
 
 
 def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
-    """For each stage, the layers of earlier stages whose trained weights it holds again.
+    """Return, for each stage, the layers of earlier stages whose trained weights it copies.
 
-    Profiles know the cost of layers, not of weights: a copy counts as all of the first layer that has the weight.
+    Profiles know the cost of layers, not of weights: a copy counts as the whole first layer that has the weight.
 
     Args:
         profile: of the model.
-        stages: the names of each one's layers.
+        stages: the names of each stage's layers.
     """
     layer_of = {layer.name: layer for layer in profile.layers}
     copied: list[set[str]] = [set() for _ in stages]
@@ -74,15 +74,15 @@ def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[lis
 
 
 def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | None:
-    """Why `plan train` cannot keep the copies of shared weights equal, and a hint; None where it can."""
+    """Return why training cannot keep the copies of shared weights equal, with a hint; None if it can."""
     for weight in shared:
         counts = [plan.stages[stage].replicas for stage in weight.stages]
         if plan.schedule == "1f1b" and counts[0] != counts[1]:
             why = (
                 f", but under 1f1b update it after {counts[0]} and {counts[1]} minibatches, so that copies would differ"
             )
-            return weight.sentence(why), f"{weight.together}; or take a schedule that drains, such as 1f1b-flush"
+            return weight.sentence(why), f"{weight.together}; or with `schedule=1f1b-flush`, which is synchronous"
         if plan.vertical_sync:
-            why = ", whose gradients are applied later than those of other weights, against vertical sync"
-            return weight.sentence(why), f"{weight.together}; or leave `vertical_sync` out"
+            why = ", whose gradients are applied later than those of other weights, which contradicts vertical sync"
+            return weight.sentence(why), f"{weight.together}; or leave out `vertical_sync`"
     return None

@@ -1,7 +1,6 @@
-"""The Timeline: what every worker of a pipeline did, and when, simulated or measured.
+"""The Timeline: what every worker of a pipeline did and when, simulated or measured.
 
-Made by the simulator and by training runs alike, so that predicted and measured can be laid over each other. It is a
-plain record: it knows nothing of who made it.
+The simulator and training runs make the same record, so that the two can be compared event by event.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ EventKind = Literal[
     "forward",
     "recompute",
     "backward",
-    "backward_input",  # of schedules that split the backward: what earlier stages wait for
-    "backward_weight",  # and the rest of it
+    "backward_input",  # where the schedule splits the backward: gradients of inputs, which earlier stages wait for
+    "backward_weight",  # the other part: gradients of weights
     "update",
     "send_activation",
     "send_gradient",
@@ -64,8 +63,8 @@ LETTERS: dict[EventKind, str] = {
 class Event(NamedTuple):
     """Something that a worker, or one of its links, did from `start_s` to `end_s`.
 
-    Messages: for as long as the bytes are on the link; `peer_rank` and `peer_stage` are at the other end.
-    Updates and all-reduces happen once per round: their `minibatch` is the round's number, their `microbatch` 0.
+    A message lasts as long as its bytes are on the link; `peer_rank` and `peer_stage` are its other end. Updates and
+    all-reduces happen once per round: their `minibatch` is the number of the round, their `microbatch` is 0.
     """
 
     rank: int
@@ -80,17 +79,17 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """What of the worker was busy."""
+        """The part of the worker that was busy."""
         return LANES[self.kind]
 
 
 class Events(Record):
-    """Events, a list per field: a long run has hundreds of thousands. Times count from the first computation."""
+    """Events, as one list per field because there may be hundreds of thousands. The first computation is at time 0."""
 
     rank: tuple[int, ...]
     kind: tuple[EventKind, ...]
     stage: tuple[int, ...]
-    minibatch: tuple[int, ...]  # of updates and all-reduces: the round
+    minibatch: tuple[int, ...]  # for updates and all-reduces, the round
     microbatch: tuple[int, ...]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
@@ -99,18 +98,18 @@ class Events(Record):
 
     @classmethod
     def of(cls, rows: Iterable[Event]) -> Events:
-        """Events one by one, in any order; the record has them by their start."""
+        """Return the record of `rows`, which may be in any order, sorted by start."""
         ordered = sorted(rows, key=lambda event: (event.start_s, event.rank, event.end_s))
         columns = zip(*ordered, strict=True) if ordered else ((),) * len(Event._fields)
         fields: dict[str, Any] = dict(zip(Event._fields, columns, strict=True))
-        # Built from typed rows: checking hundreds of thousands of them once more would take a second.
+        # Rows are typed already, and validating hundreds of thousands of them would take a second.
         return cls.model_construct(**fields)
 
     def __len__(self) -> int:
         return len(self.rank)
 
     def rows(self) -> Iterator[Event]:
-        """The events one by one, by their start."""
+        """Yield the events one by one, sorted by start."""
         return map(Event._make, zip(*(getattr(self, name) for name in Event._fields), strict=True))
 
     @model_validator(mode="after")
@@ -125,7 +124,7 @@ class Events(Record):
 
 
 class MemoryCurve(Record):
-    """What a worker holds: `held_bytes[i]` from `time_s[i]` on."""
+    """Memory of a worker over time: it holds `held_bytes[i]` from `time_s[i]` on."""
 
     rank: int
     time_s: tuple[float, ...]
@@ -140,15 +139,15 @@ class MemoryCurve(Record):
 
 
 class LinkUse(Record):
-    """When one direction of a link carried something: from `start_s[i]` to `end_s[i]`, one after the other."""
+    """Intervals in which one direction of a link was busy: from `start_s[i]` to `end_s[i]`, one after another."""
 
     name: str  # "worker 3 sends", "workers 4-7 together send"
-    rank: int | None = None  # whose own link it is; null for one that several workers share
-    sends: bool = True  # away from the worker or workers, or towards them
+    rank: int | None = None  # of the worker whose own link it is; None for a link that several workers share
+    sends: bool = True  # away from the worker or workers; false: towards them
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
-    share: tuple[float, ...] = ()  # of the bandwidth, that was used then on average; all of it where none are given
+    share: tuple[float, ...] = ()  # mean share of the bandwidth in use; empty: all of it
 
     @model_validator(mode="after")
     def _check(self) -> LinkUse:
@@ -173,8 +172,8 @@ class Timeline(Record):
     microbatch_size: int | None = None  # samples
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
     events: Events
-    memory: tuple[MemoryCurve, ...] = ()  # none where it was not looked at
-    links: tuple[LinkUse, ...] = ()  # none where only the workers' ends were looked at
+    memory: tuple[MemoryCurve, ...] = ()  # empty if not recorded
+    links: tuple[LinkUse, ...] = ()  # empty if only workers were recorded
 
     @classmethod
     def of_plan(
@@ -188,7 +187,7 @@ class Timeline(Record):
         memory: tuple[MemoryCurve, ...] = (),
         links: tuple[LinkUse, ...] = (),
     ) -> Timeline:
-        """A run of `plan` that had these `events`."""
+        """Return the timeline of a run of `plan`."""
         return cls(
             source=source,
             model=plan.model,
@@ -211,19 +210,19 @@ class Timeline(Record):
 
     @property
     def pipeline_length(self) -> int:
-        """Stages on workers of their own; those beyond are further chunks of the same workers."""
+        """Number of stages in the pipeline; any more are further chunks on the same workers."""
         return len(set(self.ranks))
 
     @property
     def span_s(self) -> float:
-        """From 0 to the end of the last event."""
+        """Time from 0 to the end of the last event."""
         return max(self.events.end_s, default=0.0)
 
     def name_of(self, event: Event) -> str:
-        """As the schedules are drawn: "F3", "B3.1" for microbatch 1 of 3, "F3'" in a worker's second chunk.
+        """Return the event's name in drawings: "F3", "B3.1" for microbatch 1 of minibatch 3, "F3'" in a second chunk.
 
-        F forward, R recomputation, B backward, W its part for the weights alone, U update, S all-reduce (sum), A
-        activations and G gradients of the minibatch.
+        F is forward, R recomputation, B backward (or its part for inputs), W the backward's part for weights, U update,
+        S all-reduce (sum), A a message of activations, G one of gradients.
         """
         once = event.kind in ("update", "all_reduce") or self.microbatches == 1
         unit = f"{event.minibatch}" if once else f"{event.minibatch}.{event.microbatch}"
@@ -247,5 +246,5 @@ def load_timeline(path: Path | str) -> Timeline:
 
 
 def save_timeline(timeline: Timeline, path: Path | str) -> None:
-    """Write `timeline` to `path` atomically, without line breaks: one number per line is for people."""
+    """Write `timeline` to `path` atomically, on one line, because nobody reads this many numbers."""
     write_text(path, timeline.model_dump_json() + "\n")

@@ -55,7 +55,7 @@ def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path
     refused = plan(tmp_path, "train", "model.py", "--steps", "2")
     assert refused.returncode == 2
     assert "error: stages 0 and 1 share the weight 'embedding.weight'" in refused.stderr
-    assert "hint: solve with --colocate embedding,head; or leave --vertical-sync out" in refused.stderr
+    assert "hint: solve with --colocate embedding,head; or leave out --vertical-sync" in refused.stderr
     together = plan(tmp_path, *solve, "--colocate", "embedding,head")
     assert together.returncode == 0, together.stderr
     assert "share" not in together.stderr
