@@ -16,9 +16,9 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import parse_dtype
-from planner.profiler.estimated.estimate import estimate_profile
-from planner.profiler.measured.profile import profile_model
-from planner.profiler.measured.steps import Progress
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.profiler.measured.steps import ProgressCallback
 from planner.schedule.shape import check_accumulate
 from planner.simulator.plan import simulated_s
 
@@ -35,7 +35,7 @@ def profile(
     memory_format: MemoryFormat | None = None,
     compiled: bool = False,
     processes: int = 1,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training on this device.
 
@@ -56,19 +56,9 @@ def profile(
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: when there is no such device, or a number makes no sense.
     """
-    return profile_model(
-        model if isinstance(model, TrainingSpec) else load_model_file(model),
-        batch_size,
-        device=device,
-        threads=threads,
-        seconds=seconds,
-        repeats=repeats,
-        dtype=dtype,
-        memory_format=memory_format,
-        compiled=compiled,
-        processes=processes,
-        progress=progress,
-    )
+    spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
+    options = ProfilingOptions(device, threads, processes, dtype, memory_format, compiled, seconds, repeats)
+    return profile_model(spec, batch_size, options, progress)
 
 
 def estimate(
@@ -95,11 +85,9 @@ def estimate(
         InputError: for a device or data type that the table does not have, and for profiles that do not fit.
     """
     spec = load_model_file(model)
-    wanted = parse_dtype(dtype)
     calibration = [load_calibration(path) for path in calibrate]
-    return estimate_profile(
-        spec, batch_size, device=device, dtype=wanted, memory_format=memory_format, calibration=calibration
-    )
+    options = EstimateOptions(device, parse_dtype(dtype), memory_format, calibration)
+    return estimate_profile(spec, batch_size, options)
 
 
 def train(

@@ -22,7 +22,7 @@ from benchmarks.models.measure import cut_by_time
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
 from planner.profiler.measured.malloc import keep_freed_pages
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -60,7 +60,7 @@ def main() -> None:
 def row(name: str, seconds: float) -> dict[str, Any]:
     """One model: its profile, and its stages in every number, measured in turn."""
     file = load_model_file(PROFILES / name / "model.py")
-    profile = profile_model(file, BATCH_SIZES[name], compiled=True, seconds=seconds)
+    profile = profile_model(file, BATCH_SIZES[name], ProfilingOptions(compiled=True, seconds=seconds))
     found = {
         str(count): [time.error for time in verify(file, profile, cut_by_time(profile, count), seconds=seconds)]
         for count in STAGES

@@ -53,4 +53,4 @@ def _estimated(
     with torch.device("meta"):
         model = build()
     described = in_memory(model, example_batch=batch, loss=loss, optimizer=_rmsprop)
-    return profile_of_trace(described, trace_step(described, microbatch), device_spec(DEVICE, "float32"), "float32")
+    return profile_of_trace(trace_step(described, microbatch), device_spec(DEVICE, "float32"))

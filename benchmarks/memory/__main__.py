@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from benchmarks.heap import pages_returned
+from benchmarks.malloc import pages_returned
 from benchmarks.memory.plans import Shape, shaped_plan
 from planner.executor.job import Job
 from planner.executor.launch import launch

@@ -16,7 +16,7 @@ from planner.model.load import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.evaluation import matching_cut
 from planner.profiler.measured.malloc import keep_freed_pages
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
@@ -42,7 +42,7 @@ def measure_model(name: str, batch_size: int, seconds: float, tiny: bool, save: 
     row["evaluation"] = _evaluation(file, graph, file.example_batch(other))
     del graph, model
     started = time.process_time()
-    profile = profile_model(file, batch_size, seconds=seconds)
+    profile = profile_model(file, batch_size, ProfilingOptions(seconds=seconds))
     row["profiling"] = f"{time.process_time() - started:.0f} s"
     if save and not tiny:
         save_profile(profile, PROFILES / name / "cpu.json")

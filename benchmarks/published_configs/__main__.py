@@ -62,7 +62,7 @@ def _trace(model: str, minibatch: int) -> StepTrace:
 @cache
 def _profile(model: str, minibatch: int, device: str) -> Profile:
     spec = device_spec(device, "float32")
-    return profile_of_trace(load_model_file(ROOT / MODELS[model]), _trace(model, minibatch), spec, "float32")
+    return profile_of_trace(_trace(model, minibatch), spec)
 
 
 def profile_of_row(row: Row) -> Profile:

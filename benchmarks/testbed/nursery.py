@@ -26,13 +26,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import planner.executor.data_parallel
-import planner.profiler.links.levels
 from benchmarks.netns import INTERFACE
 from benchmarks.testbed.buckets import scaled_buckets
 from planner.executor.data_parallel import train_data_parallel
 from planner.executor.job import Job
 from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
+from planner.profiler.links.cluster_links import measure_cluster
 from planner.report.trace import save_trace
 
 _CLONE_NEWNET = 0x40000000
@@ -119,8 +119,8 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _links(task: dict[str, Any]) -> dict[str, Any]:
-    setattr(planner.profiler.links.levels, "BUCKET_BYTES", task["message_bytes"])  # noqa: B010  # imported there, as mypy sees
-    cluster = planner.profiler.links.levels.measure_cluster(message_bytes=task["message_bytes"])
+    message_bytes = task["message_bytes"]
+    cluster = measure_cluster(message_bytes=message_bytes, bucket_bytes=message_bytes)
     return {} if cluster is None else cluster.model_dump(mode="json")
 
 

@@ -53,8 +53,8 @@ def quickstart(
     """
     from planner.executor.launch import launch
     from planner.model.spec import load_model_file
-    from planner.profiler.links.pair import measure_link
-    from planner.profiler.measured.profile import profile_model
+    from planner.profiler.links.local_link import measure_link
+    from planner.profiler.measured.profile import ProfilingOptions, profile_model
     from planner.solver import solve
 
     model_path = folder / "model.py"
@@ -62,7 +62,8 @@ def quickstart(
     processes = min(workers, available_cores())  # as many as will share the caches and the memory
     beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
     on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core{beside} ...")
-    profile = profile_model(load_model_file(str(model_path)), BATCH_SIZE, seconds=PROFILE_SECONDS, processes=processes)
+    options = ProfilingOptions(seconds=PROFILE_SECONDS, processes=processes)
+    profile = profile_model(load_model_file(str(model_path)), BATCH_SIZE, options)
     save_profile(profile, folder / "profile.json")
     on_phase("Measuring the link between two processes ...")
     link = measure_link()

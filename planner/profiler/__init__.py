@@ -1,1 +1,1 @@
-"""LayerGraph on a device -> Profile, and the speed of the links between workers."""
+"""Turn a LayerGraph and a device into a Profile, and measure the links between workers."""

@@ -46,7 +46,7 @@ def test_it_is_calibrated(folder: Path) -> None:
         (("model.py", "--estimate", "--dtype", "int8"), "'int8' is not a data type"),
         (("model.py", "--estimate", "--device", "p100", "--dtype", "bf16"), "no bfloat16 arithmetic"),
         (("model.py", "--estimate", "--threads", "2"), "--threads 2 cannot be estimated"),
-        (("model.py", "--estimate", "--batch-size", "0"), "batch size 0"),
+        (("model.py", "--estimate", "--batch-size", "0"), "--batch-size 0"),
         (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
         (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),
     ],

@@ -14,7 +14,7 @@ from planner.model.autocast import autocast_dtype, autocast_name
 from planner.model.capture.capture import capture
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import verify
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
@@ -42,8 +42,8 @@ def test_stages_under_autocast(name: str, stages: int) -> None:
 def test_profiled_in_half_precision(model: str, tmp_path: Path) -> None:
     """Fewer bytes cross; the plan trains as it was profiled."""
     file = load_model_file(write_model(tmp_path, model, "sgd"))
-    full = profile_model(file, 4, repeats=1, seconds=0.1)
-    half = profile_model(file, 4, repeats=1, seconds=0.1, dtype="bfloat16")
+    full = profile_model(file, 4, ProfilingOptions(repeats=1, seconds=0.1))
+    half = profile_model(file, 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="bfloat16"))
     assert half.autocast == "bfloat16"
     assert half.dtype == full.dtype == "float32"  # of the weights
     sent = [sum(v.output_bytes for layer in one.layers for v in layer.outputs) for one in (half, full)]
@@ -55,7 +55,7 @@ def test_profiled_in_half_precision(model: str, tmp_path: Path) -> None:
 
 def test_training_in_half_precision(tmp_path: Path) -> None:
     path = write_model(tmp_path, "convolutional", "sgd")
-    profile = profile_model(load_model_file(path), 4, repeats=1, seconds=0.1, dtype="bf16")
+    profile = profile_model(load_model_file(path), 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="bf16"))
     plan = solve(profile, flat_cluster(2, 1e12), schedule="1f1b-flush", microbatches=2)
     result = train(path, plan, steps=3)
     assert len(result.losses) == 3
@@ -63,7 +63,7 @@ def test_training_in_half_precision(tmp_path: Path) -> None:
 
 def test_float16_is_profiled_planned_and_trained(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
-    profile = profile_model(load_model_file(path), 4, repeats=1, seconds=0.1, dtype="fp16")
+    profile = profile_model(load_model_file(path), 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="fp16"))
     assert profile.autocast == "float16"
     plan = solve(profile, flat_cluster(2, 1e12))
     assert len(train(path, plan, steps=3).losses) == 3

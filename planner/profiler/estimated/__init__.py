@@ -1,1 +1,1 @@
-"""Profiles estimated for a device that need not be present."""
+"""Estimate profiles for devices that need not be present."""

@@ -1,4 +1,4 @@
-"""Fit what a device achieves of its peaks to profiles measured on it."""
+"""Fit the shares of its peaks that a device achieves to profiles measured on it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from planner.profiler.estimated.trace import StepTrace, trace_step
 
 Floats = NDArray[np.float64]
 
-# What the table counts beside a profile, which counts one: shares that no profile says anything about stay as they are.
+# Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they are.
 _TRUST_IN_TABLE = 1e-5
 _ITERATIONS = 60
-_STEP = 1e-4  # of the logarithms, for derivatives
-_LEAST_S = 1e-7  # below, a time is noise
+_STEP = 1e-4  # of the logarithms, for numerical derivatives
+_LEAST_S = 1e-7  # shorter times are noise
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured profile and the model file that it is of."""
+    """A measured profile and its model file."""
 
     profile: Profile
     training_spec: TrainingSpec
 
 
 def load_calibration(path: Path | str, model: str | Path | None = None) -> Calibration:
-    """A measured profile with its model file.
+    """Load a measured profile with its model file.
 
     Args:
         path: profile.json.
@@ -46,13 +46,14 @@ def load_calibration(path: Path | str, model: str | Path | None = None) -> Calib
     profile = load_profile(path)
     if profile.provenance.source != "measured":
         raise InputError(
-            f"'{path}' is {profile.provenance.source}, not measured", hint="calibrate with a profile of `plan profile`"
+            f"'{path}' is {profile.provenance.source}, not measured",
+            hint="calibrate with a profile of `plan profile`",
         )
     return Calibration(profile, load_model_file(model if model is not None else Path(path).parent / "model.py"))
 
 
 def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
-    """`spec` with its achieved shares and launch time fitted to the profiles; itself where there are none.
+    """Return `spec` with its achieved shares and launch time fitted to the profiles; itself where there are none.
 
     Raises:
         InputError: for a profile of another kind of device, or of another model than its model file's.
@@ -79,7 +80,7 @@ def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DTy
 
 def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
     profile = calibration.profile
-    # As it was measured; what single precision means on a GPU, only the user can say.
+    # The type it was measured with. Whether float32 products used TF32 on a GPU is not recorded, so the user says it.
     of_profile: DType = profile.autocast or ("tf32" if dtype == "tf32" else "float32")
     trace = trace_step(calibration.training_spec, profile.microbatch_size or 1, of_profile, profile.memory_format)
     if trace.graph.hash != profile.graph_hash:
@@ -91,11 +92,11 @@ def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
 
 
 def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> DeviceSpec:
-    """Least squares of log(estimated / measured) over layers, forward and backward, and the layers' updates.
+    """Minimise the squares of log(estimated / measured) over the forward, backward and update of layers.
 
-    Layers count by the square root of their share of their profile's time: the long ones matter, and the short ones
-    are many. The unknowns are the logarithms of the achieved shares of the classes that occur and of the launch time.
-    Solved by Levenberg-Marquardt (Marquardt 1963).
+    An error's weight is the square root of the layer's share of its profile's time: long layers matter, and short ones
+    are many. The unknowns are the logarithms of the launch time and of the achieved shares of the classes that occur.
+    The method is Levenberg-Marquardt (Marquardt 1963).
     """
     unknowns = _Unknowns(spec, samples)
     measured = [_measured(profile) for _, profile in samples]
@@ -112,7 +113,7 @@ def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> Devic
 
 
 def _measured(profile: Profile) -> Floats:
-    """Forward, backward and update of all layers; on a CPU the processor's time, where it was measured."""
+    """Return forward, backward and update of all layers; processor time where it is known, without interruptions."""
 
     def column(part: str, better: str) -> list[float]:
         times = [(getattr(layer, better, None), getattr(layer, part)) for layer in profile.layers]
@@ -123,7 +124,7 @@ def _measured(profile: Profile) -> Floats:
 
 
 class _Unknowns:
-    """What is fitted, as one vector of logarithms."""
+    """The fitted shares and launch time, as one vector of logarithms."""
 
     def __init__(self, spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> None:
         self._spec = spec
@@ -139,7 +140,7 @@ class _Unknowns:
         )
 
     def spec(self, logs: Floats) -> DeviceSpec:
-        """The device that these logarithms describe."""
+        """Return the device that these logarithms describe."""
         values = [float(value) for value in np.exp(np.clip(logs, -50, 50))]
         split = len(self._arithmetic)
         return replace(
@@ -157,7 +158,7 @@ class _Unknowns:
 
 
 def _levenberg_marquardt(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
-    """A local minimum of the sum of squares, from `start`."""
+    """Return a local minimum of the sum of squares, starting from `start`."""
     best, error = start, residuals(start)
     damping = 1e-2
     for _ in range(_ITERATIONS):

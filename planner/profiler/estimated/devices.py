@@ -1,4 +1,4 @@
-"""What devices can do, for profiles without the device: peaks from data sheets, and what operations achieve of them.
+"""Describe devices, for profiles without them: peaks from data sheets, and the share of them that operations achieve.
 
 Peaks are dense (no sparsity), at boost clock. Sources:
 
@@ -12,10 +12,10 @@ Peaks are dense (no sparsity), at boost clock. Sources:
     h200            NVIDIA H200 data sheet (2023), SXM: the H100's arithmetic, 4,800 GB/s, 141 GB
     cpu             one core with two AVX-512 multiply-add units at 4 GHz: 2 x 2 x 16 x 4e9 = 256 GFLOP/s
 
-"Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. The GPUs' shares were
-set so that the V100 meets the times of PipeDream's published profiles (benchmarks/estimate says how well), and are
-the same for all GPUs; the CPU's were fitted to the profiles measured on an AMD EPYC (Zen 5) core. `--calibrate` fits
-them to a device of your own.
+"Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. The GPUs' shares are the
+same for all of them, and were set so that the V100 meets the times of PipeDream's published profiles
+(benchmarks/estimate says how well). The CPU's were fitted to profiles measured on an AMD EPYC (Zen 5) core. Calibration
+(`calibrate`) fits them to another device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DType = Literal["float32", "tf32", "bfloat16", "float16"]
 DTYPE_ALIASES: Mapping[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES: tuple[DType, ...] = get_args(DType)
 
-# Classes that compute: their arithmetic has an achieved share, and so have the bytes they move.
+# Classes that compute have an achieved share of the arithmetic, and one of the bandwidth.
 ComputeClass = Literal["gemm", "conv", "winograd", "recurrent", "attention"]
-# Classes that only move bytes, as far as a device with enough arithmetic units is concerned.
+# Classes that move so many bytes per operation that the bandwidth alone decides their time.
 MemoryClass = Literal["pointwise", "special", "random", "norm", "pool", "gather", "update"]
 OpClass = Literal[ComputeClass, MemoryClass]
 COMPUTE_CLASSES: tuple[ComputeClass, ...] = get_args(ComputeClass)
@@ -42,16 +42,16 @@ OP_CLASSES: tuple[OpClass, ...] = (*COMPUTE_CLASSES, *MEMORY_CLASSES)
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device's peaks and what of them is achieved.
+    """A device's peaks, and the shares of them that operations achieve.
 
     Attributes:
         name: for people.
         kind: "cpu" or "cuda", as in a profile.
-        peak_flops_per_s: by data type; a type that is missing is not supported.
+        peak_flops_per_s: by data type; a missing type is not supported.
         bandwidth_bytes_per_s: of the memory.
         memory_bytes: of the device; None for a CPU.
         achieved_arithmetic: share of the peak, by class. Above 1 where the algorithm multiplies less than the
-            definition does: Winograd's takes 2.25 times fewer multiplications for 3x3 (Lavin & Gray 2016).
+            definition does: Winograd's needs 2.25 times fewer multiplications for 3x3 (Lavin & Gray 2016).
         achieved_bandwidth: share of the bandwidth, by class. Above 1 where tensors stay in caches.
         launch_s: fixed time of one operation: kernel launch or dispatch.
     """
@@ -66,7 +66,7 @@ class DeviceSpec:
     launch_s: float
 
     def peak(self, dtype: DType) -> float:
-        """Arithmetic operations per second; TF32 where a device has none is plain single precision."""
+        """Return the arithmetic operations per second; TF32 is single precision where a device has no TF32."""
         return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
 
 
@@ -107,7 +107,7 @@ _GIB = 2**30
 
 
 def _gpu(name: str, memory_gib: int, bandwidth: float, single: float, **others: float) -> DeviceSpec:
-    """A GPU with peaks in TFLOP/s and bandwidth in GB/s."""
+    """Return a GPU, given its peaks in TFLOP/s and its bandwidth in GB/s."""
     peaks = {"float32": single, "tf32": single, **others}
     return DeviceSpec(
         name=name,
@@ -145,7 +145,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
 
 
 def device_spec(name: str, dtype: DType) -> DeviceSpec:
-    """The device of that name.
+    """Return the device of that name.
 
     Raises:
         InputError: when the table has no such device, or the device no such arithmetic.
@@ -155,12 +155,12 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
         raise InputError(f"there is no estimate for device '{name}'", hint=f"known are {', '.join(DEVICES)}")
     if dtype not in spec.peak_flops_per_s and dtype != "tf32":
         known = ", ".join(spec.peak_flops_per_s)
-        raise InputError(f"device '{name}' has no {dtype} arithmetic in the table", hint=f"give --dtype one of {known}")
+        raise InputError(f"device '{name}' has no {dtype} arithmetic in the table", hint=f"give `dtype` one of {known}")
     return spec
 
 
 def parse_dtype(text: str) -> DType:
-    """The data type of that name, "bf16" and the like included.
+    """Return the data type of that name; "bf16" and "fp16" are names, too.
 
     Raises:
         InputError: for any other word.

@@ -1,4 +1,4 @@
-"""Which operations a training step runs, and what each computes and moves, from shapes alone."""
+"""Record the operations of a training step, and count what each computes and moves, from shapes alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, 
 aten = torch.ops.aten
 
 _HALF: dict[torch.dtype, DType] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_STATES_KEPT = 11.3  # by oneDNN, beside the gates
+_STATES_KEPT = 11.3  # hidden states that oneDNN saves per step and sample besides the gates, as measured
 
-# By the start of the operation's name; the first that fits.
+# Class by the start of the operation's name; the first that fits.
 _CLASSES: tuple[tuple[OpClass, tuple[str, ...]], ...] = (
     ("attention", ("_scaled_dot_product", "_flash_attention", "_efficient_attention")),
     ("conv", ("convolution", "_convolution", "mkldnn_convolution", "conv_")),
@@ -36,14 +36,14 @@ _CLASSES: tuple[tuple[OpClass, tuple[str, ...]], ...] = (
     ("special", ("gelu", "tanh", "sigmoid", "_softmax", "_safe_softmax", "_log_softmax", "silu", "exp", "log", "pow")),
     ("special", ("erf", "sin", "cos", "sqrt", "rsqrt", "softplus", "elu", "mish")),
 )
-# These read as much as they write, however large what they look things up in is.
+# These read as much as they write, however large the table is that they read from.
 _LOOKUPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward", "take")
 _NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "device")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or a sequence of `launches` like ones (the steps of a recurrent layer)."""
+    """One operation, or the sum of a sequence that takes several `launches` (the steps of a recurrent layer)."""
 
     op_class: OpClass
     flops: float
@@ -52,12 +52,12 @@ class Operation:
     launches: int = 1
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Collects the operations that run inside it; tensors without data will do.
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
+    """Collects the operations that run within its context, on tensors with data or without.
 
     Args:
-        single: what float32 stands for in products: "tf32" on devices that use it, or "float32".
-        op_class: of all operations, whatever they are; None for each its own.
+        single: the type of float32 products: "tf32" on devices that use it, or "float32".
+        op_class: class for all operations; None for the class of each.
     """
 
     def __init__(self, single: DType = "float32", op_class: OpClass | None = None) -> None:
@@ -78,9 +78,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base
 
 
 class _RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives the fused recurrent layers the workspace that they keep for their backward, which has no size without data.
+    """Gives fused recurrent layers the workspace that they save for their backward, which is empty without data.
 
-    Per step and sample the gates, the cell, and the states that go in and out twice: as measured for oneDNN's LSTM.
+    It has the gates, the cell, and twice the states that go in and out, per step and sample, as in oneDNN's LSTM.
     """
 
     def __torch_dispatch__(
@@ -96,14 +96,14 @@ class _RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def recurrent_workspace() -> contextlib.AbstractContextManager[Any]:
-    """Inside, fused recurrent layers keep as much for their backward without data as they do with it."""
+    """Let fused recurrent layers save as much for their backward without data as with data, within the context."""
     return _RecurrentWorkspace()  # type: ignore[no-untyped-call]
 
 
 def operations_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, single: DType
 ) -> Iterator[Operation]:
-    """What one call does; nothing for views and for making room."""
+    """Yield what one call does: nothing for views and allocations."""
     name = func._schema.name.partition("::")[2]
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -130,7 +130,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """An expanded tensor is read from caches: what lies in memory counts."""
+    """Return the bytes in memory: repeated reads of an expanded dimension hit the caches."""
     total = 0
     for tensor in tensors:
         size = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
@@ -147,7 +147,7 @@ def _class_of(name: str, args: tuple[Any, ...], dtype: DType) -> OpClass:
 
 
 def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
-    """3x3, stride 1, one group, enough channels: where cuDNN takes Winograd's algorithm, in single precision."""
+    """Return whether cuDNN takes Winograd's algorithm in float32: 3x3, stride 1, one group, enough channels."""
     first = 1 if name == "convolution_backward" else 0
     _, weight = args[first], args[first + 1]
     stride, dilation = args[first + 3], args[first + 5]
@@ -160,7 +160,7 @@ def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Multiplications and additions, counted separately."""
+    """Return the number of multiplications and additions, counted separately."""
     count: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
     if count is not None:
         return float(count(*args, **kwargs, out_val=out))
@@ -175,9 +175,9 @@ def _flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Operation]:
-    """One layer in one direction: a product over all steps, and a product per step that must wait for the last one.
+    """Yield one layer in one direction: a product over all steps, then per step a product that needs the last step's.
 
-    The backward does each twice: for the weights over all steps, for the input of each.
+    The backward does each twice: once for the weights, over all steps, and once for the inputs.
     """
     tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
     sequence, w_input, w_hidden = tensors[:3]
@@ -191,17 +191,17 @@ def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Opera
     yield Operation("recurrent", products * steps * input_flops, products * over_steps, dtype)
     if products == 2:
         yield Operation("recurrent", steps * step_flops, over_steps, dtype)  # gradient of the recurrent weights
-    # The weights are read again at each step; a product and the gates' arithmetic are two launches.
+    # Each step reads the weights again, and launches a product and the gates' arithmetic.
     yield Operation(
         "recurrent", steps * step_flops, steps * (_bytes([w_hidden]) + hidden_bytes), dtype, launches=2 * steps
     )
 
 
 class Costs:
-    """Operations as numbers, in the order in which they ran.
+    """Costs of operations as arrays, in the order in which they ran.
 
     Args:
-        operations: from a Recorder.
+        operations: from an OperationRecorder.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
@@ -212,13 +212,13 @@ class Costs:
         self._dtypes = [op.dtype for op in operations]
 
     def seconds(self, spec: DeviceSpec) -> NDArray[np.float64]:
-        """Roofline time of each operation (Williams et al. 2009): the slower of arithmetic and memory, and the launch.
+        """Return each operation's roofline time (Williams et al. 2009): the slower of compute and memory, plus launch.
 
         t = max(flops / (peak · achieved), bytes / (bandwidth · achieved)) + launches · launch_s
         """
         peaks = {dtype: spec.peak(dtype) for dtype in set(self._dtypes)}
         peak = np.array([peaks[dtype] for dtype in self._dtypes], dtype=np.float64)
-        # Only classes that compute count arithmetic at all.
+        # Operations of the memory classes have no flops, so their share does not matter.
         shares = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES] + [1.0] * len(MEMORY_CLASSES)
         arithmetic = np.array(shares)[self._class]
         bandwidth = np.array([spec.achieved_bandwidth[name] for name in OP_CLASSES])[self._class]
@@ -227,5 +227,5 @@ class Costs:
         return np.asarray(np.maximum(compute_s, memory_s) + self._launches * spec.launch_s)
 
     def classes(self) -> set[OpClass]:
-        """Those that occur."""
+        """Return the classes that occur."""
         return {OP_CLASSES[index] for index in set(self._class.tolist())}

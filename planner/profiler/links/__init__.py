@@ -1,1 +1,1 @@
-"""Measured speed of the links between workers."""
+"""Measure the links between workers."""

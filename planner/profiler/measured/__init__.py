@@ -1,1 +1,1 @@
-"""Profiles measured on a device."""
+"""Measure profiles on a device."""

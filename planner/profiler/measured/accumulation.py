@@ -1,9 +1,9 @@
-"""How long it takes to add the gradients of weights to those that are there already, layer by layer.
+"""Measure gradient accumulation per layer: what adding to `.grad` costs beyond setting it.
 
-The first backward after an update hands its gradients over; every further one before the next update adds to them: it
-reads both and writes the sum. Autograd does that for each weight as soon as its gradient is complete, so hooks right
-before and right after see it by itself, within a training step and with the caches as they are then. The difference of
-two whole backwards drowns in their noise: it is 8 ms of 90 on VGG-16, 90% of which the hooks see.
+The first backward after an update sets the gradients. Each further one before the next update adds to them: it reads
+both and writes the sum. Autograd does so for a weight as soon as its gradient is complete. Hooks right before and right
+after therefore time it alone, within a training step, with the caches as they are then. The difference between two
+whole backwards would drown in noise: it is 8 ms of 90 on VGG-16, of which the hooks see 90%.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,20 +25,21 @@ _Spans = list[tuple[int, Any, Any]]  # of one backward: layer, and marks before 
 
 
 @dataclass(frozen=True)
-class AddingTime:
-    """Seconds by which adding a layer's gradients to others takes longer than making them.
+class AccumulationTime:
+    """Seconds by which adding to a layer's gradients takes longer than setting them.
 
-    `thread_seconds`: that the thread had the processor, on a CPU.
+    `thread_seconds`: processor time of the thread, on a CPU.
     """
 
     seconds: float = 0.0
     thread_seconds: float | None = None
 
 
-class AddingTimes:
-    """Seconds that each layer's gradients take to be handed over, to weights that have some already and that have none.
+class AccumulationTimer:
+    """Compares steps in which weights have gradients with steps in which they have none.
 
-    Half of the gradients are kept at a time, so that a step that adds takes little more memory than others.
+    Each timed step keeps the gradients of one half of the weights, in turn, and drops the others. Two steps thus see
+    both cases of each layer, and neither takes much more memory than an ordinary step.
 
     Args:
         clock: of the weights' device.
@@ -50,42 +50,46 @@ class AddingTimes:
         self._clock, self._layers = clock, layers
         sizes = [sum(parameter.nbytes for parameter in layer.values()) for layer in layers]
         self._second_half = [2 * done > sum(sizes) for done in accumulate(sizes)]
-        self._noted: list[_Spans] = []
+        self._steps: list[_Spans] = []
 
     @property
     def steps(self) -> int:
-        """How many were noted; two at least tell something of all layers."""
-        return len(self._noted)
+        """How many were timed; two at least see all layers."""
+        return len(self._steps)
 
-    def note(self, step: Callable[[], object]) -> None:
-        """Run a step with one backward; all weights must have gradients, of which one half or the other are dropped."""
+    def time(self, step: Callable[[], object]) -> None:
+        """Run `step`, which does one backward; all weights must have gradients, of which half are dropped before."""
         kept = bool(self.steps % 2)
         for layer, second in zip(self._layers, self._second_half, strict=True):
             if second != kept:
                 for parameter in layer.values():
                     parameter.grad = None
-        with _Hooks(self._clock, self._layers) as hooks:
+        hooks = _Hooks(self._clock, self._layers)
+        try:
             step()
+        finally:
+            hooks.remove()
         self._clock.wait()
-        self._noted.append(hooks.spans)
+        self._steps.append(hooks.spans)
 
-    def times(self) -> list[AddingTime] | None:
-        """By layer, the difference of the medians; 0 where noise makes it negative. None after fewer than two steps."""
+    def times(self) -> list[AccumulationTime] | None:
+        """Return the difference of the medians by layer, 0 where noise makes it negative; None before two steps."""
         if self.steps < 2:
             return None
         seconds = self._differences(self._clock.seconds)
         if not isinstance(self._clock, CpuClock):
-            return list(map(AddingTime, seconds))
-        return list(map(AddingTime, seconds, self._differences(self._clock.thread_seconds)))
+            return list(map(AccumulationTime, seconds))
+        return list(map(AccumulationTime, seconds, self._differences(self._clock.thread_seconds)))
 
     def _differences(self, between: Callable[[Any, Any], float]) -> list[float]:
-        """By layer, how much longer it took in steps that kept its half. The hooks' own time is in both."""
+        """Return by layer how much longer the steps took that kept its half; both contain the hooks' own time."""
         taken: tuple[list[list[float]], list[list[float]]] = [], []
-        for number, spans in enumerate(self._noted):
+        for number, spans in enumerate(self._steps):
             seconds = [0.0] * len(self._layers)
             for layer, start, end in spans:
                 seconds[layer] += between(start, end)
             taken[number % 2].append(seconds)
+        # Medians, because a single interrupted step would otherwise outweigh the small difference.
         first, second = ([median(layer) for layer in zip(*half, strict=True)] for half in taken)
         return [
             max(0.0, later - earlier if is_second else earlier - later)
@@ -94,18 +98,18 @@ class AddingTimes:
 
 
 class _Hooks:
-    """Marks right before and right after each weight gets its gradient, within its context."""
+    """Marks right before and right after each weight gets its gradient, until they are removed."""
 
     def __init__(self, clock: Clock[Any], layers: Layers) -> None:
-        self._clock, self._layers = clock, layers
+        self._clock = clock
         self._handles: list[RemovableHandle] = []
-        self._nodes: list[Any] = []  # autograd makes others, without hooks, if nobody keeps them
+        # Autograd frees an AccumulateGrad node that nobody holds, and makes another one without our hook.
+        self._nodes: list[Any] = []
         self._began: dict[int, Any] = {}
         self.spans: _Spans = []
-
-    def __enter__(self) -> _Hooks:
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(layers):
             for parameter in layer.values():
+                # The node has no public name; the graph of any view of the weight leads to it.
                 view = parameter.expand_as(parameter)
                 assert view.grad_fn is not None
                 node: Any = view.grad_fn.next_functions[0][0]
@@ -114,11 +118,8 @@ class _Hooks:
                     node.register_prehook(partial(self._begin, id(parameter))),
                     parameter.register_post_accumulate_grad_hook(partial(self._end, index)),  # type: ignore[no-untyped-call]
                 ]
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._nodes.clear()

@@ -1,11 +1,11 @@
-"""Points in time on a device, and the layers' times made of them."""
+"""Mark points in time on a device, and compute the layers' times from the marks."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -15,10 +15,10 @@ MarkT = TypeVar("MarkT")
 
 
 class Clock(Protocol[MarkT]):
-    """Takes marks while the device works; what lies between two of them is read when it is done."""
+    """Takes marks without waiting for the device; the time between two of them is read when it is done."""
 
     def mark(self) -> MarkT:
-        """A point in the device's work, now."""
+        """Return the current point in the device's work."""
         ...
 
     def wait(self) -> None:
@@ -26,7 +26,7 @@ class Clock(Protocol[MarkT]):
         ...
 
     def seconds(self, start: MarkT, end: MarkT) -> float:
-        """Time between two marks; call after `wait`."""
+        """Return the time between two marks; call after `wait`."""
         ...
 
 
@@ -34,7 +34,7 @@ CpuMark = tuple[float, float]  # wall time and this thread's processor time, sec
 
 
 class CpuClock:
-    """Wall time, and beside it the thread's: a CPU operation is done when its call returns."""
+    """Wall time and the thread's processor time. A CPU operation is done when its call returns."""
 
     def mark(self) -> CpuMark:
         return time.perf_counter(), time.thread_time()
@@ -46,15 +46,15 @@ class CpuClock:
         return end[0] - start[0]
 
     def thread_seconds(self, start: CpuMark, end: CpuMark) -> float:
-        """Time that this thread had the processor: what other processes do does not count, other threads do not either.
+        """Return how long this thread had the processor, which leaves out other processes and other threads.
 
-        The backward of CPU operations runs in the thread that asks for it.
+        The backward of CPU operations counts, because it runs in the thread that asks for it.
         """
         return end[1] - start[1]
 
 
 class CudaClock:
-    """Events in the current stream, so that marks do not stop the device."""
+    """Events in the current stream: kernels run asynchronously, and to wait at each mark would add idle time."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -69,58 +69,75 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock[Any]:
-    """The clock of `device`."""
+    """Return the clock of `device`."""
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-class LayerTimes(Generic[MarkT]):
-    """Times of each layer within one undivided forward and backward.
+class LayerMarks(Generic[MarkT]):
+    """Marks between the layers of one undivided forward and backward.
 
-    The stage calls `after_layer` between layers. In the backward, the first operation of a layer to run is that which
-    ran last in its forward: autograd takes the highest sequence number first. A hook before it marks where
-    the layer's backward begins, and the next mark where it ends; so the marks partition the whole backward.
+    The stage calls `after_layer` between layers. In the backward, the operation of a layer that runs first is the one
+    that ran last in its forward, because autograd takes the highest sequence number first. A hook before that
+    operation marks where the layer's backward begins and the previous one ends, so the marks partition the backward.
+
+    Args:
+        mark: returns a mark.
+        layers: how many.
     """
 
-    def __init__(self, clock: Clock[MarkT], layers: int) -> None:
-        self._clock = clock
+    def __init__(self, mark: Callable[[], MarkT], layers: int) -> None:
+        self._mark = mark
         self._layers = layers
         self._forward: list[tuple[int, MarkT, MarkT]] = []
         self._backward: list[tuple[int, MarkT]] = []
-        self._start = clock.mark()
+        self._start = mark()
 
     def start(self) -> None:
-        """The forward begins."""
-        self._start = self._clock.mark()
+        """Begin the forward."""
+        self._start = self._mark()
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
-        """Layer `index` has run; `value` is the last of its results that a gradient returns to."""
-        self._forward.append((index, self._start, self._clock.mark()))
+        """End the forward of layer `index`; `value` is the last of its results that a gradient returns to."""
+        self._forward.append((index, self._start, self._mark()))
         if value is not None and value.grad_fn is not None:
             value.grad_fn.register_prehook(partial(self._before_backward, index))
-        self._start = self._clock.mark()
+        # A second mark, so that registering the hook counts for no layer.
+        self._start = self._mark()
 
     def start_backward(self) -> None:
-        """The backward begins; until the first layer's hook, autograd prepares for it."""
-        self._backward.append((self._layers - 1, self._clock.mark()))
+        """Begin the backward; until the first hook, while autograd prepares, it counts for the last layer."""
+        self._backward.append((self._layers - 1, self._mark()))
 
     def end(self) -> None:
-        """The backward has ended."""
-        self._backward.append((-1, self._clock.mark()))
+        """End the backward."""
+        self._backward.append((-1, self._mark()))
+
+    def spans(self) -> Iterator[tuple[int, bool, MarkT, MarkT]]:
+        """Yield what was marked: the layer, whether it is its backward, the first mark and the last."""
+        for layer, start, end in self._forward:
+            yield layer, False, start, end
+        for (layer, start), (_, end) in pairwise(self._backward):
+            yield layer, True, start, end
+
+    def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
+        self._backward.append((index, self._mark()))
+
+
+class LayerTimes(LayerMarks[MarkT]):
+    """Times of each layer within one undivided forward and backward."""
+
+    def __init__(self, clock: Clock[MarkT], layers: int) -> None:
+        super().__init__(clock.mark, layers)
+        self._clock = clock
 
     def seconds(self, between: Callable[[MarkT, MarkT], float] | None = None) -> tuple[list[float], list[float]]:
-        """Forward and backward seconds of each layer; call when the device is done.
+        """Return the forward and backward seconds of each layer; call when the device is done.
 
         Args:
             between: seconds between two marks; None for the clock's own.
         """
         between = between or self._clock.seconds
-        forward = [0.0] * self._layers
-        for index, start, end in self._forward:
-            forward[index] += between(start, end)
-        backward: dict[int, float] = defaultdict(float)
-        for (index, start), (_, end) in zip(self._backward, self._backward[1:], strict=False):
-            backward[index] += between(start, end)
-        return forward, [backward[index] for index in range(self._layers)]
-
-    def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
-        self._backward.append((index, self._clock.mark()))
+        forward, backward = [0.0] * self._layers, [0.0] * self._layers
+        for layer, in_backward, start, end in self.spans():
+            (backward if in_backward else forward)[layer] += between(start, end)
+        return forward, backward

@@ -1,13 +1,13 @@
-"""Times of layers where torch.compile makes one piece of code of a stage's layers.
+"""Compute the layers' times where torch.compile makes one piece of code of a stage's layers.
 
-Nothing can be marked inside such code. So runs of layers are compiled, each by itself, and marked at their ends, in
-steps of the whole model. A layer's time is its share of the uncompiled time of its run, times that of the compiled run:
-layers that gain much from compilation are told from those that gain little as finely as runs are.
+Nothing can be marked inside such code. So runs of layers are compiled, each on its own, and marked at their ends, in
+steps of the whole model. A layer's time is its share of its run's uncompiled time, times the time of the compiled run.
+Layers that gain much from compilation and layers that gain little are thus told apart as finely as runs are.
 
-Runs take longer than the whole model compiled at once: what crosses their ends is written out in the layout that others
-expect, and read in again. So the difference is taken from the runs in proportion to the bytes that they exchange, and
-the layers add up to the whole. Taken in proportion to their times instead, stages of ResNet-50 at its large early
-activations came out 13% too slow and the others as much too fast.
+The runs take longer than the whole model compiled at once, because what crosses their ends is written out in the layout
+that others expect, and read in again. The difference is subtracted from the runs in proportion to the bytes that they
+exchange, so that the layers sum to the whole. Subtracted in proportion to their times instead, stages of ResNet-50 at
+its large early activations came out 13% too slow and the others as much too fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planner.model.stage.block_stage import made_last
 from planner.model.stage.parts import LOSS
 from planner.model.stage.stage import LayerObserver, StageModule, build_stage
 from planner.profiler.measured.saved import saved_by
-from planner.profiler.measured.steps import Effort, Progress, Steps, StepTimes, repeat
+from planner.profiler.measured.steps import Effort, Steps, StepTimes, repeat
 
 RUNS = 8
 _LEAST_LEFT = 0.5  # of a run's time, however much it exchanges
@@ -33,7 +33,7 @@ _PARTS = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")
 
 
 def starts_of_runs(layer_seconds: Sequence[float], most: int = RUNS) -> list[int]:
-    """First layers of at most `most` runs of about equal time."""
+    """Return the first layers of at most `most` runs of about equal time."""
     total = sum(layer_seconds)
     if len(layer_seconds) <= most or total <= 0:
         return list(range(0, len(layer_seconds), -(-len(layer_seconds) // most)))
@@ -46,8 +46,29 @@ def starts_of_runs(layer_seconds: Sequence[float], most: int = RUNS) -> list[int
     return starts
 
 
+@dataclass(frozen=True)
+class CompiledTimes:
+    """Measurements of compiled code, and of the uncompiled model before.
+
+    Attributes:
+        starts: first layer of each run.
+        runs: times of each run.
+        whole: times of the model compiled at once.
+        saved_bytes: of each run.
+        exchanged_bytes: of each run.
+        uncompiled: times of the whole model.
+    """
+
+    starts: Sequence[int]
+    runs: list[StepTimes]
+    whole: StepTimes
+    saved_bytes: list[int]
+    exchanged_bytes: list[int]
+    uncompiled: StepTimes
+
+
 class CompiledRuns:
-    """Runs of layers, each compiled by itself, as one model.
+    """A model as runs of layers, each compiled on its own.
 
     Args:
         graph: of the model.
@@ -55,14 +76,50 @@ class CompiledRuns:
     """
 
     def __init__(self, graph: LayerGraph, starts: Sequence[int]) -> None:
+        self._graph = graph
+        self._starts = starts
         names = [layer.name for layer in graph.layers]
-        ends = [*starts[1:], len(names)]
         self._stages: list[StageModule] = [
-            build_stage(graph, names[start:end], compile_=True) for start, end in zip(starts, ends, strict=True)
+            build_stage(graph, [names[index] for index in span], compile_=True) for span in _spans(starts, len(names))
         ]
 
-    def forward(self, batch: Batch, observer: LayerObserver) -> Tensor:
-        """The loss; `observer` is told of the end of each run."""
+    def measure(self, batch: Batch, uncompiled: StepTimes, steps: Steps, effort: Effort) -> CompiledTimes:
+        """Time the runs and the whole model compiled at once, in turn.
+
+        Args:
+            batch: on the model's device.
+            uncompiled: times of the whole model.
+            steps: to run.
+            effort: how long; it also reports the compilation, which takes up to minutes.
+        """
+        everything = build_stage(self._graph, [layer.name for layer in self._graph.layers], compile_=True)
+        times = CompiledTimes(
+            starts=self._starts,
+            runs=[StepTimes() for _ in self._starts],
+            whole=StepTimes(),
+            # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
+            saved_bytes=saved_by(self._stages, lambda observer: self._forward(batch, observer)),
+            exchanged_bytes=[
+                sum(spec.size_bytes(batch.size) for spec in (*stage.received, *stage.sent)) for stage in self._stages
+            ],
+            uncompiled=uncompiled,
+        )
+
+        def whole(into: StepTimes) -> None:
+            steps.whole(lambda: everything(batch, {})[LOSS], into)
+
+        def marked(into: Sequence[StepTimes]) -> None:
+            steps.marked(lambda observer: self._forward(batch, observer), into)
+
+        for done in range(effort.warmup):
+            effort.progress("compiling", done / effort.warmup)
+            whole(StepTimes())
+            marked([StepTimes() for _ in self._starts])
+        repeat(effort, "measuring compiled", [lambda: whole(times.whole), lambda: marked(times.runs)])
+        return times
+
+    def _forward(self, batch: Batch, observer: LayerObserver) -> Tensor:
+        """Return the loss; `observer` is told of the end of each run."""
         known: dict[str, Tensor] = {}
         for index, stage in enumerate(self._stages):
             received = {spec.name: known[spec.name] for spec in stage.received}
@@ -71,89 +128,9 @@ class CompiledRuns:
             observer.after_layer(index, made_last([value for name, value in results.items() if name not in received]))
         return known[LOSS]
 
-    def exchanged_bytes(self, batch_size: int) -> list[int]:
-        """Bytes that each run takes from others and gives to others."""
-        return [sum(spec.size_bytes(batch_size) for spec in (*stage.received, *stage.sent)) for stage in self._stages]
-
-    def saved_bytes(self, batch: Batch) -> list[int]:
-        """Bytes that each run keeps for its backward: compiled code computes some values again instead."""
-        return saved_by(self._stages, lambda observer: self.forward(batch, observer))
-
-
-@dataclass(frozen=True)
-class CompiledTimes:
-    """What was measured of compiled code, and of the uncompiled model before.
-
-    Attributes:
-        starts: first layer of each run.
-        runs: of each run.
-        whole: of the model compiled at once.
-        saved_bytes: of each run.
-        exchanged_bytes: of each run.
-        uncompiled: of the whole model.
-    """
-
-    starts: list[int]
-    runs: list[StepTimes]
-    whole: StepTimes
-    saved_bytes: list[int]
-    exchanged_bytes: list[int]
-    uncompiled: StepTimes
-
-
-def measure_compiled(
-    graph: LayerGraph,
-    batch: Batch,
-    layers: Sequence[StepTimes],
-    uncompiled: StepTimes,
-    steps: Steps,
-    update: Callable[[], object],
-    effort: Effort,
-    progress: Progress,
-) -> CompiledTimes:
-    """Compile runs of the model's layers, and all of them at once, and time both in turn.
-
-    Args:
-        graph: of the model.
-        batch: on the model's device.
-        layers: times of the layers, uncompiled.
-        uncompiled: of the whole model.
-        steps: to run.
-        update: the optimizer's step.
-        effort: how long.
-        progress: told of the compilation, which takes up to minutes, and of the measurement.
-    """
-    if graph.blocks is not None:
-        starts = list(range(len(graph.layers)))  # each block is compiled by itself anyway
-    else:
-        starts = starts_of_runs([median(times.forward_s) + median(times.backward_s) for times in layers])
-    runs = CompiledRuns(graph, starts)
-    everything = build_stage(graph, [layer.name for layer in graph.layers], compile_=True)
-    times = CompiledTimes(
-        starts=starts,
-        runs=[StepTimes() for _ in starts],
-        whole=StepTimes(),
-        saved_bytes=runs.saved_bytes(batch),
-        exchanged_bytes=runs.exchanged_bytes(batch.size),
-        uncompiled=uncompiled,
-    )
-
-    def whole(into: StepTimes) -> None:
-        steps.whole(lambda: everything(batch, {})[LOSS], update, into)
-
-    def marked(into: Sequence[StepTimes]) -> None:
-        steps.marked(lambda observer: runs.forward(batch, observer), into)
-
-    for done in range(effort.warmup):
-        progress("compiling", done / effort.warmup)
-        whole(StepTimes())
-        marked([StepTimes() for _ in starts])
-    repeat(effort, progress, "measuring compiled", [lambda: whole(times.whole), lambda: marked(times.runs)])
-    return times
-
 
 def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[StepTimes]:
-    """Times of uncompiled layers, scaled to what was measured compiled."""
+    """Scale the times of uncompiled layers to the times that were measured compiled."""
     scaled = [StepTimes(update_s=list(layer.update_s)) for layer in layers]
     for part in _PARTS:
         of_part: Callable[[StepTimes], list[float]] = attrgetter(part)
@@ -170,7 +147,7 @@ def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[St
 
 
 def _without_ends(runs_s: Sequence[float], whole_s: float, exchanged_bytes: Sequence[int]) -> list[float]:
-    """What the runs take within the whole model: less what they exchange costs; their sum is the whole's."""
+    """Return the times of the runs without the cost of what they exchange; they sum to the whole's."""
     excess_s, exchanged = sum(runs_s) - whole_s, sum(exchanged_bytes)
     left_s = list(runs_s)
     if excess_s > 0 and exchanged:
@@ -183,11 +160,11 @@ def _without_ends(runs_s: Sequence[float], whole_s: float, exchanged_bytes: Sequ
 
 
 def saved_as_compiled(layers: Sequence[int], measured: CompiledTimes) -> list[int]:
-    """Bytes that uncompiled layers keep, scaled to what their runs keep."""
+    """Scale the bytes that uncompiled layers save to what their runs save."""
     scaled = list(layers)
     for run_bytes, span in zip(measured.saved_bytes, _spans(measured.starts, len(layers)), strict=True):
         of_layers = sum(layers[index] for index in span)
-        # Where no layer keeps anything, what the run keeps is the first one's.
+        # Where no layer saves anything, what the run saves counts for its first layer.
         shares = [layers[index] / of_layers if of_layers else float(index == span[0]) for index in span]
         for index, share in zip(span, shares, strict=True):
             scaled[index] = round(run_bytes * share)

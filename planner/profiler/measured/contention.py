@@ -1,7 +1,7 @@
-"""Other workers of the machine, at work beside a measurement.
+"""Contention: load the machine's other cores while measuring.
 
-Workers on the cores of one machine share its caches and the bandwidth of its memory: each is slower when the others
-work too, which a model that is measured with the machine to itself does not show.
+The workers on one machine share its caches and memory bandwidth, so each is slower while the others work. A model that
+is measured alone does not show that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from planner.model.memory_format import lay_out
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.unsplit import unsplit_loss
+from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.profiler.measured.update import still
 
@@ -30,43 +31,42 @@ _READY = "ready"
 
 
 def check_processes(processes: int, threads: int, device: torch.device, spec: TrainingSpec) -> None:
-    """Refuse a number of workers that this machine has no cores for.
+    """Refuse a number of workers that cannot train side by side on this machine.
 
     Raises:
-        InputError: for that, for a GPU, and for a model that no other process can load.
+        InputError: for too few cores, for a GPU, and for a model that no other process can load.
     """
-    if processes < 1:
-        raise InputError(f"processes {processes} is less than 1", hint="give a positive whole number")
+    check_positive("processes", processes)
     if processes == 1:
         return
     if device.type != "cpu":
         raise InputError(
-            f"{processes} processes cannot be measured on '{device}': a GPU is taken to serve one worker",
-            hint="leave --processes out",
+            f"`processes={processes}` cannot be measured on '{device}', because a GPU serves one worker",
+            hint="leave `processes` out",
         )
     cores = len(os.sched_getaffinity(0))
     if processes * threads > cores:
         raise InputError(
-            f"{processes} processes of {threads} threads need {processes * threads} cores, and this one has {cores}",
-            hint=f"this machine has room for --processes {max(1, cores // threads)}",
+            f"{processes} processes of {threads} threads need {processes * threads} cores of this machine's {cores}",
+            hint=f"it has room for `processes={max(1, cores // threads)}`",
         )
     if spec.path is None:
         raise InputError(
             f"the model '{spec.name}' is in this process's memory, where {processes - 1} others cannot load it",
-            hint="write it to a model file, or leave processes at 1",
+            hint="write it to a model file, or leave `processes` out",
         )
 
 
 @contextmanager
-def at_work(
+def contention(
     spec: TrainingSpec, batch_size: int, others: int, *, threads: int = 1, options: ModuleOptions
 ) -> Iterator[None]:
-    """Within, so many other processes take training steps of the model, each on cores of its own.
+    """Let `others` more processes train the model within the context, each on cores of its own.
 
-    They run the model as it is, uncompiled; they end with the block, or with this process.
+    They run the model uncompiled. They end with the context, or with this process.
 
     Raises:
-        WorkerError: when one cannot be started, or ended before the block did.
+        WorkerError: when a process cannot be started, or ends before the context does.
     """
     assert spec.path is not None, "check_processes refuses models in memory"
     order = {
@@ -106,6 +106,7 @@ class _Worker:
         self._process.communicate()
 
     def wait_until_ready(self) -> None:
+        """Wait until the process has taken its first step: before, it builds the model and contends for little."""
         assert self._process.stdout is not None
         alarm = threading.Timer(_START_S, self._process.kill)
         alarm.start()
@@ -116,6 +117,7 @@ class _Worker:
             alarm.cancel()
 
     def check(self) -> None:
+        """Raise when the process has ended, since the measurement then was partly without it."""
         if self._process.poll() is not None:
             self._fail()
 
@@ -124,13 +126,13 @@ class _Worker:
         code = self._process.returncode
         reason = (error.strip().splitlines() or [f"it ended with exit code {code}"])[-1]
         raise WorkerError(
-            f"process {self._number + 1} that was to train beside the measured one failed: {reason}",
-            hint="is there memory for as many copies of the model? Otherwise give fewer --processes",
+            f"process {self._number + 1}, which was to train beside the measured one, failed: {reason}",
+            hint="is there memory for as many copies of the model? Otherwise give fewer `processes`",
         )
 
 
-def _work(order: str) -> None:
-    """Take training steps until standard input is closed, or the parent is gone, which closes it too."""
+def _train(order: str) -> None:
+    """Take training steps until the process is killed."""
     parsed = json.loads(order)
     torch.set_num_threads(parsed["threads"])
     options = ModuleOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"])
@@ -141,28 +143,29 @@ def _work(order: str) -> None:
         lay_out(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = still(spec.optimizer(parameters))
-    told = False
+    ready = False
     while True:
         optimizer.zero_grad()
         unsplit_loss(model, spec, batch, options).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if not told:
+        if not ready:
             sys.stdout.write(f"{_READY}\n")
             sys.stdout.flush()
-            told = True
+            ready = True
 
 
 def _end_with_parent() -> None:
+    # Standard input ends when the parent closes it, and also when the parent is killed.
     sys.stdin.read()
     os._exit(0)
 
 
 def main(order: str) -> int:
-    """What the other processes run."""
+    """Run one of the other processes."""
     keep_freed_pages()  # as the workers do
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        _work(order)
+        _train(order)
     except PlannerError as error:
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code

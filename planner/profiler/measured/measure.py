@@ -1,8 +1,9 @@
-"""Training steps of the unsplit model, timed as a whole and layer by layer in turn."""
+"""Time training steps of the unsplit model, as a whole and layer by layer in turn."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -12,136 +13,108 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import LOSS
-from planner.model.stage.stage import LayerObserver, StageModule, build_stage
+from planner.model.stage.stage import LayerObserver, build_stage
 from planner.model.stage.unsplit import unsplit_loss
-from planner.profiler.measured.accumulation import AddingTime, AddingTimes
+from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer
+from planner.profiler.measured.assemble import LayerMeasurement, Measurement
 from planner.profiler.measured.clock import clock_for
-from planner.profiler.measured.compiled import CompiledTimes, as_compiled, measure_compiled, saved_as_compiled
+from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.saved import saved_bytes
-from planner.profiler.measured.steps import Effort, Progress, Steps, StepTimes, repeat, step_failure
-from planner.profiler.measured.update import LayerUpdate, layer_updates, still, update_workspaces
+from planner.profiler.measured.steps import Effort, Steps, StepTimes, drop_gradients, repeat, step_failure
+from planner.profiler.measured.update import layer_updates, still, update_workspaces
 from planner.profiler.measured.workspace import workspace_bytes
 
-# Steps that add to gradients of the step before. Few say it, since the adding is seen by itself.
-_LEAST_ADDING, _MOST_ADDING = 2, 8
+# Steps that accumulate gradients. A few suffice, because hooks time the accumulation alone.
+_LEAST_ACCUMULATING, _MOST_ACCUMULATING = 2, 8
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """All that was measured; per-layer lists are in the order of the layers.
+class StepMeasurement:
+    """Measures training steps of one model on one batch.
 
-    Attributes:
-        layers: per layer, over the repeats of the marked steps.
-        whole: the user's model without capture or marks, in between; or all layers compiled at once.
-        updates: per layer, of the optimizer.
-        saved_bytes: per layer.
-        workspace_bytes: per layer, uncompiled; None where nothing was run.
-        update_workspace_bytes: per layer, of the optimizer; likewise.
-        adding: per layer, what adding to gradients takes longer than making them; None where it is not known.
-        compiled: where stages are to be compiled, how the above was made.
+    Args:
+        spec: the model's loss and optimizer.
+        graph: the captured model, which moves to the device.
+        batch: on any device.
+        device: to measure on.
     """
 
-    layers: list[StepTimes]
-    whole: StepTimes
-    updates: list[LayerUpdate]
-    saved_bytes: list[int]
-    workspace_bytes: list[int] | None = None
-    update_workspace_bytes: list[int] | None = None
-    adding: list[AddingTime] | None = None
-    compiled: CompiledTimes | None = None
-
-
-def measure(
-    graph: LayerGraph,
-    spec: TrainingSpec,
-    batch: Batch,
-    device: torch.device,
-    effort: Effort,
-    progress: Progress,
-    *,
-    compiled: bool = False,
-) -> Measurement:
-    """Run and time training steps of `graph` on `batch`; with `compiled`, once more through torch.compile."""
-    graph.model.to(device)
-    batch = batch.to(device)
-    stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True).to(device)
-    run = _Run(graph, stage, spec, batch, device)
-    try:
-        if not compiled:
-            return run.measure(effort, progress)
-        half = replace(effort, seconds=effort.seconds / 2)
-        return run.compiled(run.measure(half, progress), half, progress)
-    except RuntimeError as cause:
-        raise step_failure(cause) from cause
-
-
-class _Run:
-    def __init__(
-        self, graph: LayerGraph, stage: StageModule, spec: TrainingSpec, batch: Batch, device: torch.device
-    ) -> None:
-        self._graph = graph
-        self._stage = stage
+    def __init__(self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device) -> None:
+        graph.model.to(device)
         self._spec = spec
-        self._batch = batch
+        self._graph = graph
+        self._batch = batch.to(device)
         self._device = device
+        self._stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True).to(device)
         self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
-        self._steps = Steps(clock_for(device), list(self._parameters.values()))
-        self._adding = AddingTimes(self._steps.clock, self._by_layer(self._parameters))
-        self._room_to_add = True
+        self._clock = clock_for(device)
+        self._accumulation = AccumulationTimer(self._clock, self._by_layer(self._parameters))
+        self._room_to_accumulate = True
 
-    def measure(self, effort: Effort, progress: Progress) -> Measurement:
+    def measure(self, effort: Effort, *, compiled: bool = False) -> Measurement:
+        """Measure the model uncompiled; with `compiled`, spend half of the time on it through torch.compile.
+
+        Raises:
+            ModelFileError: when a step fails.
+        """
+        try:
+            if not compiled:
+                return self._measure(effort)
+            half = replace(effort, seconds=effort.seconds / 2)
+            return self._compiled(self._measure(half), half)
+        except RuntimeError as cause:
+            raise step_failure(cause) from cause
+
+    def _measure(self, effort: Effort) -> Measurement:
         saved = saved_bytes(self._stage, self._batch)
-        layers, whole = self._measure_steps(effort, progress)
-        progress("measuring updates", 1.0)
-        updates = layer_updates(self._spec, self._trained_by_layer(), self._steps.clock)
-        of_updates = update_workspaces(self._spec, self._trained_by_layer(), self._device)
-        return Measurement(layers, whole, updates, saved, self._workspaces(saved), of_updates, self._adding.times())
+        layers, whole = self._measure_steps(effort)
+        effort.progress("measuring updates", 1.0)
+        trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
+        updates = layer_updates(self._spec, trained, self._clock)
+        update_bytes = update_workspaces(self._spec, trained, self._device)
+        measured = zip(
+            layers,
+            [replace(update, workspace_bytes=size) for update, size in zip(updates, update_bytes, strict=True)],
+            saved,
+            self._workspaces(saved),
+            self._accumulation.times() or [AccumulationTime()] * len(layers),
+            strict=True,
+        )
+        return Measurement([LayerMeasurement(*layer) for layer in measured], whole)
 
-    def _workspaces(self, saved_bytes: list[int]) -> list[int]:
-        self._steps.drop_gradients()
-        weights = self._by_layer(self._parameters)
-        gradients = [sum(parameter.nbytes for parameter in layer.values()) for layer in weights]
-        return workspace_bytes(self._stage, self._batch, saved_bytes, gradients)
-
-    def _measure_steps(self, effort: Effort, progress: Progress) -> tuple[list[StepTimes], StepTimes]:
-        update = self._optimizer().step
+    def _measure_steps(self, effort: Effort) -> tuple[list[StepTimes], StepTimes]:
+        steps = self._steps()
         layers, whole = [StepTimes() for _ in self._graph.layers], StepTimes()
         for _ in range(effort.warmup):
-            self._steps.marked(self._marked_forward, [StepTimes() for _ in layers])
-            update()
-        steps = [
-            lambda: self._steps.whole(self._plain_forward, update, whole),
-            lambda: self._steps.marked(self._marked_forward, layers),
-            lambda: self._add(min(len(whole.forward_s) // 2 + 1, _MOST_ADDING)),
+            steps.marked(self._marked_forward, [StepTimes() for _ in layers])
+            steps.update()
+        # Marks slow a step down a little, so the whole step is measured without them.
+        in_turn = [
+            lambda: steps.whole(self._plain_forward, whole),
+            lambda: steps.marked(self._marked_forward, layers),
+            lambda: self._accumulate(min(len(whole.forward_s) // 2 + 1, _MOST_ACCUMULATING)),
         ]
-        repeat(effort, progress, "measuring", steps)
-        while self._adding.steps < _LEAST_ADDING and self._room_to_add:
-            self._add(_LEAST_ADDING)
+        repeat(effort, "measuring", in_turn)
+        while self._accumulation.steps < _LEAST_ACCUMULATING and self._room_to_accumulate:
+            self._accumulate(_LEAST_ACCUMULATING)
         return layers, whole
 
-    def _add(self, most: int) -> None:
-        """One more step, which adds to gradients of the step before, unless there were so many already."""
-        if self._adding.steps < most and self._room_to_add:
+    def _steps(self) -> Steps:
+        # Made anew for each measurement and dropped after it, because the optimizer's state takes memory.
+        optimizer = still(self._spec.optimizer(self._parameters))
+        return Steps(self._clock, list(self._parameters.values()), optimizer.step)
+
+    def _accumulate(self, most: int) -> None:
+        """Time one more step that accumulates gradients, unless there were `most` already."""
+        if self._accumulation.steps < most and self._room_to_accumulate:
             try:
-                self._adding.note(self._unmarked_step)
+                self._accumulation.time(self._unmarked_step)
             except torch.OutOfMemoryError:
-                # The largest gradient is there twice, and so it would be in training: nobody will train like this.
-                self._room_to_add = False
+                # The largest gradient exists twice here, as in training, so nobody can train this way.
+                self._room_to_accumulate = False
 
     def _unmarked_step(self) -> None:
         self._stage.set_observer(None)
         self._stage(self._batch, {})[LOSS].backward()
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return still(self._spec.optimizer(self._parameters))
-
-    def compiled(self, plain: Measurement, effort: Effort, progress: Progress) -> Measurement:
-        update = self._optimizer().step
-        times = measure_compiled(
-            self._graph, self._batch, plain.layers, plain.whole, self._steps, update, effort, progress
-        )
-        layers, saved = as_compiled(plain.layers, times), saved_as_compiled(plain.saved_bytes, times)
-        return replace(plain, layers=layers, whole=times.whole, saved_bytes=saved, compiled=times)
 
     def _plain_forward(self) -> Tensor:
         options = ModuleOptions(self._graph.autocast, self._graph.channels_last)
@@ -151,11 +124,30 @@ class _Run:
         self._stage.set_observer(observer)
         return self._stage(self._batch, {})[LOSS]  # type: ignore[no-any-return]
 
-    def _trained_by_layer(self) -> list[dict[str, nn.Parameter]]:
-        """Parameters that got a gradient, by layer."""
-        return self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
+    def _workspaces(self, saved: list[int]) -> list[int]:
+        drop_gradients(self._parameters.values())
+        weights = self._by_layer(self._parameters)
+        gradients = [sum(parameter.nbytes for parameter in layer.values()) for layer in weights]
+        return workspace_bytes(self._stage, self._batch, saved, gradients)
+
+    def _compiled(self, plain: Measurement, effort: Effort) -> Measurement:
+        assert plain.whole is not None
+        times = [layer.times for layer in plain.layers]
+        if self._graph.blocks is not None:
+            starts = list(range(len(times)))  # the blocks of a chain are compiled one by one in any stage
+        else:
+            starts = starts_of_runs([median(each.forward_s) + median(each.backward_s) for each in times])
+        found = CompiledRuns(self._graph, starts).measure(self._batch, plain.whole, self._steps(), effort)
+        scaled = zip(
+            plain.layers,
+            as_compiled(times, found),
+            saved_as_compiled([layer.saved_bytes for layer in plain.layers], found),
+            strict=True,
+        )
+        layers = [replace(layer, times=each, saved_bytes=saved) for layer, each, saved in scaled]
+        return Measurement(layers, found.whole, found)
 
     def _by_layer(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-        """Each parameter in the first layer that uses it."""
+        """Return each parameter in the first layer that uses it."""
         left = dict(parameters)
         return [{name: left.pop(name) for name in layer.parameters if name in left} for layer in self._graph.layers]

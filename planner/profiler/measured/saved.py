@@ -1,4 +1,4 @@
-"""Bytes that a forward keeps for its backward, layer by layer."""
+"""Count the bytes that a forward saves for its backward, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from planner.model.stage.stage import LayerObserver, StageModule
 
 
 def saved_bytes(stage: StageModule, batch: Batch) -> list[int]:
-    """Bytes of the distinct storages that autograd keeps, by the layer that was first to keep them.
+    """Return the bytes of the distinct storages that autograd saves, by the layer that saves them first.
 
-    Weights and buffers are left out: they are there anyway. What of the batch is kept counts.
+    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved do.
 
     Args:
-        stage: the whole model, built with an observer; it is run once.
+        stage: the whole model, built with an observer; it runs once.
         batch: on the stage's device.
     """
 
@@ -31,22 +31,22 @@ def saved_bytes(stage: StageModule, batch: Batch) -> list[int]:
 def saved_by(
     modules: Sequence[nn.Module], forward: Callable[[LayerObserver], object], pieces: int | None = None
 ) -> list[int]:
-    """The same of a forward that tells an observer of the end of each of its `pieces`, one per module unless given.
+    """Return the same for any forward that tells an observer where each of its pieces ends.
 
     Args:
         modules: that hold the weights.
-        forward: runs them; its result holds all that autograd keeps.
-        pieces: how many.
+        forward: runs them; its result holds all that autograd saves.
+        pieces: how many; None for one per module.
     """
-    recorder = _Recorder(modules, len(modules) if pieces is None else pieces)
-    with saved_tensors_hooks(recorder.pack, recorder.unpack):
-        results = forward(recorder)
-    # Until here the graph held everything, so that no two storages had the same address.
+    storages = _SavedStorages(modules, len(modules) if pieces is None else pieces)
+    with saved_tensors_hooks(storages.pack, storages.unpack):
+        results = forward(storages)
+    # Until here the graph held every storage, so that no two had the same address.
     del results
-    return recorder.bytes
+    return storages.bytes
 
 
-class _Recorder:
+class _SavedStorages:
     def __init__(self, modules: Sequence[nn.Module], pieces: int) -> None:
         self.bytes = [0] * pieces
         self._piece = 0
@@ -60,7 +60,7 @@ class _Recorder:
         if address not in self._seen:
             self._seen.add(address)
             self.bytes[self._piece] += tensor.untyped_storage().nbytes()
-        # An output kept by its own operation would be a cycle that keeps the memory.
+        # Detached, because an output saved by its own operation would be a cycle that is never freed.
         return tensor.detach()
 
     def unpack(self, tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Training steps, timed as a whole or piece by piece."""
+"""Run training steps and time them, as a whole or layer by layer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,11 @@ from planner.errors import ModelFileError
 from planner.model.stage.stage import LayerObserver
 from planner.profiler.measured.clock import Clock, CpuClock, LayerTimes
 
-Progress = Callable[[str, float], None]
+ProgressCallback = Callable[[str, float], None]  # is told the phase and how much of it is done, 0 to 1
+
+
+def _ignore_progress(_phase: str, _done: float) -> None:
+    return
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,15 @@ class Effort:
         seconds: stop after the repeat that exceeds them.
         repeats: at most.
         least_repeats: at least, whatever the time.
-        warmup: steps that do not count.
+        warmup: steps that do not count. The first ones allocate memory, fill caches and choose kernels.
+        progress: is told the phase and how much of it is done.
     """
 
     seconds: float
     repeats: int
     least_repeats: int
     warmup: int
+    progress: ProgressCallback = _ignore_progress
 
 
 @dataclass
@@ -40,13 +46,13 @@ class StepTimes:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
-    # On a CPU, time that the thread had the processor; empty elsewhere.
+    # Processor time of the thread, on a CPU; empty elsewhere.
     forward_thread_s: list[float] = field(default_factory=list)
     backward_thread_s: list[float] = field(default_factory=list)
 
 
 def step_failure(cause: Exception) -> ModelFileError:
-    """The error for whatever PyTorch raises in a step of the user's model, too little memory included."""
+    """Return the error for whatever PyTorch raises in a step of the user's model, too little memory included."""
     reason = (str(cause).strip().splitlines() or [""])[0]
     return ModelFileError(
         f"a training step of the model fails: {type(cause).__name__}: {reason}",
@@ -54,29 +60,37 @@ def step_failure(cause: Exception) -> ModelFileError:
     )
 
 
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Let the next backward set the gradients of `parameters` instead of adding to them."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
 class Steps:
-    """Runs and times steps.
+    """Runs and times steps, each with new gradients.
 
     Args:
         clock: of the device.
-        parameters: whose gradients each step makes anew.
+        parameters: all that are trained.
+        update: the optimizer's step.
     """
 
-    def __init__(self, clock: Clock[Any], parameters: Sequence[nn.Parameter]) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock[Any], parameters: Sequence[nn.Parameter], update: Callable[[], object]) -> None:
+        self._clock = clock
         self._parameters = parameters
+        self.update = update
 
-    def whole(self, forward: Callable[[], Tensor], update: Callable[[], object], times: StepTimes) -> None:
-        """One step without marks inside; `forward` returns the loss."""
-        self.drop_gradients()
-        clock = self.clock
+    def whole(self, forward: Callable[[], Tensor], times: StepTimes) -> None:
+        """Time one step without marks inside; `forward` returns the loss."""
+        drop_gradients(self._parameters)
+        clock = self._clock
         clock.wait()
         start = clock.mark()
         loss = forward()
         after_forward = clock.mark()
         loss.backward()  # type: ignore[no-untyped-call]
         after_backward = clock.mark()
-        update()
+        self.update()
         end = clock.mark()
         clock.wait()
         times.forward_s.append(clock.seconds(start, after_forward))
@@ -87,9 +101,9 @@ class Steps:
             times.backward_thread_s.append(clock.thread_seconds(after_forward, after_backward))
 
     def marked(self, forward: Callable[[LayerObserver], Tensor], times: Sequence[StepTimes]) -> None:
-        """One forward and backward with marks between the pieces, of whose ends `forward` tells the observer."""
-        self.drop_gradients()
-        clock = self.clock
+        """Time the pieces of one forward and backward; `forward` tells the observer where each piece ends."""
+        drop_gradients(self._parameters)
+        clock = self._clock
         clock.wait()
         marks = LayerTimes(clock, len(times))
         marks.start()
@@ -106,13 +120,8 @@ class Steps:
                 piece.forward_thread_s.append(forward_s)
                 piece.backward_thread_s.append(backward_s)
 
-    def drop_gradients(self) -> None:
-        """As before each step."""
-        for parameter in self._parameters:
-            parameter.grad = None
 
-
-def repeat(effort: Effort, progress: Progress, phase: str, steps: Sequence[Callable[[], None]]) -> None:
+def repeat(effort: Effort, phase: str, steps: Sequence[Callable[[], None]]) -> None:
     """Run `steps` in turn, so that whatever else the machine does slows all of them alike."""
     started = time.perf_counter()
     done = 0
@@ -120,7 +129,8 @@ def repeat(effort: Effort, progress: Progress, phase: str, steps: Sequence[Calla
         spent = time.perf_counter() - started
         if done >= effort.least_repeats and spent >= effort.seconds:
             break
-        progress(phase, min(1.0, max(spent / effort.seconds if effort.seconds else 1.0, done / effort.repeats)))
+        spent_share = spent / effort.seconds if effort.seconds else 1.0
+        effort.progress(phase, min(1.0, max(spent_share, done / effort.repeats)))
         for step in steps:
             step()
         done += 1

@@ -1,9 +1,10 @@
-"""What the user's optimizer costs, layer by layer."""
+"""Measure what a step of the user's optimizer costs, layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,18 @@ _LEAST_METERED_BYTES = 10**6
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """The optimizer's step on one layer's parameters alone."""
+    """Cost of the optimizer's step on one layer's parameters alone.
+
+    `workspace_bytes`: the most that it allocates beyond its state.
+    """
 
     seconds: float
     state_bytes: int
+    workspace_bytes: int = 0
 
 
 def still(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer with a learning rate of zero: the same work, and the weights stay what they are."""
+    """Set the learning rate to zero: steps do the same work, and the weights stay what they are."""
     for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -37,7 +42,7 @@ def still(optimizer: Optimizer) -> Optimizer:
 def layer_updates(
     spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT]
 ) -> list[LayerUpdate]:
-    """Time a step on the parameters of each layer, whose gradients must be there.
+    """Time a step on the parameters of each layer, which must have gradients.
 
     Args:
         spec: makes the optimizers.
@@ -51,7 +56,7 @@ def _layer_update(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], cl
     if not parameters:
         return LayerUpdate(0.0, 0)
     optimizer = still(spec.optimizer(parameters))
-    optimizer.step()  # makes the state
+    optimizer.step()  # creates the state
     times = []
     for _ in range(_REPEATS):
         clock.wait()
@@ -60,14 +65,14 @@ def _layer_update(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], cl
         end = clock.mark()
         clock.wait()
         times.append(clock.seconds(start, end))
-    return LayerUpdate(sorted(times)[_REPEATS // 2], state_bytes_of(optimizer))
+    return LayerUpdate(median(times), state_bytes_of(optimizer))
 
 
 def update_workspaces(
     spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], device: torch.device
 ) -> list[int]:
-    """The most that the step on each layer's parameters, whose gradients must be there, allocates beyond its state."""
-    # Profiling a step costs more than a small step does, and what it works in is of the size of a parameter.
+    """Return the most that a step on each layer's parameters, which must have gradients, allocates beyond its state."""
+    # Metering takes longer than a small step itself, whose workspace is of a parameter's size and thus negligible.
     large = [sum(p.nbytes for p in parameters.values()) >= _LEAST_METERED_BYTES for parameters in layers]
     return [
         _update_workspace(spec, parameters, device) if metered else 0
@@ -77,7 +82,7 @@ def update_workspaces(
 
 def _update_workspace(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], device: torch.device) -> int:
     optimizer = still(spec.optimizer(parameters))
-    optimizer.step()  # makes the state
+    optimizer.step()  # creates the state
     meter = meter_for(device)
     with meter:
         meter.mark()
@@ -87,6 +92,6 @@ def _update_workspace(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter]
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """Bytes of the tensors that the optimizer keeps between steps."""
+    """Return the bytes of the tensors that the optimizer keeps between steps."""
     state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
     return sum(tensor.nbytes for tensor in state)

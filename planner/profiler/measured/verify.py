@@ -1,8 +1,7 @@
-"""The stages of a plan, each run by itself on this device, beside what the profile's layers add up to."""
+"""Measure each stage of a plan on its own, and compare it with the sum of its layers in the profile."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,12 +21,12 @@ from planner.model.stage.compiling import check_compiler
 from planner.model.stage.parts import LOSS
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.measured.clock import Clock, clock_for
-from planner.profiler.measured.contention import at_work, check_processes
-from planner.profiler.measured.profile import parse_device, thread_count
+from planner.profiler.measured.contention import check_processes, contention
+from planner.profiler.measured.device import parse_device, thread_count
+from planner.profiler.measured.steps import Effort, drop_gradients, repeat
 from planner.profiler.measured.update import still
 
 DEFAULT_SECONDS = 10.0
-_LEAST_REPEATS, _MOST_REPEATS, _WARMUP = 3, 30, 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class StageTime:
 
     Attributes:
         summed_s: of its layers in the profile.
-        measured_s: median of the stage run by itself, its inputs detached.
+        measured_s: median of the stage on its own.
     """
 
     summed_s: float
@@ -44,7 +43,7 @@ class StageTime:
 
     @property
     def error(self) -> float:
-        """How far the sum is from the measurement, as a share of it; negative where the sum is too low."""
+        """Relative error of the sum; negative where it is too low."""
         return self.summed_s / self.measured_s - 1
 
 
@@ -67,16 +66,31 @@ def verify(
 
     Raises:
         PlanError: when the model is another than the profile's.
-        InputError: when the device is not there, or the profile knows no batch size.
+        InputError: when the device does not exist, or the profile knows no batch size.
     """
+    target = parse_device(device or profile.device.kind)
+    measured = _measured_s(spec, profile, stages, target, seconds)
+    layers = {layer.name: layer for layer in profile.layers}
+    # A stage also updates its copies of weights that it shares with earlier stages.
+    summed = [
+        sum(layers[name].forward_s + layers[name].backward_s + layers[name].update_s for name in names)
+        + sum(layer.update_s for layer in copied)
+        for names, copied in zip(stages, copied_layers(profile, stages), strict=True)
+    ]
+    return [StageTime(one, other) for one, other in zip(summed, measured, strict=True)]
+
+
+def _measured_s(
+    spec: TrainingSpec, profile: Profile, stages: Sequence[Sequence[str]], target: torch.device, seconds: float
+) -> list[float]:
     if not profile.trainable or profile.microbatch_size is None:
         raise InputError(
             f"the profile of '{profile.model}' is imported, so there is no model whose stages could be measured",
-            hint="leave --verify out, or profile your model file with: plan profile model.py",
+            hint="profile your model file with: plan profile model.py",
         )
-    target = parse_device(device or profile.device.kind)
-    check_processes(profile.device.processes or 1, profile.device.threads or 1, target, spec)
-    with thread_count(profile.device.threads or 1), torch.random.fork_rng():
+    threads, processes = profile.device.threads or 1, profile.device.processes or 1
+    check_processes(processes, threads, target, spec)
+    with thread_count(threads), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = spec.example_batch(profile.microbatch_size)
         options = module_options(profile)
@@ -93,46 +107,39 @@ def verify(
         runs = _runs(modules, spec, batch.to(target))
         clock = clock_for(target)
         _return_gradients(runs, clock)
-        threads, others = profile.device.threads or 1, (profile.device.processes or 1) - 1
-        with at_work(spec, profile.microbatch_size, others, threads=threads, options=options):
-            measured = _measure(runs, clock, seconds)
-    layers = {layer.name: layer for layer in profile.layers}
-    # A copy of a weight that an earlier stage has is updated, too.
-    summed = [
-        sum(layers[name].forward_s + layers[name].backward_s + layers[name].update_s for name in names)
-        + sum(layer.update_s for layer in copied)
-        for names, copied in zip(stages, copied_layers(profile, stages), strict=True)
-    ]
-    return [StageTime(one, other) for one, other in zip(summed, measured, strict=True)]
+        with contention(spec, profile.microbatch_size, processes - 1, threads=threads, options=options):
+            return _measure(runs, clock, Effort(seconds, repeats=30, least_repeats=3, warmup=1))
 
 
-def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> list[_Run]:
-    """Each stage with the values that the stages before it make."""
+def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> list[_StageRun]:
+    """Return each stage with the values that the stages before it send."""
     known: dict[str, Tensor] = {}
     runs = []
     for stage in stages:
         received = {value.name: known[value.name] for value in stage.received}
         with torch.no_grad():
             known.update(stage(batch if stage.needs_batch else None, received))
-        runs.append(_Run(stage, spec, batch, received))
+        runs.append(_StageRun(stage, spec, batch, received))
     return runs
 
 
-def _return_gradients(runs: Sequence[_Run], clock: Clock[Any]) -> None:
-    """A step of each stage, the last one first, from the gradients that the later ones return.
+def _return_gradients(runs: Sequence[_StageRun], clock: Clock[Any]) -> None:
+    """Run a step of each stage, the last one first, and keep the gradients that later stages return for the next steps.
 
-    Those are kept for the steps to come: how long an optimizer's step takes depends on the numbers. On a CPU Adam's
-    takes twice as long where most gradients are zero, and eight times where their squares are denormal.
+    The gradients must be real ones, because the time of an optimizer's step depends on the numbers. On a CPU Adam's
+    takes twice as long where most gradients are zero, and eight times as long where their squares are denormal.
     """
     gradients: dict[str, Tensor] = {}
     for run in reversed(runs):
         run.gradients = gradients
         run.step(clock)
-        # Of a value with several users the sum, for whoever made it.
+        # A value that several stages use gets the sum of their gradients.
         gradients = {**gradients, **{n: g + gradients[n] if n in gradients else g for n, g in run.returned.items()}}
 
 
-class _Run:
+class _StageRun:
+    """Steps of one stage on its own, always with the same inputs, detached, and the same gradients."""
+
     def __init__(self, stage: StageModule, spec: TrainingSpec, batch: Batch, received: dict[str, Tensor]) -> None:
         self._stage = stage
         self._batch = batch if stage.needs_batch else None
@@ -143,9 +150,8 @@ class _Run:
         self._optimizer = still(spec.optimizer(list(self._parameters))) if self._parameters else None
 
     def step(self, clock: Clock[Any]) -> float:
-        """Seconds of a forward, a backward and an update."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Return the seconds of a forward, a backward and an update."""
+        drop_gradients(self._parameters)
         received = {
             value.name: self._received[value.name].detach().requires_grad_(value.requires_grad)
             for value in self._stage.received
@@ -171,16 +177,14 @@ class _Run:
         return torch.zeros_like(value) if gradient is None else gradient
 
 
-def _measure(runs: Sequence[_Run], clock: Clock[Any], seconds: float) -> list[float]:
-    for run in runs:
-        for _ in range(_WARMUP):
-            run.step(clock)
+def _measure(runs: list[_StageRun], clock: Clock[Any], effort: Effort) -> list[float]:
     times: list[list[float]] = [[] for _ in runs]
-    started = time.perf_counter()
-    for repeat in range(_MOST_REPEATS):
-        if repeat >= _LEAST_REPEATS and time.perf_counter() - started > seconds:
-            break
-        # In turn, so that whatever else the machine does slows all alike.
+
+    def in_turn() -> None:
         for run, of_run in zip(runs, times, strict=True):
             of_run.append(run.step(clock))
+
+    for run in runs * effort.warmup:
+        run.step(clock)
+    repeat(effort, "measuring stages", [in_turn])
     return [median(of_run) for of_run in times]

@@ -19,7 +19,7 @@ from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.evaluation import matching_cut
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
 
@@ -261,7 +261,7 @@ def test_a_model_file_with_blocks_is_profiled(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     file = load_model_file(path)
-    profile = profile_model(file, 8, repeats=3, seconds=1)
+    profile = profile_model(file, 8, ProfilingOptions(repeats=3, seconds=1))
     assert [layer.name for layer in profile.layers] == ["0", "1", "2", "3", "loss"]
     assert profile.graph_hash == capture_file(file, file.example_batch(3)).hash
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)

@@ -14,7 +14,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
@@ -73,7 +73,7 @@ def test_one_clear_sentence(name: str, tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(HEAD + source, encoding="utf-8")
     with pytest.raises(PlannerError) as caught:
-        profile_model(load_model_file(path), 4, repeats=1, seconds=0.1)
+        profile_model(load_model_file(path), 4, ProfilingOptions(repeats=1, seconds=0.1))
     assert words in caught.value.message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message
@@ -165,7 +165,7 @@ def test_a_model_that_computes_nan_is_profiled(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     source = MODULE + "    def forward(self, x): return self.a(x) * float('nan')\ndef build_model(): return M()" + ROWS
     path.write_text(HEAD + source, encoding="utf-8")
-    profile = profile_model(load_model_file(path), 4, repeats=2, seconds=0.1)
+    profile = profile_model(load_model_file(path), 4, ProfilingOptions(repeats=2, seconds=0.1))
     assert all(layer.forward_s > 0 for layer in profile.layers)
 
 

@@ -13,9 +13,9 @@ from planner.formats.profile import Profile, save_profile
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.calibrate import calibrated, fit, load_calibration
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DEVICES, DeviceSpec
-from planner.profiler.estimated.estimate import estimate_profile, profile_of_trace
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, profile_of_trace
 from planner.profiler.estimated.trace import trace_step
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
 # Products of many sizes, so that arithmetic, memory and launches each decide for some.
 MODEL = """
@@ -58,7 +58,7 @@ def test_known_shares_are_recovered(folder: Path) -> None:
     )
     training_spec = load_model_file(folder / "model.py")
     trace = trace_step(training_spec, 64)
-    fitted = fit(table, [(trace, profile_of_trace(training_spec, trace, truth, "float32"))])
+    fitted = fit(table, [(trace, profile_of_trace(trace, truth))])
     assert fitted.achieved_arithmetic["gemm"] == pytest.approx(0.21, rel=0.03)
     assert fitted.achieved_bandwidth["pointwise"] == pytest.approx(0.4, rel=0.1)
     assert fitted.achieved_bandwidth["update"] == pytest.approx(0.7, rel=0.03)
@@ -75,7 +75,7 @@ def test_noise_does_not_lead_it_astray(folder: Path) -> None:
     truth = replace(DEVICES["cpu"], launch_s=1e-4, achieved_arithmetic=dict.fromkeys(COMPUTE_CLASSES, 0.05))
     training_spec = load_model_file(folder / "model.py")
     trace = trace_step(training_spec, 64)
-    measured = profile_of_trace(training_spec, trace, truth, "float32")
+    measured = profile_of_trace(trace, truth)
     noise = np.random.default_rng(0).lognormal(0, 0.1, len(measured.layers))
     layers = tuple(
         layer.model_copy(
@@ -89,9 +89,11 @@ def test_noise_does_not_lead_it_astray(folder: Path) -> None:
 
 def test_the_profile_names_what_it_is_calibrated_on(folder: Path) -> None:
     training_spec = load_model_file(folder / "model.py")
-    measured = profile_model(training_spec, 8, seconds=0.05, repeats=3)
+    measured = profile_model(training_spec, 8, ProfilingOptions(seconds=0.05, repeats=3))
     save_profile(measured, folder / "cpu.json")
-    profile = estimate_profile(training_spec, 16, device="cpu", calibration=[load_calibration(folder / "cpu.json")])
+    profile = estimate_profile(
+        training_spec, 16, EstimateOptions(device="cpu", calibration=[load_calibration(folder / "cpu.json")])
+    )
     assert profile.device.name.endswith(f"calibrated on {folder.name}")
     assert profile.device.memory_bytes == measured.device.memory_bytes
     assert profile.provenance.source == "estimated"
@@ -104,14 +106,16 @@ def test_without_profiles_the_table_stands() -> None:
 
 def test_profiles_that_say_nothing_about_the_device(folder: Path) -> None:
     training_spec = load_model_file(folder / "model.py")
-    estimated = estimate_profile(training_spec, 8, device="cpu")
+    estimated = estimate_profile(training_spec, 8, EstimateOptions(device="cpu"))
     save_profile(estimated, folder / "estimated.json")
     with pytest.raises(InputError, match=r"estimated\.json' is estimated, not measured"):
         load_calibration(folder / "estimated.json")
     save_profile(as_measured(estimated), folder / "cpu.json")
     calibration = load_calibration(folder / "cpu.json")
     with pytest.raises(InputError, match="cannot calibrate NVIDIA"):
-        estimate_profile(training_spec, 8, device="v100", calibration=[calibration])
+        estimate_profile(training_spec, 8, EstimateOptions(device="v100", calibration=[calibration]))
     (folder / "model.py").write_text(MODEL.replace("2048, 2048", "2048, 1024"))
     with pytest.raises(InputError, match=r"not of the model in '.*model\.py'"):
-        estimate_profile(training_spec, 8, device="cpu", calibration=[load_calibration(folder / "cpu.json")])
+        estimate_profile(
+            training_spec, 8, EstimateOptions(device="cpu", calibration=[load_calibration(folder / "cpu.json")])
+        )

@@ -21,9 +21,9 @@ from planner.profiler.estimated.devices import (
     device_spec,
     parse_dtype,
 )
-from planner.profiler.estimated.estimate import estimate_profile
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.estimated.trace import StepTrace, trace_step
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from tests.executor.models import MODELS, write_model
 from tests.profiler.measured.test_profile import MODEL as TIED
 
@@ -136,8 +136,8 @@ def test_launches_are_counted(chain: StepTrace) -> None:
 
 def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> None:
     training_spec = written(tmp_path, TIED)
-    measured = profile_model(training_spec, BATCH, seconds=0.01, repeats=1)
-    estimated = estimate_profile(training_spec, BATCH, device="cpu")
+    measured = profile_model(training_spec, BATCH, ProfilingOptions(seconds=0.01, repeats=1))
+    estimated = estimate_profile(training_spec, BATCH, EstimateOptions(device="cpu"))
     assert without_times(estimated) == without_times(measured)
     assert estimated.graph_hash == measured.graph_hash
 
@@ -180,15 +180,15 @@ def loss(output, target):
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 """
     training_spec = written(tmp_path, source)
-    measured = profile_model(training_spec, 2, seconds=0.01, repeats=1)
-    assert without_times(estimate_profile(training_spec, 2, device="h100")) == without_times(measured)
+    measured = profile_model(training_spec, 2, ProfilingOptions(seconds=0.01, repeats=1))
+    assert without_times(estimate_profile(training_spec, 2, EstimateOptions(device="h100"))) == without_times(measured)
 
 
 def test_what_an_lstm_keeps_is_near_to_what_is_measured(chain: StepTrace, tmp_path: Path) -> None:
     measured = profile_model(
         written(tmp_path, CHAIN.replace("LSTM(16, 5", "LSTM(16, 128").replace("(5, 7)", "(128, 7)")), 8
     )
-    estimated = estimate_profile(load_model_file(tmp_path / "net.py"), 8, device="cpu")
+    estimated = estimate_profile(load_model_file(tmp_path / "net.py"), 8, EstimateOptions(device="cpu"))
     kept = [next(layer.saved_bytes for layer in p.layers if layer.name == "lstm") for p in (estimated, measured)]
     assert kept[0] == pytest.approx(kept[1], rel=0.15)
 
@@ -207,7 +207,7 @@ def test_larger_batches_take_longer(folder: Path) -> None:
 
 
 def test_it_says_that_it_is_estimated(folder: Path) -> None:
-    profile = estimate_profile(load_model_file(folder / "net.py"), BATCH, device="V100")
+    profile = estimate_profile(load_model_file(folder / "net.py"), BATCH, EstimateOptions(device="V100"))
     assert profile.provenance.source == "estimated"
     assert profile.provenance.repeats is None
     assert profile.whole_step is None
@@ -222,13 +222,13 @@ def test_it_says_that_it_is_estimated(folder: Path) -> None:
 def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) -> None:
     """The graph has the same hash, so that a plan from the estimate trains under autocast."""
     training_spec = written(tmp_path, TIED)
-    half = estimate_profile(training_spec, BATCH, device="h100", dtype=dtype)
+    half = estimate_profile(training_spec, BATCH, EstimateOptions(device="h100", dtype=dtype))
     assert half.autocast == dtype
     assert half.dtype == "float32"  # of the weights
-    measured = profile_model(training_spec, BATCH, seconds=0.01, repeats=1, dtype=dtype)
+    measured = profile_model(training_spec, BATCH, ProfilingOptions(seconds=0.01, repeats=1, dtype=dtype))
     # Without data, BatchNorm's statistics are taken to be kept in half precision.
     assert without_times(half, but="norm") == without_times(measured, but="norm")
-    single = estimate_profile(training_spec, BATCH, device="h100")
+    single = estimate_profile(training_spec, BATCH, EstimateOptions(device="h100"))
     by_name = {layer.name: layer for layer in half.layers}
     for layer in single.layers:
         other = by_name[layer.name]
@@ -242,8 +242,8 @@ def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) ->
 def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat | None, tmp_path: Path) -> None:
     """Blocks among them: those of this model decide by values, so that they are run."""
     training_spec = load_model_file(write_model(tmp_path, model, "momentum"))
-    measured = profile_model(training_spec, 4, seconds=0.01, repeats=1, memory_format=memory_format)
-    estimated = estimate_profile(training_spec, 4, device="h100", memory_format=memory_format)
+    measured = profile_model(training_spec, 4, ProfilingOptions(seconds=0.01, repeats=1, memory_format=memory_format))
+    estimated = estimate_profile(training_spec, 4, EstimateOptions(device="h100", memory_format=memory_format))
     assert without_times(estimated) == without_times(measured)
     assert estimated.memory_format == memory_format
     assert all(layer.forward_s > 0 for layer in estimated.layers)
@@ -252,10 +252,10 @@ def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat
 def test_blocks_that_do_not_look_at_values_compute_nothing(tmp_path: Path) -> None:
     """The example batch has two samples at first; all the samples asked for would be 400 GB."""
     source = CHAIN + BLOCKS
-    profile = estimate_profile(written(tmp_path, source), 500_000_000, device="h100")
+    profile = estimate_profile(written(tmp_path, source), 500_000_000, EstimateOptions(device="h100"))
     assert [layer.name for layer in profile.layers] == ["conv", "act", "next", "blocks.3", "head", "loss"]
-    small = estimate_profile(written(tmp_path, CHAIN, "captured.py"), BATCH, device="cpu")
-    blocks = estimate_profile(load_model_file(tmp_path / "net.py"), BATCH, device="cpu")
+    small = estimate_profile(written(tmp_path, CHAIN, "captured.py"), BATCH, EstimateOptions(device="cpu"))
+    blocks = estimate_profile(load_model_file(tmp_path / "net.py"), BATCH, EstimateOptions(device="cpu"))
     times = [{layer.name: (layer.forward_s, layer.backward_s) for layer in p.layers} for p in (blocks, small)]
     assert times[0]["conv"] == pytest.approx(times[1]["conv"])
     assert times[0]["blocks.3"] == pytest.approx(times[1]["lstm"], rel=0.15)  # one launch
@@ -265,7 +265,10 @@ def test_tensor_cores_are_used_when_asked_for(tmp_path: Path) -> None:
     source = TIED.replace("nn.Embedding(32, 8)", "nn.Embedding(32, 4096)").replace("(8, 16)", "(4096, 4096)")
     source = source.replace("(16)", "(4096)").replace("(16, 8)", "(4096, 4096)").replace("(8, 8)", "(4096, 4096)")
     training_spec = written(tmp_path, source.replace("(8, 32,", "(4096, 32,"))
-    profiles = [estimate_profile(training_spec, 4096, device="a100", dtype=dtype) for dtype in ("float32", "tf32")]
+    profiles = [
+        estimate_profile(training_spec, 4096, EstimateOptions(device="a100", dtype=dtype))
+        for dtype in ("float32", "tf32")
+    ]
     single, tf32 = (next(layer.forward_s for layer in p.layers if layer.name == "down") for p in profiles)
     assert single / tf32 == pytest.approx(156 / 19.5, rel=0.1)
 
@@ -274,14 +277,14 @@ def test_models_that_look_at_numbers_are_built_in_memory(tmp_path: Path) -> None
     source = TIED.replace(
         "    return Net()", "    net = Net()\n    assert float(net.up.weight.abs().sum()) > 0\n    return net"
     )
-    profile = estimate_profile(written(tmp_path, source), BATCH, device="cpu")
+    profile = estimate_profile(written(tmp_path, source), BATCH, EstimateOptions(device="cpu"))
     assert profile.tied_parameters == (("embedding.weight", "head.weight"),)
 
 
 def test_nothing_is_computed_or_kept(tmp_path: Path) -> None:
     """Three hundred terabytes of weights: the meta device does not care."""
     source = CHAIN.replace("Linear(5, 7)", "Linear(5, 15_000_000_000_000)")
-    profile = estimate_profile(written(tmp_path, source), 2, device="h200")
+    profile = estimate_profile(written(tmp_path, source), 2, EstimateOptions(device="h200"))
     assert next(layer.weight_bytes for layer in profile.layers if layer.name == "head") == 4 * 6 * 15 * 10**12
 
 
@@ -334,20 +337,22 @@ def test_optimizers_that_look_at_numbers_are_refused(tmp_path: Path) -> None:
         "    return Careful(parameters, lr=0.1)\n"
     )
     with pytest.raises(InputError, match=r"optimizer in .*net\.py.* looks at numbers"):
-        estimate_profile(written(tmp_path, source), BATCH, device="cpu")
+        estimate_profile(written(tmp_path, source), BATCH, EstimateOptions(device="cpu"))
 
 
 def test_a_step_that_fails_is_said_as_when_it_is_measured(tmp_path: Path) -> None:
     source = CHAIN.replace("self.next(self.act(self.conv(images)))", "self.next(self.act(self.conv(images)).add_(1))")
     words = "training step of the model fails: RuntimeError: one of the variables"
     with pytest.raises(ModelFileError, match=words):
-        estimate_profile(written(tmp_path, source), 2, device="cpu")
+        estimate_profile(written(tmp_path, source), 2, EstimateOptions(device="cpu"))
     with pytest.raises(ModelFileError, match=words):
-        profile_model(written(tmp_path, source), 2, repeats=1)
+        profile_model(written(tmp_path, source), 2, ProfilingOptions(repeats=1))
 
 
 def test_mistakes_in_the_model_file_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="batch size 0"):
-        estimate_profile(written(tmp_path, CHAIN), 0, device="cpu")
+    with pytest.raises(InputError, match="`batch_size=0`"):
+        estimate_profile(written(tmp_path, CHAIN), 0, EstimateOptions(device="cpu"))
     with pytest.raises(ModelFileError, match=r"net\.py:\d+: ZeroDivisionError"):
-        estimate_profile(written(tmp_path, CHAIN.replace("return Chain()", "return 1 / 0")), 2, device="cpu")
+        estimate_profile(
+            written(tmp_path, CHAIN.replace("return Chain()", "return 1 / 0")), 2, EstimateOptions(device="cpu")
+        )

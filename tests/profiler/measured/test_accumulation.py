@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from planner.formats.profile import load_profile, save_profile
 from planner.model.spec import load_model_file
-from planner.profiler.estimated.estimate import estimate_profile
-from planner.profiler.measured.accumulation import AddingTimes
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.profiler.measured.accumulation import AccumulationTimer
 from planner.profiler.measured.clock import CpuClock
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
 WIDTH = 2048
 MODEL = f"""
@@ -53,7 +53,7 @@ def test_times_are_differences_of_medians_and_never_negative() -> None:
     last = nn.Linear(2, 3)
     layers = [dict(first.named_parameters()), {}, dict(second.named_parameters()), dict(last.named_parameters())]
     clock = Counter()
-    times = AddingTimes(clock, layers)
+    times = AccumulationTimer(clock, layers)
     seen: list[list[bool]] = []
 
     def step() -> None:
@@ -64,7 +64,7 @@ def test_times_are_differences_of_medians_and_never_negative() -> None:
     def note(of_last: float, of_second: float, of_first: float) -> None:
         # Two marks for each weight, those of the last layer first, in which there are two weights, then one, then two.
         clock.steps = iter([0.0, of_last, 0.0, of_last, 0.0, of_second, 0.0, of_first, 0.0, of_first])
-        times.note(step)
+        times.time(step)
 
     step()
     assert times.times() is None
@@ -83,9 +83,9 @@ def test_times_are_differences_of_medians_and_never_negative() -> None:
 def test_gradients_and_hooks_are_left_as_they_were() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
-    times = AddingTimes(CpuClock(), [dict(model.named_parameters())])
+    times = AccumulationTimer(CpuClock(), [dict(model.named_parameters())])
     for _ in range(2):
-        times.note(lambda: model(torch.ones(1, 2)).sum().backward())
+        times.time(lambda: model(torch.ones(1, 2)).sum().backward())
     # The first step made them anew, the second one added.
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -101,7 +101,7 @@ def test_gradients_and_hooks_are_left_as_they_were() -> None:
 def test_layers_with_many_weights_take_time_to_add_and_those_without_take_none(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
-    profile = profile_model(load_model_file(path), 2, seconds=0.5, repeats=10)
+    profile = profile_model(load_model_file(path), 2, ProfilingOptions(seconds=0.5, repeats=10))
     adding = {layer.name: layer.accumulate_s for layer in profile.layers}
     small, none, large, _, loss = adding.values()
     # 17 MB against 74 kB; the hooks alone take microseconds.
@@ -117,7 +117,7 @@ def test_layers_with_many_weights_take_time_to_add_and_those_without_take_none(t
 def test_an_estimate_reads_both_and_writes_the_sum(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
-    layers = estimate_profile(load_model_file(path), 2, device="v100").layers
+    layers = estimate_profile(load_model_file(path), 2, EstimateOptions(device="v100")).layers
     moved = 3 * 4 * (WIDTH * WIDTH + WIDTH)
     assert layers[2].accumulate_s >= moved / 900e9
     assert layers[2].accumulate_s == pytest.approx(moved / 900e9 / 0.75, rel=0.5)

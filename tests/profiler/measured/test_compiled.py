@@ -14,7 +14,7 @@ from planner.formats.cluster import flat_cluster
 from planner.model.spec import load_model_file
 from planner.profiler.measured import profile
 from planner.profiler.measured.compiled import CompiledTimes, as_compiled, saved_as_compiled, starts_of_runs
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.steps import StepTimes
 from planner.profiler.measured.verify import verify
 from planner.report.tables.profile import profile_report
@@ -87,8 +87,8 @@ def test_devices_without_thread_time() -> None:
 @pytest.mark.parametrize("model", ["convolutional", "blocks"])
 def test_compiled_profile_plan_and_stages(model: str, tmp_path: Path) -> None:
     file = load_model_file(write_model(tmp_path, model, "momentum"))
-    plain = profile_model(file, 4, seconds=0.1, repeats=3)
-    compiled = profile_model(file, 4, seconds=0.1, repeats=3, compiled=True)
+    plain = profile_model(file, 4, ProfilingOptions(seconds=0.1, repeats=3))
+    compiled = profile_model(file, 4, ProfilingOptions(seconds=0.1, repeats=3, compiled=True))
     assert compiled.graph_hash == plain.graph_hash
     assert compiled.compiled is not None
     assert set(compiled.compiled.runs) <= {layer.name for layer in compiled.layers}
@@ -111,7 +111,7 @@ def test_a_machine_without_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(profile, "check_compiler", refuse)
     file = load_model_file(write_model(tmp_path, "language", "sgd"))
     with pytest.raises(InputError, match="does not work for cpu"):
-        profile_model(file, 4, compiled=True)
+        profile_model(file, 4, ProfilingOptions(compiled=True))
 
 
 def test_it_cannot_be_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

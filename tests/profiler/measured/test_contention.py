@@ -12,8 +12,8 @@ import torch
 from planner.errors import InputError, WorkerError
 from planner.model.options import PLAIN
 from planner.model.spec import in_memory, load_model_file
-from planner.profiler.measured.contention import at_work, check_processes
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.contention import check_processes, contention
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
 MODEL = """
 import torch
@@ -46,7 +46,7 @@ def processor_ticks(pid: int) -> int:
 
 def test_others_work_as_long_as_the_block(model_path: Path) -> None:
     before = children()
-    with at_work(load_model_file(model_path), 4, 2, options=PLAIN):
+    with contention(load_model_file(model_path), 4, 2, options=PLAIN):
         others = sorted(children() - before)
         assert len(others) == 2
         start = [processor_ticks(pid) for pid in others]
@@ -59,7 +59,7 @@ def test_others_work_as_long_as_the_block(model_path: Path) -> None:
 
 def test_others_end_with_an_error_in_the_block(model_path: Path) -> None:
     before = children()
-    with pytest.raises(ZeroDivisionError), at_work(load_model_file(model_path), 4, 1, options=PLAIN):
+    with pytest.raises(ZeroDivisionError), contention(load_model_file(model_path), 4, 1, options=PLAIN):
         raise ZeroDivisionError
     assert children() == before
 
@@ -67,15 +67,15 @@ def test_others_end_with_an_error_in_the_block(model_path: Path) -> None:
 @needs_two_cores
 def test_profile_says_how_many_were_at_work(model_path: Path) -> None:
     spec = load_model_file(model_path)
-    assert profile_model(spec, 4, seconds=0.1, processes=2).device.processes == 2
-    assert profile_model(spec, 4, seconds=0.1).device.processes is None
+    assert profile_model(spec, 4, ProfilingOptions(seconds=0.1, processes=2)).device.processes == 2
+    assert profile_model(spec, 4, ProfilingOptions(seconds=0.1)).device.processes is None
 
 
 def test_a_step_that_fails_there_is_told(model_path: Path) -> None:
     spec = load_model_file(model_path)
     model_path.write_text(MODEL.replace("(output - target)", "(output - target[:, :0].sum(2))"), encoding="utf-8")
-    told = r"process 1 that was to train beside the measured one failed: .*Dimension"
-    with pytest.raises(WorkerError, match=told), at_work(spec, 4, 1, options=PLAIN):
+    told = r"process 1, which was to train beside the measured one, failed: .*Dimension"
+    with pytest.raises(WorkerError, match=told), contention(spec, 4, 1, options=PLAIN):
         pass
 
 
@@ -85,9 +85,9 @@ def test_numbers_that_do_not_fit(model_path: Path) -> None:
     check_processes(cores, 1, cpu, spec)
     with pytest.raises(InputError, match=f"{cores + 1} processes of 1 threads need {cores + 1} cores"):
         check_processes(cores + 1, 1, cpu, spec)
-    with pytest.raises(InputError, match=r"processes 0 is less than 1"):
+    with pytest.raises(InputError, match=r"`processes=0` is less than 1"):
         check_processes(0, 1, cpu, spec)
-    with pytest.raises(InputError, match="2 processes cannot be measured on 'cuda'"):
+    with pytest.raises(InputError, match="`processes=2` cannot be measured on 'cuda'"):
         check_processes(2, 1, torch.device("cuda"), spec)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.model.spec import load_model_file
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,7 @@ pytestmark = [
 
 def test_profile_on_a_gpu() -> None:
     path = Path(__file__).parents[3] / "profiles" / "lstm_lm" / "model.py"
-    profile = profile_model(load_model_file(f"{path}:build_tiny"), 8, device="cuda", seconds=1.0)
+    profile = profile_model(load_model_file(f"{path}:build_tiny"), 8, ProfilingOptions(device="cuda", seconds=1.0))
     assert profile.device.kind == "cuda"
     assert profile.whole_step is not None
     layers_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)

@@ -12,7 +12,7 @@ import torch
 from planner.errors import InputError
 from planner.formats.profile import Layer, Profile
 from planner.model.spec import load_model_file
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
 MODEL = """
 import torch
@@ -55,7 +55,7 @@ FLOAT = 4
 def _profile(folder: Path) -> Profile:
     path = folder / "net.py"
     path.write_text(MODEL)
-    return profile_model(load_model_file(path), BATCH, seconds=0.1, repeats=5)
+    return profile_model(load_model_file(path), BATCH, ProfilingOptions(seconds=0.1, repeats=5))
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_it_is_the_same_graph_as_the_executors(profile: Profile, tmp_path: Path)
 def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(MODEL)
-    with pytest.raises(InputError, match=r"this machine has \d+ cores, not 4000"):
-        profile_model(load_model_file(path), BATCH, threads=4000)
+    with pytest.raises(InputError, match=r"`threads=4000` is more than this machine's \d+ cores"):
+        profile_model(load_model_file(path), BATCH, ProfilingOptions(threads=4000))
 
 
 def test_threads_and_random_state_are_put_back(tmp_path: Path) -> None:
@@ -165,8 +165,7 @@ def test_threads_and_random_state_are_put_back(tmp_path: Path) -> None:
         profile_model(
             load_model_file(path),
             BATCH,
-            threads=1,
-            seconds=0.01,
+            ProfilingOptions(threads=1, seconds=0.01),
             progress=lambda phase, done: seen.append((phase, done)),
         )
         assert torch.equal(torch.get_rng_state(), state)
@@ -178,21 +177,23 @@ def test_threads_and_random_state_are_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("batch_size", "options", "words"),
     [
-        ({"batch_size": 0}, "batch size 0"),
-        ({"batch_size": 2, "threads": 0}, "threads 0"),
-        ({"batch_size": 2, "repeats": 0}, "repeats 0"),
-        ({"batch_size": 2, "device": "gpu"}, "'gpu'"),
-        ({"batch_size": 2, "device": "meta"}, "'meta'"),
-        ({"batch_size": 2, "device": "cuda:99"}, "'cuda:99'"),
+        (0, ProfilingOptions(), "`batch_size=0`"),
+        (2, ProfilingOptions(threads=0), "`threads=0`"),
+        (2, ProfilingOptions(repeats=0), "`repeats=0`"),
+        (2, ProfilingOptions(device="gpu"), "'gpu'"),
+        (2, ProfilingOptions(device="meta"), "'meta'"),
+        (2, ProfilingOptions(device="cuda:99"), "'cuda:99'"),
     ],
 )
-def test_numbers_and_devices_that_make_no_sense(tmp_path: Path, arguments: dict[str, int | str], words: str) -> None:
+def test_numbers_and_devices_that_make_no_sense(
+    tmp_path: Path, batch_size: int, options: ProfilingOptions, words: str
+) -> None:
     path = tmp_path / "net.py"
     path.write_text(MODEL)
     with pytest.raises(InputError, match=words):
-        profile_model(load_model_file(path), **arguments)  # type: ignore[arg-type]
+        profile_model(load_model_file(path), batch_size, options)
 
 
 def test_thread_times_beside_wall_times(profile: Profile) -> None:

@@ -1,4 +1,4 @@
-"""Stages measured by themselves."""
+"""Measured stages beside the sums of their layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.clock import clock_for
-from planner.profiler.measured.profile import profile_model
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.verify import _return_gradients, _runs, verify
 from planner.solver import solve
 from tests.executor.models import MODELS, write_model
@@ -46,7 +46,7 @@ def _file(folder: Path, width: int) -> Path:
 
 def test_every_stage_is_measured(tmp_path: Path) -> None:
     file = load_model_file(_file(tmp_path, 256))
-    profile = profile_model(file, 32, repeats=5, seconds=1)
+    profile = profile_model(file, 32, ProfilingOptions(repeats=5, seconds=1))
     plan = solve(profile, flat_cluster(3, 1e12))
     times = verify(file, profile, [stage.layers for stage in plan.stages], seconds=0.5)
     assert len(times) == len(plan.stages)
@@ -59,7 +59,7 @@ def test_every_stage_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_skips_integers_and_blocks(model: str, tmp_path: Path) -> None:
     file = load_model_file(write_model(tmp_path, model, "momentum"))
-    profile = profile_model(file, 4, repeats=2, seconds=0.2)
+    profile = profile_model(file, 4, ProfilingOptions(repeats=2, seconds=0.2))
     plan = solve(profile, flat_cluster(2, 1e12), depth="published")
     assert all(
         time.measured_s > 0 for time in verify(file, profile, [stage.layers for stage in plan.stages], seconds=0.1)
@@ -109,7 +109,7 @@ def test_stages_get_the_gradients_that_they_get_in_training(tmp_path: Path) -> N
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    profile = profile_model(load_model_file(_file(tmp_path, 16)), 4, repeats=1, seconds=0.1)
+    profile = profile_model(load_model_file(_file(tmp_path, 16)), 4, ProfilingOptions(repeats=1, seconds=0.1))
     plan = solve(profile, flat_cluster(2, 1e9))
     with pytest.raises(PlanError, match="another model"):
         verify(load_model_file(_file(tmp_path, 8)), profile, [stage.layers for stage in plan.stages])

@@ -15,7 +15,7 @@ from benchmarks.netns import NetworkUnavailableError, network
 from planner.cli.main import main
 from planner.errors import InputError
 from planner.formats.cluster import load_cluster
-from planner.profiler.links.levels import exchanges, measure_cluster
+from planner.profiler.links.cluster_links import exchanges, measure_cluster
 
 TIMEOUT_S = 120
 COMMAND = [sys.executable, "-m", "planner", "profile", "--links"]

@@ -1,4 +1,4 @@
-"""The speed of the link between two processes on this machine, as the executor uses it: point to point over gloo."""
+"""Measure the link between two processes on this machine: point to point over gloo, as the executor uses it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import WorkerError
+from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
 
 DEFAULT_MESSAGE_BYTES = 4_000_000
 DEFAULT_TIMEOUT_S = 60.0
 _LATENCY_ROUNDS = 200
 _BANDWIDTH_SECONDS = 1.0
 _ALL_REDUCES = 10
-BUCKET_BYTES = 25_000_000  # as the executor's buckets
+BUCKET_BYTES = 25_000_000  # the executor's largest bucket
 _RESULT = "result.json"
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Of one direction while the other carries as much.
+    """Speed of one direction while the other carries as much.
 
     Attributes:
-        bandwidth_bytes_per_s: from long messages, latency taken out.
+        bandwidth_bytes_per_s: from long messages, latency subtracted.
         latency_s: half the round trip of a short message.
         all_reduce_bandwidth_bytes_per_s: bytes that each process sends in an all-reduce, per second.
     """
@@ -46,7 +47,7 @@ class LinkSpeed:
 def measure_link(
     *, message_bytes: int = DEFAULT_MESSAGE_BYTES, interface: str = "lo", timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> LinkSpeed:
-    """Measure between two processes on this machine; takes a few seconds.
+    """Measure the link between two new processes on this machine, in a few seconds.
 
     Args:
         message_bytes: length of the long messages.
@@ -94,52 +95,26 @@ def _worker(folder: Path, message_bytes: int, timeout_s: float, rank: int) -> No
     store = (folder / "store").as_uri()
     dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
     try:
-        speed = _measure(rank, message_bytes)
+        speed = _measure(Endpoint(torch.device("cpu")), message_bytes)
         if rank == 0:
             (folder / _RESULT).write_text(json.dumps(asdict(speed)), encoding="utf-8")
     finally:
         dist.destroy_process_group()
 
 
-def _measure(rank: int, message_bytes: int) -> LinkSpeed:
-    # Each direction has a group of its own, as in the executor.
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    latency_s = _median_round(rank, 64, groups, rounds=_LATENCY_ROUNDS)
-    once_s = _median_round(rank, message_bytes, groups, rounds=5)
+def _measure(end: Endpoint, message_bytes: int) -> LinkSpeed:
+    peer = 1 - end.rank
+    latency_s = median(end.exchange_s(peer, SHORT_BYTES, _LATENCY_ROUNDS))
+    once_s = median(end.exchange_s(peer, message_bytes, rounds=5))
+    # Each process has measured its own time, and both must run the same number of rounds.
     rounds = torch.tensor([max(5, int(_BANDWIDTH_SECONDS / once_s))])
     dist.broadcast(rounds, src=0)
-    long_s = _median_round(rank, message_bytes, groups, rounds=int(rounds))
-    # On a busy machine a short exchange may take as long as a long one: then there is nothing to subtract.
+    long_s = median(end.exchange_s(peer, message_bytes, int(rounds)))
+    # On a busy machine a short exchange may take as long as a long one; then there is nothing to subtract.
     transfer_s = max(long_s - latency_s, long_s / 2)
-    return LinkSpeed(message_bytes / transfer_s, latency_s, _all_reduce_bytes_per_s())
-
-
-def _all_reduce_bytes_per_s() -> float:
-    """With two processes a ring moves each bucket's bytes once: 2(r-1)/r = 1."""
-    bucket = torch.ones(BUCKET_BYTES // 4)
-    times = []
-    for _ in range(_ALL_REDUCES):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(bucket)
-        times.append(time.perf_counter() - start)
-    return BUCKET_BYTES / median(times)
-
-
-def _median_round(rank: int, size: int, groups: list[dist.ProcessGroup | None], rounds: int) -> float:
-    """Median seconds to exchange messages of `size` bytes, both ways at once."""
-    outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    times = []
-    for _ in range(rounds):
-        dist.barrier()
-        start = time.perf_counter()
-        receive = dist.irecv(incoming, src=1 - rank, group=groups[1 - rank])
-        send = dist.isend(outgoing, dst=1 - rank, group=groups[rank])
-        for work in (receive, send):
-            assert work is not None
-            work.wait()
-        times.append(time.perf_counter() - start)
-    return median(times)
+    # A ring of two processes moves the bytes of a bucket once: 2(r-1)/r = 1.
+    all_reduce_s = median(end.all_reduce_s(torch.ones(BUCKET_BYTES // 4), _ALL_REDUCES))
+    return LinkSpeed(message_bytes / transfer_s, latency_s, BUCKET_BYTES / all_reduce_s)
 
 
 if __name__ == "__main__":

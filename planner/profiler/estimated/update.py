@@ -1,0 +1,79 @@
+"""Trace the optimizer's step and gradient accumulation, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from planner.errors import InputError
+from planner.model.capture.graph import LayerGraph
+from planner.model.spec import TrainingSpec
+from planner.profiler.estimated.devices import DeviceSpec
+from planner.profiler.estimated.operations import Costs, Operation, OperationRecorder
+from planner.profiler.measured.accumulation import AccumulationTime
+from planner.profiler.measured.update import LayerUpdate, state_bytes_of, still
+
+
+@dataclass(frozen=True)
+class UpdateTrace:
+    """The optimizer's step on one layer's parameters, and the accumulation of their gradients."""
+
+    step: Costs
+    state_bytes: int
+    accumulate: Costs
+
+    def seconds(self, spec: DeviceSpec) -> float:
+        """Return the seconds of the step on such a device."""
+        # On GPUs torch's optimizers launch each of their operations once for all parameters (foreach).
+        launches = replace(spec, launch_s=0.0) if spec.kind == "cuda" else spec
+        return float(self.step.seconds(launches).sum())
+
+    def estimate(self, spec: DeviceSpec) -> LayerUpdate:
+        """Return the cost of the step on such a device."""
+        return LayerUpdate(self.seconds(spec), self.state_bytes)
+
+    def accumulation(self, spec: DeviceSpec) -> AccumulationTime:
+        """Return the time of gradient accumulation on such a device."""
+        return AccumulationTime(float(self.accumulate.seconds(spec).sum()))
+
+
+def trace_updates(graph: LayerGraph, training_spec: TrainingSpec, trained: set[str]) -> list[UpdateTrace]:
+    """Trace the update of each layer of `graph`; `trained` names the parameters that have gradients."""
+    by_name = dict(graph.model.named_parameters())
+    left = set(trained)
+    traces = []
+    for layer in graph.layers:
+        names = [name for name in layer.parameters if name in left]
+        left.difference_update(names)
+        traces.append(_trace_update(training_spec, [_on_meta_device(by_name[name]) for name in names]))
+    return traces
+
+
+def _on_meta_device(parameter: nn.Parameter) -> nn.Parameter:
+    on_meta = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    on_meta.grad = torch.empty_like(on_meta)
+    return on_meta
+
+
+def _trace_update(training_spec: TrainingSpec, parameters: list[nn.Parameter]) -> UpdateTrace:
+    if not parameters:
+        return UpdateTrace(Costs([]), 0, Costs([]))
+    try:
+        with torch.device("meta"):
+            optimizer = still(training_spec.optimizer(list(parameters)))
+        optimizer.step()  # creates the state
+        with OperationRecorder(op_class="update") as recorder:
+            optimizer.step()
+    except (NotImplementedError, RuntimeError) as cause:
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise InputError(
+            f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks at numbers: {reason}",
+            hint="measure it on the device, or estimate with another optimizer",
+        ) from cause
+    # Step counters are on no device, and their arithmetic takes no time worth counting.
+    large = [operation for operation in recorder.operations if operation.bytes >= min(p.nbytes for p in parameters)]
+    # Accumulation reads both gradients and writes their sum.
+    accumulate = [Operation("update", 0.0, 3.0 * parameter.nbytes, "float32") for parameter in parameters]
+    return UpdateTrace(Costs(large), state_bytes_of(optimizer), Costs(accumulate))

@@ -1,0 +1,217 @@
+"""Measure the links between the workers that torchrun started, level by level -> the Cluster that `plan solve` takes.
+
+Within a host, neighbouring workers exchange messages, one pair at a time on each host. Between hosts, all workers of a
+host exchange with those of the next one at once, because they share the host's link. A level is as fast as its slowest
+measurement. As in a pipeline, messages travel both ways at the same time, and follow one another without a pause.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import InputError, WorkerError
+from planner.formats.cluster import Cluster, Level
+from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
+from planner.profiler.links.local_link import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
+
+TIMEOUT_S = 120.0  # for one message
+_LATENCY_ROUNDS = 100
+_SECONDS = 1.0  # for the long messages of one set of pairs
+_FIRST_ROUNDS = 3  # in which TCP comes up to speed
+_LEAST_ROUNDS = 8
+_SLOW_S = 5.0  # a message that takes longer is not repeated: the first few rounds are accurate enough
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Pairs of ranks that exchange at the same time.
+
+    Attributes:
+        pairs: the ranks.
+        sharing: how many of the pairs share one link.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    sharing: int
+
+    def peer_of(self, rank: int) -> int | None:
+        """Return the rank that `rank` exchanges with; None where it only waits."""
+        return {a: b for pair in self.pairs for a, b in (pair, pair[::-1])}.get(rank)
+
+
+def measure_cluster(
+    *,
+    message_bytes: int = DEFAULT_MESSAGE_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    timeout_s: float = TIMEOUT_S,
+) -> Cluster | None:
+    """Measure the links between all workers of this torchrun job; each of them must call this.
+
+    Args:
+        message_bytes: length of the long messages.
+        bucket_bytes: size of what is all-reduced.
+        timeout_s: for one message.
+
+    Returns:
+        On rank 0 the cluster: one level for the workers of a host where it has several, one for the hosts where there
+        are several. None on the others.
+
+    Raises:
+        InputError: outside torchrun, with a single worker, or with hosts of different sizes.
+        WorkerError: when the workers cannot reach each other.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "the links between workers are measured by those workers, and torchrun did not start this process",
+            hint="run the same command on each host under torchrun: torchrun --nnodes 2 --nproc-per-node 1 "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m planner ...",
+        )
+    torch.set_num_threads(1)
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        try:
+            levels = _LevelMeasurement(device, message_bytes, bucket_bytes).levels()
+        finally:
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError) as cause:  # what torch.distributed raises for lost or unreachable peers
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise WorkerError(
+            f"the links cannot be measured: {reason}",
+            hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use",
+        ) from cause
+    return Cluster(levels=levels) if levels else None
+
+
+def exchanges(hosts: int, workers: int) -> tuple[list[Exchange], list[Exchange]]:
+    """Return the exchanges within hosts and those between them; each list is measured one after the other.
+
+    Args:
+        hosts: how many.
+        workers: on each; worker k of host h has rank h * workers + k.
+    """
+    inner = [
+        Exchange(tuple((h * workers + k, h * workers + k + 1) for h in range(hosts)), 1) for k in range(workers - 1)
+    ]
+    outer = [
+        Exchange(tuple((h * workers + k, (h + 1) * workers + k) for k in range(workers)), workers)
+        for h in range(hosts - 1)
+    ]
+    return inner, outer
+
+
+class _LevelMeasurement:
+    """Measures each level of the job's cluster.
+
+    Each number is the slowest rank's, by a maximum over all. So it is the same on every rank, as the rounds that follow
+    from it must be.
+    """
+
+    def __init__(self, device: torch.device, message_bytes: int, bucket_bytes: int) -> None:
+        self._device = device
+        self._message_bytes = message_bytes
+        self._bucket_bytes = bucket_bytes
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._workers = self._common("LOCAL_WORLD_SIZE")
+        self._end = Endpoint(device)
+
+    def levels(self) -> tuple[Level, ...]:
+        """Return the levels on rank 0, none elsewhere."""
+        if self._world == 1:
+            raise InputError("a single worker has no links", hint="start at least two: torchrun --nproc-per-node 2 ...")
+        hosts, workers = self._world // self._workers, self._workers
+        inner, outer = exchanges(hosts, workers)
+        host = [list(range(h * workers, (h + 1) * workers)) for h in range(hosts)]
+        across = [list(range(k, self._world, workers)) for k in range(workers)]
+        levels = []
+        if workers > 1:
+            levels.append(self._level(workers, inner, host, sharing=1))
+        if hosts > 1:
+            levels.append(self._level(hosts, outer, across, sharing=workers))
+        return tuple(levels) if self._rank == 0 else ()
+
+    def _level(self, size: int, sets: Sequence[Exchange], rings: Sequence[Sequence[int]], sharing: int) -> Level:
+        speeds = [self._pairs(one) for one in sets]
+        return Level(
+            size=size,
+            bandwidth_bytes_per_s=min(bandwidth for bandwidth, _ in speeds),
+            latency_s=max(latency_s for _, latency_s in speeds),
+            all_reduce_bandwidth_bytes_per_s=self._all_reduce(rings, size) * sharing,
+        )
+
+    def _pairs(self, exchange: Exchange) -> tuple[float, float]:
+        """Return the bytes per second of the link each way, and the latency of a message."""
+        # Pairs that share a link would wait for each other's messages, which is no latency.
+        first = Exchange(exchange.pairs[:1] if exchange.sharing > 1 else exchange.pairs, 1)
+        times_s = self._end.exchange_s(first.peer_of(self._rank), SHORT_BYTES, _LATENCY_ROUNDS)
+        latency_s = self._slowest(median(times_s or [0.0]))
+        bandwidth, long_s = self._streams(exchange, self._message_bytes, _FIRST_ROUNDS)
+        if long_s < _SLOW_S:
+            bandwidth, _ = self._streams(exchange, self._message_bytes, max(_LEAST_ROUNDS, int(_SECONDS / long_s)))
+        return bandwidth, latency_s
+
+    def _streams(self, exchange: Exchange, size: int, rounds: int) -> tuple[float, float]:
+        """Send messages of `size` bytes one after the other, both ways at once.
+
+        Pairs that share a link do not all get the same part of it, and what one leaves the others take. So for those
+        all bytes count, until the last pair is done; a pair that has a link to itself has the median between messages.
+
+        Returns:
+            Bytes per second of the slowest link, and median seconds from message to message of the slowest pair.
+        """
+        peer = exchange.peer_of(self._rank)
+        self._end.wait_for_all()
+        start_s = time.perf_counter()
+        ends_s = [] if peer is None else self._end.arrivals_s(peer, size, rounds)
+        between_s = [later - earlier for earlier, later in pairwise(ends_s)]
+        interval_s = self._slowest(median(between_s or [0.0]))
+        all_s = self._slowest(ends_s[-1] - start_s if ends_s else 0.0)
+        return exchange.sharing * rounds * size / all_s if exchange.sharing > 1 else size / interval_s, interval_s
+
+    def _all_reduce(self, rings: Sequence[Sequence[int]], size: int) -> float:
+        """Return the bytes that each worker sends per second, 2(r-1)/r per bucket, while all rings reduce at once."""
+        # Every rank must create every group, in the same order, those that it is not in included.
+        groups = [dist.new_group(list(ring)) for ring in rings]
+        mine = next(group for group, ring in zip(groups, rings, strict=True) if self._rank in ring)
+        bucket = torch.ones(self._bucket_bytes // 4, device=self._device)
+        once_s = self._slowest(median(self._end.all_reduce_s(bucket, 2, mine)))
+        rounds = max(3, int(_SECONDS / once_s))
+        slowest_s = self._slowest(median(self._end.all_reduce_s(bucket, rounds, mine)))
+        return 2 * (size - 1) / size * self._bucket_bytes / slowest_s
+
+    def _common(self, variable: str) -> int:
+        """Return the value of an environment variable that must be the same for every worker."""
+        mine = torch.tensor([int(os.environ.get(variable, "1"))], device=self._device)
+        every = [torch.zeros_like(mine) for _ in range(self._world)]
+        dist.all_gather(every, mine)
+        values = sorted({int(value) for value in every})
+        if len(values) > 1:
+            raise InputError(
+                f"the hosts run different numbers of workers: {', '.join(map(str, values))}",
+                hint="start torchrun with the same --nproc-per-node on each",
+            )
+        return values[0]
+
+    def _slowest(self, seconds: float) -> float:
+        value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+
+def _device() -> torch.device:
+    """Return the executor's choice: the GPU of the local rank where every local worker can have one, else the CPU."""
+    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_workers:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")

@@ -1,0 +1,96 @@
+"""Exchange messages between the processes of a torch.distributed job, and time them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from planner.schedule.instructions import POSTED
+
+SHORT_BYTES = 64  # so short that only the latency counts
+
+
+class Endpoint:
+    """One process's end of its links.
+
+    Args:
+        device: where the messages lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.device = device
+        # The executor has a group per direction, which is a connection of its own; so has the measurement.
+        self._groups = [dist.new_group(), dist.new_group()]
+
+    def exchange_s(self, peer: int | None, size: int, rounds: int) -> list[float]:
+        """Return the seconds of each exchange of `size` bytes with `peer`, both ways at once; without a peer none.
+
+        All processes of the job must call it, because a barrier precedes each exchange.
+        """
+        outgoing, incoming = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+
+        def exchange(other: int) -> None:
+            for work in self._post(other, outgoing, incoming):
+                work.wait()
+
+        return self._timed(None if peer is None else lambda: exchange(peer), rounds)
+
+    def arrivals_s(self, peer: int, size: int, rounds: int) -> list[float]:
+        """Return the time at which each of `rounds` messages of `peer` arrived, while as many travel the other way.
+
+        `POSTED` messages are open each way, as in a run, so that the link never rests: after a pause TCP speeds up
+        anew, and each time differently.
+        """
+        outgoing = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        incoming = [torch.zeros_like(outgoing) for _ in range(POSTED)]
+        opened: deque[tuple[dist.Work, dist.Work]] = deque()
+        ends_s: list[float] = []
+        for number in range(rounds + POSTED):
+            if number >= POSTED:
+                receive, send = opened.popleft()
+                receive.wait()
+                if self.device.type == "cuda":
+                    # `wait` orders only the stream, not the host. A device-wide wait would include later messages.
+                    torch.cuda.current_stream().synchronize()
+                ends_s.append(time.perf_counter())
+                send.wait()
+            if number < rounds:
+                opened.append(self._post(peer, outgoing, incoming[number % POSTED]))
+        return ends_s
+
+    def all_reduce_s(self, bucket: torch.Tensor, rounds: int, group: dist.ProcessGroup | None = None) -> list[float]:
+        """Return the seconds of each all-reduce of `bucket`; all processes of the job must call it."""
+        return self._timed(lambda: dist.all_reduce(bucket, group=group), rounds)
+
+    def wait_for_all(self) -> None:
+        """Wait until all processes are here and this one's device is idle."""
+        dist.barrier()
+        self._synchronize()
+
+    def _timed(self, action: Callable[[], object] | None, rounds: int) -> list[float]:
+        times_s = []
+        for _ in range(rounds):
+            self.wait_for_all()
+            if action is not None:
+                start_s = time.perf_counter()
+                action()
+                self._synchronize()
+                times_s.append(time.perf_counter() - start_s)
+        return times_s
+
+    def _post(self, peer: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> tuple[dist.Work, dist.Work]:
+        lower = int(self.rank < peer)
+        receive = dist.irecv(incoming, src=peer, group=self._groups[1 - lower])
+        send = dist.isend(outgoing, dst=peer, group=self._groups[lower])
+        assert receive is not None
+        assert send is not None
+        return receive, send
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

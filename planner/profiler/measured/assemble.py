@@ -1,0 +1,188 @@
+"""Assemble a Profile from what was measured of each layer, or estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from statistics import median, quantiles
+
+import torch
+
+from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
+from planner.model.autocast import autocast_name
+from planner.model.capture.graph import GraphLayer, LayerGraph
+from planner.profiler.measured.accumulation import AccumulationTime
+from planner.profiler.measured.compiled import CompiledTimes
+from planner.profiler.measured.steps import StepTimes
+from planner.profiler.measured.update import LayerUpdate
+from planner.version import __version__
+
+
+@dataclass(frozen=True)
+class LayerMeasurement:
+    """What one layer costs in training.
+
+    Attributes:
+        times: of its forward and backward.
+        update: the optimizer's step on its parameters.
+        saved_bytes: from forward to backward.
+        workspace_bytes: uncompiled; 0 where nothing ran.
+        accumulation: of its gradients; 0 where it is not known.
+    """
+
+    times: StepTimes
+    update: LayerUpdate
+    saved_bytes: int
+    workspace_bytes: int = 0
+    accumulation: AccumulationTime = field(default_factory=AccumulationTime)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a model costs in training.
+
+    Attributes:
+        layers: in their order.
+        whole: steps of the user's model as it is, or of all layers compiled at once; None for estimates.
+        compiled: where stages will be compiled, what the layers' times were computed from.
+    """
+
+    layers: Sequence[LayerMeasurement]
+    whole: StepTimes | None = None
+    compiled: CompiledTimes | None = None
+
+
+def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measurement, device: Device) -> Profile:
+    """Return the profile of a model, given the times of its layers.
+
+    Args:
+        model: its name.
+        graph: its layers.
+        batch_size: samples of the microbatch.
+        measured: what the layers cost.
+        device: that the times belong to.
+    """
+    whole = None if measured.whole is None else _whole_step(measured.whole)
+    alone_s = sum(layer.update.seconds for layer in measured.layers)
+    # A step layer by layer pays the optimizer's overhead per layer, where a stage pays it once.
+    share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
+    costs = _LayerRecords(graph, batch_size, share)
+    layers = tuple(costs.layer(layer, costs_of) for layer, costs_of in zip(graph.layers, measured.layers, strict=True))
+    return Profile(
+        model=model,
+        graph_hash=graph.hash,
+        autocast=autocast_name(graph.autocast),
+        memory_format="channels-last" if graph.channels_last else None,
+        compiled=None if measured.compiled is None else _compiled(graph, measured.compiled),
+        device=device,
+        dtype=_dtype(graph),
+        microbatch_size=batch_size,
+        layers=layers,
+        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in costs.parameters),
+        whole_step=whole,
+        provenance=Provenance(
+            tool=f"planner {__version__}",
+            torch=torch.__version__,
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            repeats=len(measured.whole.forward_s) if measured.whole is not None else None,
+            source="measured" if measured.whole is not None else "estimated",
+        ),
+    )
+
+
+class _LayerRecords:
+    """Makes a profile's layers, in order; a tied parameter counts in the first layer that uses it."""
+
+    def __init__(self, graph: LayerGraph, batch_size: int, update_share: float) -> None:
+        self._graph = graph
+        self._batch_size = batch_size
+        self._update_share = update_share
+        self.parameters = dict(graph.model.named_parameters())
+        self._buffers = dict(graph.model.named_buffers())
+        self._counted: set[str] = set()
+
+    def layer(self, layer: GraphLayer, measured: LayerMeasurement) -> Layer:
+        weights = [self.parameters[name] for name in self._new(layer.parameters)]
+        buffers = [self._buffers[name] for name in self._new(layer.buffers)]
+        times, update = measured.times, measured.update
+        return Layer(
+            name=layer.name,
+            op=layer.op,
+            forward_s=median(times.forward_s),
+            backward_s=median(times.backward_s),
+            update_s=update.seconds * self._update_share,
+            accumulate_s=measured.accumulation.seconds,
+            accumulate_thread_s=measured.accumulation.thread_seconds,
+            forward_thread_s=_median(times.forward_thread_s),
+            backward_thread_s=_median(times.backward_thread_s),
+            forward_spread_s=_interquartile_range(times.forward_s),
+            backward_spread_s=_interquartile_range(times.backward_s),
+            outputs=self._outputs(layer),
+            weight_bytes=sum(weight.nbytes for weight in weights),
+            gradient_bytes=sum(weight.nbytes for weight in weights if weight.requires_grad),
+            optimizer_bytes=update.state_bytes,
+            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+            saved_bytes=measured.saved_bytes,
+            workspace_bytes=measured.workspace_bytes,
+            update_workspace_bytes=update.workspace_bytes,
+            parameters=layer.parameters,
+        )
+
+    def _new(self, names: tuple[str, ...]) -> list[str]:
+        new = [name for name in names if name not in self._counted]
+        self._counted.update(new)
+        return new
+
+    def _outputs(self, layer: GraphLayer) -> tuple[Value, ...]:
+        specs = [spec for node in layer.nodes if (spec := self._graph.values.get(node.name)) is not None]
+        size = self._batch_size
+        return tuple(
+            Value(
+                name=spec.name,
+                output_bytes=spec.size_bytes(size),
+                gradient_bytes=spec.of_gradient.size_bytes(size) if spec.requires_grad else 0,
+            )
+            for spec in specs
+        )
+
+
+# Medians, because other work on the machine interrupts some steps, and a mean would contain it.
+def _whole_step(times: StepTimes) -> WholeStep:
+    return WholeStep(
+        forward_s=median(times.forward_s),
+        backward_s=median(times.backward_s),
+        update_s=median(times.update_s),
+        forward_thread_s=_median(times.forward_thread_s),
+        backward_thread_s=_median(times.backward_thread_s),
+    )
+
+
+def _compiled(graph: LayerGraph, times: CompiledTimes) -> Compiled:
+    return Compiled(
+        runs=tuple(graph.layers[start].name for start in times.starts),
+        runs_forward_s=sum(median(run.forward_s) for run in times.runs),
+        runs_backward_s=sum(median(run.backward_s) for run in times.runs),
+        uncompiled_forward_s=median(times.uncompiled.forward_s),
+        uncompiled_backward_s=median(times.uncompiled.backward_s),
+    )
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _interquartile_range(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+def _dtype(graph: LayerGraph) -> str | None:
+    """Return the dtype that most weights have."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in graph.model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
