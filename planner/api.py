@@ -41,16 +41,16 @@ def profile(
 
     Args:
         model: "model.py", or "model.py:builder" for another function than build_model; or what `in_memory` gives.
-        batch_size: samples per minibatch, or per microbatch where a schedule divides minibatches.
+        batch_size: samples per minibatch, or per microbatch for schedules that divide minibatches.
         device: "cpu", "cuda" or "cuda:N".
-        threads: intra-op threads on a CPU: the cores that one worker will have.
+        threads: intra-op threads on a CPU: the cores of one worker.
         seconds: time to measure for, without capture and warm-up.
         repeats: steps to measure, at most.
         dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, as `train` then does.
-        memory_format: "channels-last" to lay out weights and images so, as `train` then does.
+        memory_format: "channels-last" to store weights and images so, as `train` then does.
         compiled: run through torch.compile, as `train` then does.
-        processes: on a CPU, workers that this machine will have: so many train at the same time, and one is measured.
-        progress: told the phase and how much of it is done, 0 to 1.
+        processes: on a CPU, workers of this machine: one is measured while the others train at the same time.
+        progress: called with the phase and how much of it is done, 0 to 1.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -70,19 +70,19 @@ def estimate(
     memory_format: MemoryFormat | None = None,
     calibrate: Sequence[str | Path] = (),
 ) -> Profile:
-    """What each layer of a model should cost in training on a device that need not be there.
+    """Estimate what each layer of a model costs in training on a device that need not be there.
 
     Args:
         model: "model.py", or "model.py:builder" for another function than build_model.
         device: name in the table of `planner.profiler.estimated.devices`: "v100", "h100", "cpu" and others.
         batch_size: samples of the (micro)batch.
         dtype: "float32", "tf32", or "bfloat16" or "float16" for autocast, which `train` then uses.
-        memory_format: "channels-last" where `train` is to lay out weights and images so; the times are the same.
-        calibrate: profiles measured on such a device, each beside its model.py, to fit the table's numbers to.
+        memory_format: "channels-last" if `train` is to store weights and images so; the times are the same.
+        calibrate: profiles measured on such a device, each beside its model.py, to which the table is fitted.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: for a device or data type that the table does not have, and for profiles that do not fit.
+        InputError: for a device or data type that is not in the table, and for unsuitable profiles.
     """
     spec = load_model_file(model)
     calibration = [load_calibration(path) for path in calibrate]
@@ -111,17 +111,17 @@ def train(
         model: the model file that the plan was made for.
         plan: from `solve` or `load_plan`.
         steps: minibatches.
-        epochs: passes over dataset(); without steps and epochs one pass, or 100 minibatches where there is no dataset.
-        seed: of weights, data order and dropout; None is that of the checkpoint gone on from, or 0.
+        epochs: passes over dataset(); without steps and epochs one pass, or 100 minibatches without a dataset.
+        seed: of weights, data order and dropout; None for that of the checkpoint to continue from, or 0.
         options: how to train, beside what the plan and the model file say.
-        checkpoints: which to write, and which to go on from.
+        checkpoints: which to write, and which to continue from.
         baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead;
-            where the plan divides minibatches, they share each one and reduce its gradients once.
+            if the plan divides minibatches, they share each one and reduce its gradients once.
         save_weights: file for the trained weights, by original name.
-        defer_weights: each worker makes the weights of its own stage alone, for models of which the whole fits nowhere;
-            the initial weights are others than without, and the same for any plan.
-        show_progress: whether the workers write a progress line to stderr.
-        run_options: when to give up, and what to write down.
+        defer_weights: let each worker make only its own stage's weights, for models that no host can hold whole; the
+            initial weights differ from those without this option, but not between plans.
+        show_progress: whether the workers show a progress line on stderr.
+        run_options: how to watch the run: when to end or restart it, and what to record.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
@@ -144,16 +144,16 @@ def train(
 
 
 def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
-    """Run `job` in worker processes on this host; `on_restart` is told why whenever they start again."""
-    load_model_file(job.model)  # a mistake in it shows here, before any process starts
+    """Run `job` in worker processes on this host; `on_restart` is called with the reason of every restart."""
+    load_model_file(job.model)  # so that a mistake in it shows before any process starts
     return launch(job, on_restart)
 
 
 def check_trainable(plan: Plan) -> None:
-    """Refuse what the executor does not run.
+    """Refuse a plan that the executor cannot run.
 
     Raises:
-        PlanError: with what to solve for instead.
+        PlanError: with a hint how to make one that it can.
     """
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
@@ -179,40 +179,38 @@ def make_job(
     show_progress: bool = False,
     run_options: RunOptions | None = None,
 ) -> Job:
-    """The job of `train`, checked.
+    """Check the arguments of `train`, and return its job.
 
     Raises:
-        InputError: for lengths that train nothing.
-        PlanError: for a plan that the executor does not run.
+        InputError: for arguments that contradict each other or train nothing.
+        PlanError: for a plan that the executor cannot run.
     """
-    if baseline is None:
-        check_trainable(plan)
-    for option, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and value < 1:
-            raise InputError(f"`{option}={value}` trains nothing", hint=f"give `{option}` 1 or more")
     options = options or TrainingOptions()
-    if options.accumulate > 1 and baseline is not None:
-        raise InputError(f"`accumulate={options.accumulate}` is for plans, not for {baseline}", hint="leave it out")
-    check_accumulate(plan, options.accumulate)
-    if options.deferred_batch_norm and baseline is not None:
-        raise InputError(f"`deferred_batch_norm` is for plans, not for {baseline}", hint="leave out one of the two")
-    if options.tensorboard is not None:
-        check_tensorboard()
-    if options.evaluate_every is not None and baseline is not None:
-        raise InputError(f"`evaluate_every` is for plans, not for {baseline}", hint="leave out one of the two")
-    if save_weights is not None and baseline is not None:
-        raise InputError(f"`save_weights` is for plans, not for {baseline}", hint="leave out one of the two")
-    if defer_weights and baseline is not None:
-        raise InputError(
-            f"`defer_weights` cannot train {baseline}, which needs the whole model on every worker",
-            hint="leave out one of the two",
-        )
     checkpoints = checkpoints or CheckpointOptions()
     run_options = run_options or RunOptions()
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and value < 1:
+            raise InputError(f"`{name}={value}` trains nothing", hint=f"give `{name}` 1 or more")
+    only_for_plans = {
+        "accumulate": options.accumulate > 1,
+        "deferred_batch_norm": options.deferred_batch_norm,
+        "evaluate_every": options.evaluate_every is not None,
+        "save_weights": save_weights is not None,
+        "defer_weights": defer_weights,
+    }
+    refused = [name for name, given in only_for_plans.items() if given]
+    if baseline is None:
+        check_trainable(plan)
+    elif refused:
+        raise InputError(
+            f"`{refused[0]}` is for plans, not for {baseline}", hint=f"leave out `{refused[0]}` or `baseline`"
+        )
+    check_accumulate(plan, options.accumulate)
+    if options.tensorboard is not None:
+        check_tensorboard()
     if run_options.max_restarts and checkpoints.every is None:
         raise InputError(
-            f"`max_restarts={run_options.max_restarts}` has no checkpoint to go on from",
-            hint="add `every=N`",
+            f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from", hint="add `every=N`"
         )
     return Job(
         model=str(model),
@@ -232,7 +230,7 @@ def make_job(
 
 
 def _predicted_samples_per_s(plan: Plan, accumulate: int) -> float | None:
-    """With fewer updates and all-reduces than the plan counts; None where it counts them right."""
+    """Predict the speed with fewer updates and all-reduces than the plan counts; None if it counts them right."""
     if accumulate == 1 or plan.microbatch_size is None:
         return None
     return plan.microbatch_size / simulated_s(plan, accumulate)

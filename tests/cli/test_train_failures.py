@@ -184,7 +184,7 @@ def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder:
 def test_restarts_need_checkpoints(folder: Path) -> None:
     code, lines = failing(folder, "", "--max-restarts", "1")
     assert code == 2
-    assert lines[0] == "error: --max-restarts 1 has no checkpoint to go on from"
+    assert lines[0] == "error: --max-restarts 1 has no checkpoint to restart from"
 
 
 @pytest.mark.slow
