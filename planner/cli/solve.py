@@ -49,7 +49,7 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
         type=_paths,
         default=[PROFILE],
         metavar="FILE",
-        help="profile to read: of `plan profile`, or a graph.txt that PipeDream published; or several of one model at "
+        help="profile to read, from `plan profile` or a graph.txt that PipeDream published; or several of one model at "
         "different batch sizes, with commas between, to choose among (default: profile.json)",
     )
     parser.add_argument(

@@ -66,7 +66,7 @@ def add_parser(verbs: Verbs) -> None:
         "--baseline",
         choices=["data-parallel"],
         help="train the unsplit model with DistributedDataParallel on as many workers, to compare with the plan; if "
-        "the plan divides minibatches, so do the workers, and reduce the sum of their microbatches' gradients once",
+        "the plan divides minibatches, workers share the microbatches and all-reduce the sum of their gradients once",
     )
     add_training_arguments(parser)
     add_checkpoint_arguments(parser)

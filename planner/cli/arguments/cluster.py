@@ -45,7 +45,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=parse_bytes,
         metavar="SIZE",
-        help="memory of each GPU: 16GB (10^9) or 16GiB (2^30) (default: that of the profiled GPU; none for a CPU)",
+        help="memory of each GPU: 16GB (10^9) or 16GiB (2^30) (default: that of the profiled GPU; unlimited for a CPU)",
     )
     cluster.add_argument(
         "--own-links",
@@ -55,7 +55,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--no-overlap",
         action="store_true",
-        help="sending and receiving stop computation: for CPU workers that use every core of their host",
+        help="messages do not overlap with computation: for CPU workers that use every core of their host",
     )
     cluster.add_argument(
         "--cluster", type=Path, metavar="FILE", help="cluster.json, in place of the arguments above except --memory"

@@ -20,14 +20,14 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="LAYER=STAGE",
-        help="put the layer in that stage; the first is 0",
+        help="put the layer in that stage, counted from 0",
     )
     group.add_argument(
         "--pin-gpu",
         action="append",
         default=[],
         metavar="LAYER=RANK",
-        help="the GPU of that rank runs the layer, in a cluster whose GPUs differ",
+        help="run the layer on the GPU of that rank, in a cluster whose GPUs differ",
     )
     group.add_argument(
         "--colocate", action="append", default=[], metavar="LAYER,LAYER", help="keep these layers in one stage"

@@ -27,7 +27,7 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
         type=Path,
         default=PROFILE,
         metavar="FILE",
-        help="profile to read: of `plan profile`, or a graph.txt that PipeDream published (default: %(default)s)",
+        help="profile to read, from `plan profile` or a graph.txt that PipeDream published (default: %(default)s)",
     )
     if plan:
         parser.add_argument(
