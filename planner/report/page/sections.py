@@ -178,12 +178,11 @@ def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> st
 
 def measured_section(plan: Plan, comparison: RunComparison) -> str:
     """Compare the run with the prediction: pace, timing errors of events, and stage times."""
-    distances, simulations = timing_notes(comparison)
+    distances, rows = timing_notes(comparison)
     return (
         table_html("Predicted and measured", pace_table(comparison, plan))
-        + paragraph(distances)
+        + paragraph(f"{distances} {rows}")
         + table_html("Timing errors", timing_table(comparison))
-        + paragraph(simulations)
         + paragraph("Mean times of the stages, simulated and measured:")
         + table_html("Stage times", stage_times_table(comparison))
     )

@@ -14,7 +14,8 @@ def run_comparison_report(comparison: RunComparison, plan: Plan) -> str:
     """Report the pace of both runs, the timing errors of events, and the stages' times."""
     tables = pace_table(comparison, plan), timing_table(comparison), stage_times_table(comparison)
     pace_text, timing_text, stages_text = (table.text() for table in tables)
-    return "\n\n".join((pace_text, *timing_notes(comparison), timing_text, stages_text))
+    notes = "\n".join(timing_notes(comparison))
+    return "\n\n".join((pace_text, notes, timing_text, stages_text))
 
 
 def pace_table(comparison: RunComparison, plan: Plan) -> Table:
@@ -34,13 +35,11 @@ def pace_table(comparison: RunComparison, plan: Plan) -> Table:
 
 
 def timing_notes(comparison: RunComparison) -> tuple[str, str]:
-    """Say what the timing errors are distances of, and how the two simulations differ."""
-    events = comparison.as_planned.events
+    """Say what the timing errors are, and how the two rows differ."""
+    events = f"{comparison.as_planned.events:,} forwards and backwards"
     return (
-        f"Distances between the simulated and the measured starts and ends of {events:,} forwards and backwards, as "
-        "shares of the run's length:",
-        "The first row uses the plan's stage times, so it is the error of the prediction. The second uses the "
-        "run's own mean stage times: what remains is due to messages, waits and jitter.",
+        f"Distances between simulated and measured starts and ends of {events}, as shares of the run's length.",
+        "The first row is the error of the prediction; the second, that of messages, waits and jitter alone.",
     )
 
 

@@ -124,11 +124,11 @@ def sent_bytes(plan: Plan, stage: int) -> tuple[int, int]:
 def _prediction(plan: Plan) -> str:
     predicted, solver = plan.predicted, plan.solver
     limit = predicted.bottleneck
+    over_parallel = f"{predicted.speedup_over_data_parallel:.2f}x over data parallel on {gpus(plan)}"
     lines = [
         ("predicted", f"{pace(predicted.samples_per_s, predicted.seconds_per_minibatch)}, {_by(plan)}"),
         ("limited by", f"{bottleneck_place(limit)}, busy {format_seconds(limit.busy_s)} per minibatch"),
-        ("over one GPU", f"{predicted.speedup_over_one_gpu:.2f}x"),
-        ("over data parallel", f"{predicted.speedup_over_data_parallel:.2f}x on {gpus(plan)}"),
+        ("speed-up", f"{predicted.speedup_over_one_gpu:.2f}x over one GPU, {over_parallel}"),
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]

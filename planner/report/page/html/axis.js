@@ -1,4 +1,4 @@
-// What all charts share: the data, the stretch of time on show, colours and numbers.
+// What all charts share: the data, the visible time range, colours and numbers.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const FONT = "system-ui, sans-serif";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -39,7 +39,7 @@ function seconds(value) {
   const [unit, scale] = unitOf(Math.abs(value));
   return `${Number((value * scale).toPrecision(Math.abs(value * scale) >= 100 ? 5 : 4))} ${unit}`;
 }
-// A tick's label: all of an axis in one unit, with as many digits as its step needs.
+// A tick's label: all ticks of an axis have one unit, and as many digits as its step needs.
 function label(time, step, last) {
   const [unit, scale] = unitOf(last);
   const digits = Math.max(0, -Math.floor(Math.log10(step * scale) + 1e-9));
@@ -51,7 +51,7 @@ function bytes(value) {
   while (power < 4 && value >= 999.5 * 1000 ** power) power += 1;
   return `${Number((value / 1000 ** power).toPrecision(3))} ${units[power]}`;
 }
-// Round steps (1, 2 or 5 times a power of ten), so many that labels of that width do not touch.
+// Round steps (1, 2 or 5 times a power of ten), as many as fit with labels of width `each`.
 function ticks(from, to, width, each) {
   const least = ((to - from) * each) / Math.max(width, each);
   const power = 10 ** Math.floor(Math.log10(least));
@@ -60,7 +60,7 @@ function ticks(from, to, width, each) {
   for (let n = Math.ceil(from / step); n * step <= to; n += 1) found.push(n * step);
   return { step, found };
 }
-// A canvas as wide as its box, sharp on any screen; drawn again when anything changes.
+// A canvas as wide as its box, sharp on any screen, and repainted when the view or the size changes.
 class Canvas {
   constructor(box, height, draw) {
     this.box = box;

@@ -6,7 +6,7 @@ class Memory {
     const held = DATA.memory.flatMap((strip) => strip.curves.flatMap((curve) => curve.held_bytes));
     const limits = DATA.memory.map((strip) => strip.limit_bytes).filter((limit) => limit !== null);
     this.peak = Math.max(...held, 1);
-    // A limit far above all of them would press the curves flat: then it is said, not drawn.
+    // A limit far above the curves would press them flat, so it is not drawn.
     const limit = Math.max(...limits, 0);
     this.top = 1.08 * (limit > 0 && limit < 4 * this.peak ? Math.max(limit, this.peak) : this.peak);
     this.canvas = new Canvas(box, TOP + DATA.memory.length * (STRIP + GAP), (pen, canvas) => this.draw(pen, canvas));

@@ -19,7 +19,7 @@ for (const button of document.querySelectorAll("[data-zoom]")) {
 const repaint = () => charts.forEach((chart) => chart.paint());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 
-// Paper is light, whatever the screen is, and shows what is folded away.
+// Print in light colours, and with all details open.
 const folded = [...document.querySelectorAll("details")];
 let open = [];
 addEventListener("beforeprint", () => {

@@ -17,7 +17,7 @@ function place(workers) {
   }
   return { rows, height: y };
 }
-// The first event that ends after a time: within a row, later starts have later ends.
+// The first event that ends after a time. Within a row, events that start later end later, so bisection finds it.
 function firstAfter(row, time) {
   let low = 0;
   let high = row.end.length;
@@ -83,7 +83,7 @@ class Timeline {
     this.drawNames(pen, canvas);
   }
   drawRow(pen, canvas, row) {
-    let painted = -1; // many events may share a pixel
+    let painted = -1; // events that share a pixel are painted once
     pen.font = `12px ${FONT}`;
     pen.textAlign = "center";
     pen.globalAlpha = row.source === "measured" ? 0.85 : 1;
@@ -228,7 +228,7 @@ class Timeline {
       "wheel",
       (event) => {
         const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-        if (!sideways && event.deltaY > 0 && view.all) return; // nothing more to show: the page scrolls
+        if (!sideways && event.deltaY > 0 && view.all) return; // zoomed out fully: let the page scroll
         event.preventDefault();
         if (sideways) view.pan(event.deltaX / this.canvas.width);
         else view.zoom(Math.exp(Math.sign(event.deltaY) * Math.min(Math.abs(event.deltaY), 120) * 0.003), this.canvas.time(at(event).x));
