@@ -11,6 +11,7 @@ from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOption
 from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
 from planner.formats.plan import Plan
+from planner.formats.plan_shape import check_accumulate
 from planner.formats.profile import MemoryFormat, Profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
@@ -19,7 +20,6 @@ from planner.profiler.estimated.devices import parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.profiler.measured.steps import ProgressCallback
-from planner.schedule.shape import check_accumulate
 from planner.simulator.plan import simulated_s
 
 

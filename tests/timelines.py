@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from planner.formats.timeline import Event, Events, LinkUse, MemoryCurve, Timeline
+from planner.schedule.gpipe import GPIPE
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 
 # F0 1 s, A0 0.5 s, F0 1 s, B0 2 s, G0 0.25 s, B0 2 s, updates of 0.125 s.
 EVENTS = (
@@ -25,7 +27,7 @@ def by_hand(*more: Event, microbatches: int = 1) -> Timeline:
         source="simulated",
         model='a "model" <b>&amp;</b> é',
         config="1-1",
-        schedule="1f1b" if microbatches == 1 else "gpipe",
+        schedule=ONE_F_ONE_B if microbatches == 1 else GPIPE,
         ranks=((0,), (1,)),
         minibatches=1,
         microbatches=microbatches,

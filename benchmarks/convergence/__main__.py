@@ -22,10 +22,11 @@ from planner.cost.pricing import price
 from planner.executor.job import TrainingOptions
 from planner.executor.run.data import make_batches
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
+from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.chain.vertical_sync import synced_price
 from planner.solver.reference.baselines import equal_layers
@@ -35,7 +36,7 @@ RESULTS = HERE / "results.json"
 DOCS = HERE.parents[1] / "docs" / "images"
 STAGES, MICROBATCHES, SEED = 4, 4, 0
 ACCURACY, WITHIN = 0.97, 0.02
-DIVIDED: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
+DIVIDED: tuple[str, ...] = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 ONE_PROCESS = "one process"
 SCHEDULES = ("1f1b", "1f1b, vertical sync", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive")
 
@@ -145,7 +146,7 @@ def table(name: str, curves: list[Curve]) -> Iterator[str]:
 def in_pipeline(module: ModuleType, schedule: str) -> Curve:
     """Train in worker processes on this machine."""
     kind, _, synced = schedule.partition(", ")
-    plan = make_plan(module, kind, vertical_sync=bool(synced))  # type: ignore[arg-type]
+    plan = make_plan(module, kind, vertical_sync=bool(synced))
     options = TrainingOptions(evaluate_every=module.EVERY, drop_last=True)
     result = train(str(module.__file__), plan, steps=module.MINIBATCHES, seed=SEED, options=options)
     losses = [float("nan") if each.loss is None else each.loss for each in result.evaluations]
@@ -153,20 +154,20 @@ def in_pipeline(module: ModuleType, schedule: str) -> Curve:
     return Curve(schedule, [each.minibatch for each in result.evaluations], losses, accuracy)
 
 
-def make_plan(module: ModuleType, schedule: ScheduleName, *, vertical_sync: bool) -> Plan:
+def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan:
     """Stages of as many layers each; what they cost does not matter here."""
     microbatches = MICROBATCHES if schedule in DIVIDED else 1
     profile: Profile = estimate(str(module.__file__), device="cpu", batch_size=module.MINIBATCH // microbatches)
     chunks = 2 if schedule == "interleaved" else 1
     ledger, cluster = Ledger(profile), flat_cluster(STAGES // chunks, 1e9)
     stages = equal_layers(ledger, STAGES)
-    cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)
+    cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches, chunks=chunks)
     if vertical_sync:
         cost = synced_price(ledger, stages, cost)
     report = SolverReport(
         name="equal layers", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    plan = assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+    plan = assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)
     return plan.model_copy(update={"vertical_sync": vertical_sync})
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import planner
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import ScheduleName, SolverReport, save_plan
+from planner.formats.plan import SolverReport, save_plan
+from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 
 MODEL = Path(__file__).parent / "model.py"
@@ -30,10 +30,10 @@ def write_plan(config: str, schedule: str, folder: Path) -> Path:
         groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]
         cluster = flat_cluster(sum(replicas), 1e9)
         stages = candidates(groups, replicas)
-        name = cast(ScheduleName, schedule)
-        cost = price(ledger, stages, cluster, schedule=name, microbatches=microbatches)
+        how = find(schedule)
+        cost = price(ledger, stages, cluster, schedule=how, microbatches=microbatches)
         report = SolverReport(
             name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
         )
-        save_plan(assemble(ledger, cluster, stages, cost, name, microbatches, report), path)
+        save_plan(assemble(ledger, cluster, stages, cost, how, microbatches, report), path)
     return path

@@ -9,8 +9,9 @@ from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.chain.states import uncut_groups
 
@@ -20,7 +21,7 @@ class Shape:
     """What the plans of all models have in common."""
 
     replicas: tuple[int, ...]
-    schedule: ScheduleName = "1f1b"
+    schedule: str = "1f1b"
     microbatches: int = 1
     recompute: bool = False
 
@@ -41,12 +42,12 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     ]
     stages = [replace(stage, recompute=shape.recompute) for stage in candidates(parts, shape.replicas)]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
-    cost = price(ledger, stages, cluster, schedule=shape.schedule, microbatches=shape.microbatches)
-    cost = price_with_copies(ledger, stages, cluster, cost, shape.schedule)
+    cost = price(ledger, stages, cluster, schedule=find(shape.schedule), microbatches=shape.microbatches)
+    cost = price_with_copies(ledger, stages, cluster, cost, find(shape.schedule))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, cluster, stages, cost, shape.schedule, shape.microbatches, report)
+    return assemble(ledger, cluster, stages, cost, find(shape.schedule), shape.microbatches, report)
 
 
 def cut_by_time(seconds: Sequence[float], replicas: Sequence[int]) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from planner.executor.job import Job
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver.assemble import assemble
 from planner.solver.candidates.depth import price_with_depths
 
@@ -118,7 +119,7 @@ def _plan(profile: Profile, cluster: Cluster, stages: int) -> Plan:
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, cluster, chosen, cost, "1f1b", 1, report)
+    return assemble(ledger, cluster, chosen, cost, ONE_F_ONE_B, 1, report)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver.candidates.depth import price_with_depths
 from planner.solver.chain.states import Chain
 
@@ -79,7 +80,7 @@ def _moved(
                     cuts, best, improved = trial, found, True
     stages = _stages(space, cuts, replicas)
     if model == "resource":
-        best = price_with_depths(ledger, stages, cluster, best, "auto", "1f1b", 1)
+        best = price_with_depths(ledger, stages, cluster, best, "auto", ONE_F_ONE_B, 1)
     bottleneck = best.bottleneck
     return Fixed(
         tuple(len(stage.layers) for stage in stages),

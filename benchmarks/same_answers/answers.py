@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import planner
 
@@ -117,7 +117,7 @@ def without(value: object) -> object:
 
 def stream_digests(schedule: str) -> dict[str, str]:
     """A digest of every worker's instructions, for all shapes of the tests that the schedule has."""
-    from planner.schedule.streams import stream
+    from planner.schedule.schedule import stream
 
     digests = {}
     for label, shape in shapes(schedule):
@@ -131,7 +131,8 @@ def stream_digests(schedule: str) -> dict[str, str]:
 
 def shapes(schedule: str) -> Iterator[tuple[str, Any]]:
     """Shapes: flat and replicated, with a skip, with tied weights, divided, accumulating, with vertical sync."""
-    from planner.schedule.streams import Channel, PipelineShape
+    from planner.schedule.registry import find
+    from planner.schedule.schedule import Channel, PipelineShape
 
     chunks = 2 if schedule == "interleaved" else 1
     for replicas in ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1, 2), (2, 1, 1), (1, 1, 1, 1), (2, 2, 2)):
@@ -154,7 +155,7 @@ def shapes(schedule: str) -> Iterator[tuple[str, Any]]:
         for (kind, joined), (variant, options) in itertools.product(channels.items(), variants):
             if schedule == "2bw" and options["microbatches"] < max(replicas):
                 continue
-            yield f"{replicas} {kind} {variant}", PipelineShape(ranks, joined, cast("Any", schedule), **options)
+            yield f"{replicas} {kind} {variant}", PipelineShape(ranks, joined, find(schedule), **options)
 
 
 def differences(expected: object, found: object, place: str = "") -> Iterator[str]:

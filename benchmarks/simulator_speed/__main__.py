@@ -19,7 +19,8 @@ from benchmarks.graphs import chain
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport, save_plan
+from planner.formats.plan import Plan, SolverReport, save_plan
+from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 
 README = Path(__file__).with_name("README.md")
@@ -33,7 +34,7 @@ class Case:
     stages: int
     replicas: int
     minibatches: int
-    schedule: ScheduleName = "1f1b"
+    schedule: str = "1f1b"
     microbatches: int = 1
     server: int = 1  # workers per server, which share its link
     trace: bool = False
@@ -118,11 +119,11 @@ def _events(case: Case) -> int:
 def _plan(case: Case) -> Plan:
     ledger, count = Ledger(chain(case.stages)), case.stages
     stages = candidates([[number] for number in range(count)], [case.replicas] * count)
-    cost = price(ledger, stages, case.cluster, schedule=case.schedule, microbatches=case.microbatches)
+    cost = price(ledger, stages, case.cluster, schedule=find(case.schedule), microbatches=case.microbatches)
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, case.cluster, stages, cost, case.schedule, case.microbatches, report)
+    return assemble(ledger, case.cluster, stages, cost, find(case.schedule), case.microbatches, report)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from benchmarks.testbed.emulate import Emulated
 from benchmarks.testbed.predict import data_parallel_s, given_plan
 from planner.executor.job import Job
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 
 DDP_BUCKET_BYTES = 25 * 2**20
 ROUNDS = 6  # of runs that drain: the first is left out
@@ -48,7 +48,7 @@ def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, se
         model=plan.model,
         cluster=cluster_name,
         config=plan.config,
-        schedule=plan.schedule if plan.microbatches == 1 else f"{plan.schedule} x{plan.microbatches}",
+        schedule=plan.schedule.name if plan.microbatches == 1 else f"{plan.schedule} x{plan.microbatches}",
         predicted_s=plan.predicted.seconds_per_minibatch,
         cost_model_s=plan.solver.cost_model_s or plan.predicted.seconds_per_minibatch,
         measured_s=measured_s,
@@ -79,7 +79,7 @@ def data_parallel_run(
     """
     microbatches = 1 if beside is None else beside.microbatches
     # Any schedule that divides minibatches is the same on one stage.
-    schedule: ScheduleName = "1f1b" if microbatches == 1 else "1f1b-flush"
+    schedule: str = "1f1b" if microbatches == 1 else "1f1b-flush"
     together = max(microbatches, links.gpus)  # between two updates
     everything, counted = [len(emulated.profile.layers)], 1 if microbatches == 1 else together
     priced = given_plan(emulated.profile, links, everything, (links.gpus,), schedule, counted)

@@ -9,8 +9,9 @@ from planner.cost.asynchronous import link_of, ring_all_reduce_s
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.simulator.plan import simulated_s
 from planner.solver.assemble import assemble
 from planner.solver.candidates.depth import DepthRule
@@ -25,7 +26,7 @@ def given_plan(
     cluster: Cluster,
     stages: Sequence[int],
     replicas: Sequence[int],
-    schedule: ScheduleName = "1f1b",
+    schedule: str = "1f1b",
     microbatches: int = 1,
     depth: DepthRule = "auto",
 ) -> Plan:
@@ -34,8 +35,8 @@ def given_plan(
     ends = [0, *accumulate(stages)]
     assert ends[-1] == len(profile.layers)
     chosen = candidates([range(first, end) for first, end in pairwise(ends)], replicas)
-    formula = price(ledger, chosen, cluster, schedule=schedule, microbatches=microbatches)
-    cost = simulated_price(ledger, chosen, cluster, formula, depth, schedule, microbatches)
+    formula = price(ledger, chosen, cluster, schedule=find(schedule), microbatches=microbatches)
+    cost = simulated_price(ledger, chosen, cluster, formula, depth, find(schedule), microbatches)
     report = SolverReport(
         name="given",
         cost_model="resource",
@@ -45,7 +46,7 @@ def given_plan(
         seconds=0.0,
         cost_model_s=formula.seconds_per_minibatch,
     )
-    return assemble(ledger, cluster, chosen, cost, schedule, microbatches, report)
+    return assemble(ledger, cluster, chosen, cost, find(schedule), microbatches, report)
 
 
 def balanced_stages(profile: Profile, count: int) -> list[int]:

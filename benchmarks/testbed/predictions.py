@@ -25,7 +25,7 @@ from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.importers import read_profile
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.solver import solve
 from planner.units import parse_bandwidth
 
@@ -56,7 +56,7 @@ class Case:
     sizes: tuple[int, ...]
     bandwidths: tuple[str, ...]
     config: tuple[int, ...] | None = None
-    schedule: ScheduleName = "1f1b"
+    schedule: str = "1f1b"
     microbatches: int = 1
     link_bytes_per_s: float = LINK_BYTES_PER_S
     layers: tuple[float, ...] | None = None

@@ -13,7 +13,7 @@ from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.executor.job import Job, RunOptions
 from planner.formats.cluster import flat_cluster
 from planner.formats.importers import read_profile
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.report.trace import load_run
 from planner.units import parse_bandwidth
@@ -28,7 +28,7 @@ class EmulatedCase:
     model: str
     bandwidth: str  # of the devices that are emulated
     replicas: tuple[int, ...]
-    schedule: ScheduleName
+    schedule: str
     microbatches: int = 1
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.two_cores.launch import CORES, ROOT, Loopback, RunError, run_workers
 from benchmarks.two_cores.straight import straight_plan
 from planner.formats.cluster import Cluster, load_cluster
-from planner.formats.plan import Plan, ScheduleName, save_plan
+from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline
 from planner.report.trace import load_run
@@ -28,7 +28,7 @@ class RealCase:
 
     model: str
     microbatch_size: int
-    schedule: ScheduleName
+    schedule: str
     microbatches: int = 1
 
     @property

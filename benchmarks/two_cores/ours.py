@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.two_cores.launch import CORES, ROOT, Place, RunError, last_object, run_workers
 from benchmarks.two_cores.straight import straight_plan
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, ScheduleName, load_plan, save_plan
+from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
 from planner.units import parse_bandwidth
 
@@ -53,7 +53,7 @@ class Ours:
         _plan("solve", *command, "-o", str(plan))
         return plan
 
-    def straight(self, schedule: ScheduleName, microbatches: int) -> Path:
+    def straight(self, schedule: str, microbatches: int) -> Path:
         """The best plan of two stages with one worker each; returns the plan's path."""
         plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"
         cluster = flat_cluster(len(CORES), parse_bandwidth(self._bandwidth))

@@ -14,6 +14,7 @@ from planner.cost.pricing import price
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, SolverReport, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver.assemble import assemble
 from planner.solver.chain.states import uncut_groups
 
@@ -70,11 +71,11 @@ def deep_plan(profile: Profile) -> Plan:
     cut = next(cut for cut in range(1, len(groups)) if weights_after(cut) < 0.2 * total)
     stages = candidates([[i for group in part for i in group] for part in (groups[:cut], groups[cut:])], (1, 1))
     cluster = flat_cluster(2, 1e9)
-    cost = price(ledger, stages, cluster, schedule="1f1b", microbatches=1)
+    cost = price(ledger, stages, cluster, schedule=ONE_F_ONE_B, microbatches=1)
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    plan = assemble(ledger, cluster, stages, cost, "1f1b", 1, report)
+    plan = assemble(ledger, cluster, stages, cost, ONE_F_ONE_B, 1, report)
     first, last = plan.stages
     return plan.model_copy(update={"stages": (first.model_copy(update={"in_flight": IN_FLIGHT}), last)})
 

@@ -11,14 +11,15 @@ from planner.cost.layer_costs import Candidate, Ledger, candidates
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.candidates.trials import simulated_price
 from planner.solver.chain.states import uncut_groups
 
 
-def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, microbatches: int) -> Plan:
+def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatches: int) -> Plan:
     """The fastest of all cuts of `profile` into two stages, tried one by one, under the default cost model."""
     began = time.perf_counter()
     ledger = Ledger(profile)
@@ -27,9 +28,9 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, mi
     for cut in range(1, len(groups)):
         halves = [[layer for group in part for layer in group] for part in (groups[:cut], groups[cut:])]
         stages = candidates(halves, (1, 1))
-        priced.append((stages, price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)))
+        priced.append((stages, price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches)))
     stages, cost = min(priced, key=lambda pair: pair[1].seconds_per_minibatch)
-    cost = simulated_price(ledger, stages, cluster, cost, "auto", schedule, microbatches)
+    cost = simulated_price(ledger, stages, cluster, cost, "auto", find(schedule), microbatches)
     seconds = cost.seconds_per_minibatch
     report = SolverReport(
         name="every cut into two stages",
@@ -39,4 +40,4 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: ScheduleName, mi
         gap=0.0,
         seconds=time.perf_counter() - began,
     )
-    return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+    return assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)

@@ -11,9 +11,11 @@ from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
-from planner.formats.plan import Plan, ScheduleName, config_of
+from planner.formats.plan import Plan, ScheduleField, config_of
 from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
+from planner.schedule.gpipe import GPIPE
+from planner.schedule.schedule import Schedule
 from planner.solver.reference import baselines
 
 CHOSEN = "chosen plan"
@@ -25,7 +27,7 @@ class ComparisonRow(Record):
 
     name: str
     config: str
-    schedule: ScheduleName
+    schedule: ScheduleField
     microbatches: int  # per minibatch
     workers: int
     seconds_per_microbatch: float
@@ -88,8 +90,7 @@ def _entries(given: GivenPlan) -> list[_Entry]:
     """List the chosen plan, then data parallelism, then the other baselines."""
     ledger, plan, question = given.ledger, given.plan, given.question
     cluster = plan.cluster
-    if plan.schedule == "interleaved":  # the baselines have no chunks
-        question = replace(question, schedule="1f1b-flush")
+    question = replace(question, schedule=plan.schedule.unchunked)  # the baselines have no chunks
     equal_time = baselines.equal_time(ledger, cluster.gpus)
     straight = question.fastest(ledger, [*baselines.straight(ledger, cluster), equal_time], cluster)
     table: list[tuple[str, Sequence[Candidate], Question]] = [
@@ -99,9 +100,9 @@ def _entries(given: GivenPlan) -> list[_Entry]:
         ("equal parameters", baselines.equal_parameters(ledger, cluster.gpus), question),
         ("equal time", equal_time, question),
     ]
-    if plan.schedule not in ("gpipe", "interleaved"):
+    if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
-        gpipe = replace(question, schedule="gpipe", microbatches=microbatches, cost_model="resource")
+        gpipe = replace(question, schedule=GPIPE, microbatches=microbatches, cost_model="resource")
         table.append(("gpipe, same cut", given.stages, gpipe))
     return [
         _Entry(CHOSEN, given.stages, given.question, given.price()),
@@ -137,7 +138,7 @@ def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
     )
 
 
-def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: ScheduleName, microbatches: int) -> float:
+def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: Schedule, microbatches: int) -> float:
     """Sum the seconds per microbatch that the workers of all stages compute.
 
     A microbatch runs on one replica of each stage. All replicas update: once per minibatch, or under 1f1b once per
@@ -146,7 +147,7 @@ def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: ScheduleName, 
     total = 0.0
     for stage in stages:
         work = ledger.work(stage)
-        updates = 1 if schedule in ("1f1b", "naive") else stage.replicas / microbatches
+        updates = stage.replicas / microbatches if schedule.divides else 1
         # The first microbatch of each replica has no gradients to accumulate into.
         accumulating = max(0, microbatches - stage.replicas) / microbatches
         total += float(work.forward_s + work.recompute_s + work.backward_s) + updates * float(work.update_s)

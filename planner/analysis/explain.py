@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.question import Question
-from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.cost.layer_costs import Candidate
 from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError
@@ -111,7 +110,7 @@ def _waiting_s(given: GivenPlan) -> float:
 
     Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
     """
-    if given.plan.schedule not in ASYNCHRONOUS:
+    if not given.plan.schedule.asynchronous:
         return 0.0
     return max(0.0, given.seconds - given.plan.predicted.bottleneck.busy_s)
 
@@ -138,7 +137,7 @@ def _moves(given: GivenPlan) -> tuple[BoundaryMove, ...]:
     Empty for stages that are not runs of the profile's order, and under `interleaved`, whose boundaries join more than
     two workers.
     """
-    if given.plan.schedule == "interleaved":
+    if given.plan.schedule.chunked:
         return ()
     ends = [0]
     for stage in given.stages:
@@ -180,7 +179,7 @@ def _fits(cost: Price, cluster: Cluster) -> bool:
 
 def _next_best(given: GivenPlan) -> Alternative | None:
     """Find the fastest plan with another config that fits, among the search's proposals and the baselines."""
-    if given.plan.schedule == "interleaved":
+    if given.plan.schedule.chunked:
         return None  # none of those has chunks
     best: tuple[float, str] | None = None
     for least_s, stages in given.question.by_formula(given.ledger, _others(given), given.plan.cluster):

@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.cost.asynchronous import DIVIDED, RecomputeRule
+from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster
-from planner.formats.plan import CostModelName, Plan, ScheduleName
+from planner.formats.plan import CostModelName, Plan
 from planner.formats.profile import Profile
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Schedule
 from planner.solver import solve
 from planner.solver.candidates.depth import DepthRule
 from planner.solver.candidates.trials import simulated_price
@@ -27,7 +29,7 @@ class Question:
     """
 
     cost_model: CostModelName = "resource"
-    schedule: ScheduleName = "1f1b"
+    schedule: Schedule = ONE_F_ONE_B
     microbatches: int | None = None
     depth: DepthRule = "auto"
     recompute: RecomputeRule = "auto"
@@ -37,7 +39,7 @@ class Question:
         """Return the number of microbatches per minibatch on this cluster."""
         if self.microbatches is not None:
             return self.microbatches
-        return MICROBATCHES_PER_GPU * cluster.gpus if self.schedule in DIVIDED else 1
+        return MICROBATCHES_PER_GPU * cluster.gpus if self.schedule.divides else 1
 
     def solve(self, profile: Profile, cluster: Cluster) -> Plan:
         """Find the fastest plan.
@@ -92,5 +94,5 @@ class Question:
             model=self.cost_model,
             schedule=self.schedule,
             microbatches=self.microbatches_on(cluster),
-            chunks=self.chunks if self.schedule == "interleaved" else 1,
+            chunks=self.schedule.fixed_chunks or self.chunks,
         )

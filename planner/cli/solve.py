@@ -15,6 +15,7 @@ from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InputError
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.schedule.registry import DEFAULT, NAMES, find
 from planner.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the plan is for."""
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive", "auto", "all"],
-        default="1f1b",
+        choices=[*NAMES, "auto", "all"],
+        default=DEFAULT.name,
         help="1f1b: asynchronous, with weight stashing; 2bw: asynchronous, with two weight versions and one update per "
         "minibatch of several microbatches; gpipe, 1f1b-flush, zb-h1 and interleaved: the pipeline drains after every "
         "minibatch, 1f1b-flush in less memory, zb-h1 with gradients of weights filling the bubble, interleaved with "
@@ -200,7 +201,7 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Pla
         cluster,
         cost_model=args.cost_model,
         schedule=args.schedule,
-        microbatches=Question(schedule=args.schedule, microbatches=args.microbatches).microbatches_on(cluster),
+        microbatches=Question(schedule=find(args.schedule), microbatches=args.microbatches).microbatches_on(cluster),
         depth=args.depth,
         recompute=args.recompute,
         chunks=args.chunks,

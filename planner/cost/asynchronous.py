@@ -21,20 +21,14 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_to_hold
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
+from planner.schedule.registry import SCHEDULES
+from planner.schedule.schedule import Schedule
 
 # Whether stages keep what their backward needs, or run their forward again: where memory demands it, never, always.
 RecomputeRule = Literal["auto", "never", "always"]
 Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
 
-ASYNCHRONOUS: tuple[ScheduleName, ...] = ("1f1b", "2bw")  # the pipeline never drains
-DIVIDED: tuple[ScheduleName, ...] = (
-    "gpipe",
-    "1f1b-flush",
-    "zb-h1",
-    "2bw",
-    "interleaved",
-)  # several microbatches per minibatch
 # Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.
 BUCKETS = 6
 # Part of a backward that is for the weights' gradients. Profiles do not know it; where layers are products of matrices
@@ -149,7 +143,7 @@ class CostModel(ABC):
         """Seconds per minibatch that a stage takes of its GPUs together, at least, however many they are."""
         return work.compute_s
 
-    def versions(self, in_flight: ArrayLike) -> ArrayLike:
+    def versions(self, in_flight: Integers) -> Integers:
         """Versions of its weights that a stage holds with so many microbatches in flight."""
         return in_flight
 
@@ -353,7 +347,7 @@ def cost_model(name: CostModelName, link: Link) -> CostModel:
     return models[name](link)
 
 
-def check_combination(name: CostModelName, schedule: ScheduleName, microbatches: int, chunks: int = 1) -> None:
+def check_combination(name: CostModelName, schedule: Schedule, microbatches: int, chunks: int = 1) -> None:
     """Refuse what has no meaning.
 
     Raises:
@@ -362,15 +356,16 @@ def check_combination(name: CostModelName, schedule: ScheduleName, microbatches:
     """
     if microbatches < 1:
         raise InputError(f"{microbatches} microbatches make no minibatch", hint="give `microbatches` 1 or more")
-    if schedule != "1f1b" and name != "resource":
+    if not schedule.stashes and name != "resource":
         raise InputError(
             f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use `cost_model=resource`"
         )
     if chunks < 1:
         raise InputError(f"{chunks} chunks hold no model", hint="give `chunks` 1 or more")
-    assert chunks == 1 or schedule == "interleaved"
-    if schedule not in DIVIDED and microbatches > 1:
+    assert chunks == 1 or schedule.chunked
+    if not schedule.divides and microbatches > 1:
+        dividing = [each.name for each in SCHEDULES if each.divides]
         raise InputError(
             f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
-            hint=f"use `schedule` {', '.join(DIVIDED[:-1])} or {DIVIDED[-1]}, or leave `microbatches` out",
+            hint=f"use `schedule` {', '.join(dividing[:-1])} or {dividing[-1]}, or leave `microbatches` out",
         )

@@ -26,9 +26,10 @@ from planner.cost.asynchronous import (
     ring_all_reduce_s,
 )
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
+from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.schedule import Schedule
 
-VERSIONS = 2
 _SLACK = 1e-9
 
 
@@ -115,12 +116,12 @@ class DoubleBufferedModel(ResourceModel):
             sums.append(r * (base_s - work.last_backward_s(share) + ring_s))
         return sums
 
-    def versions(self, in_flight: ArrayLike) -> ArrayLike:
-        return VERSIONS
+    def versions(self, in_flight: Integers) -> Integers:
+        return TWO_BW.versions(in_flight)
 
     def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
         held = footprint.divided(self.microbatches)
-        return held.most_in_flight(memory_bytes, stashing=False, versions=VERSIONS)
+        return held.most_in_flight(memory_bytes, stashing=False, versions=TWO_BW.weight_versions)
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
         return super().fewest_around_cut(output_bytes, gradient_bytes, target_s / self.microbatches)
@@ -154,12 +155,6 @@ class DoubleBufferedModel(ResourceModel):
         return 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
 
 
-def two_versions_suffice(microbatches: int, replicas: ArrayLike, in_flight: ArrayLike) -> np.bool_:
-    """Whether every minibatch finds the one before the last done: r <= m and d - 1 <= floor(m / r), for all stages."""
-    r, depth = np.asarray(replicas), np.asarray(in_flight)
-    return np.all((r <= microbatches) & (depth - 1 <= microbatches // r))
-
-
-def asynchronous_model(name: CostModelName, schedule: ScheduleName, microbatches: int, link: Link) -> CostModel:
+def asynchronous_model(name: CostModelName, schedule: Schedule, microbatches: int, link: Link) -> CostModel:
     """The cost model of 1f1b or 2bw."""
-    return DoubleBufferedModel(link, microbatches) if schedule == "2bw" else cost_model(name, link)
+    return DoubleBufferedModel(link, microbatches) if schedule.formula == "double-buffered" else cost_model(name, link)

@@ -16,14 +16,16 @@ ceil(m / r) of the microbatches; all r of a stage reduce together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from planner.cost.asynchronous import Link, backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.synchronous import SynchronousModel
-from planner.cost.work import Floats, Work
-from planner.schedule.interleaved import chunks_in_flight
+from planner.cost.work import Floats, Integers, Work
+from planner.schedule.gpipe import GPIPE
+from planner.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,18 @@ class StageSeconds:
     accumulate_s: Floats  # for each microbatch but the first
 
     @classmethod
-    def of(cls, work: Work, replicas: int, link: Link) -> StageSeconds:
-        """Seconds of stages on `replicas` workers each."""
+    def of(cls, work: Work, model: InterleavedModel) -> StageSeconds:
+        """Seconds of stages in a pipeline of this shape."""
+        link = model.link
         bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
         handling_s = link.handling_s(work.received_bytes + work.sent_bytes)
         return cls(
-            latency_s=SynchronousModel(link, "gpipe", 1).sum_s(work),
+            latency_s=SynchronousModel(link, GPIPE, 1).sum_s(work) - model.filling_s(work),
             compute_s=work.forward_s + work.recompute_s + work.backward_s + handling_s,
             receive_s=work.received_bytes / bandwidth + work.received_messages * latency,
             send_s=work.sent_bytes / bandwidth + work.sent_messages * latency,
             backward_s=work.backward_s,
-            reduce_s=ring_all_reduce_s(work.trainable_bytes, replicas, link),
+            reduce_s=ring_all_reduce_s(work.trainable_bytes, model.replicas, link),
             update_s=work.update_s,
             accumulate_s=work.accumulate_s,
         )
@@ -64,6 +67,7 @@ class InterleavedModel:
     """Prices pipelines of `workers` times `chunks` stages, in `replicas` copies.
 
     Args:
+        schedule: with chunks; it says which worker runs which stage.
         link: of every device.
         workers: K.
         chunks: v.
@@ -71,6 +75,7 @@ class InterleavedModel:
         microbatches: m.
     """
 
+    schedule: Schedule
     link: Link
     workers: int
     chunks: int
@@ -81,6 +86,17 @@ class InterleavedModel:
     def units(self) -> int:
         """Microbatches of the busiest copy."""
         return -(-self.microbatches // self.replicas)
+
+    @cached_property
+    def stages(self) -> Integers:
+        """The stages by chunk and worker, [v, K]."""
+        numbers, workers = np.arange(self.workers * self.chunks), self.workers
+        position = np.array([self.schedule.worker_of(int(stage), workers) for stage in numbers])
+        return np.stack([numbers[position == worker] for worker in range(workers)], axis=1)
+
+    def filling_s(self, work: Work) -> Floats:
+        """What of a stage's backward fills the bubble, so that the workers behind it need not wait for it."""
+        return work.backward_s if self.schedule.splits_backward else np.zeros_like(work.backward_s)
 
     def worker_s(self, stages: StageSeconds) -> dict[WorkerResource, Floats]:
         """Seconds per minibatch that each worker's resources ask for.
@@ -108,16 +124,7 @@ class InterleavedModel:
 
     def in_flight(self) -> tuple[int, ...]:
         """Microbatches that one replica of each stage holds at once, for all K·v stages."""
-        shares = {self.units, self.microbatches // self.replicas} - {0}
-        per_worker = [
-            [chunks_in_flight(self.workers, self.chunks, position, share) for share in shares]
-            for position in range(self.workers)
-        ]
-        return tuple(
-            max(counts[chunk] for counts in per_worker[position])
-            for chunk in range(self.chunks)
-            for position in range(self.workers)
-        )
+        return self.schedule.depths((self.replicas,) * (self.workers * self.chunks), self.microbatches, self.chunks)
 
     def _end_s(self, stages: StageSeconds) -> Floats:
         """What the last backwards of a worker's chunks leave of their all-reduces, and their updates."""
@@ -126,13 +133,12 @@ class InterleavedModel:
         exposed_s = backward_and_reduce_s(backward_s, reduce_s, self.link) - backward_s
         return np.asarray(exposed_s + self._total(stages.update_s))
 
+    def worker_bytes(self, stage_bytes: Floats) -> Floats:
+        """What each of the K workers holds; the last axis of `stage_bytes` is the K·v stages."""
+        return self._total(stage_bytes)
+
     def _by_worker(self, stages: Floats) -> Floats:
-        return np.asarray(stages).reshape(*np.shape(stages)[:-1], self.chunks, self.workers)
+        return np.asarray(stages)[..., self.stages]
 
     def _total(self, stages: Floats) -> Floats:
         return np.asarray(self._by_worker(stages).sum(axis=-2))
-
-
-def worker_bytes(stage_bytes: Floats, workers: int) -> Floats:
-    """What each of a pipeline's K workers holds; the last axis of `stage_bytes` is the K·v stages."""
-    return np.asarray(stage_bytes.reshape(*stage_bytes.shape[:-1], -1, workers).sum(axis=-2))

@@ -19,21 +19,15 @@ from planner.cost.synchronous import SynchronousModel
 from planner.cost.topology import Loads, Topology, rank_ranges
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
+from planner.schedule.schedule import Schedule
 
-PLACED: tuple[ScheduleName, ...] = (
-    "1f1b",
-    "1f1b-flush",
-    "zb-h1",
-    "gpipe",
-    "naive",
-)  # others see the slowest link everywhere
 Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `Loads.add_transfer` takes them
 
 
-def places_matter(cluster: Cluster, schedule: ScheduleName) -> bool:
+def places_matter(cluster: Cluster, schedule: Schedule) -> bool:
     """Whether a plan's price depends on which ranks its stages have."""
-    return len(cluster.joined) > 1 and schedule in PLACED
+    return len(cluster.joined) > 1 and schedule.placed
 
 
 @dataclass(frozen=True)
@@ -84,13 +78,13 @@ class Placement:
             alone = without_transfers(work)
             sums.append(float(placed.sum_s(alone, r)) + transfers_s[stage])
             resources = placed.resources_s(work, r)
-            if model.schedule != "naive":
+            if model.schedule.pipelined:
                 end_s = placed.end_s(work, r)
                 more = (np.ceil(model.microbatches / r) - 1) * r
                 resources["receive"] = more * np.max(loads.into[ranks.start : ranks.stop]) + end_s
                 resources["send"] = more * np.max(loads.out[ranks.start : ranks.stop]) + end_s
             busy.append(resources)
-        if model.schedule != "naive":
+        if model.schedule.pipelined:
             self._add_shared(busy, loads, model.microbatches - 1)
         return sums, busy
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.double_buffered import VERSIONS
 from planner.cost.work import Footprint
-from planner.formats.plan import Bottleneck, ScheduleName, StageMemory
+from planner.formats.plan import Bottleneck, StageMemory
 from planner.schedule.instructions import POSTED
 
 
@@ -22,7 +23,7 @@ class Price:
     in_flight: tuple[int, ...]
     memory: tuple[StageMemory, ...]
     communication_bytes: float  # sent by all workers, per minibatch
-    chunks: int = 1  # stages per worker: stage s is one of worker s mod (stages / chunks)
+    worker_of: tuple[int, ...] = ()  # position in the pipeline of each stage's worker; empty where each has its own
     cost_model_s: float | None = None
 
     def simulated(self, seconds_per_minibatch: float) -> Price:
@@ -33,14 +34,20 @@ class Price:
     @property
     def gpu_bytes(self) -> tuple[int, ...]:
         """For each stage, what a GPU that runs it holds, with its other stages."""
-        workers = len(self.memory) // self.chunks
-        totals = [memory.total_bytes for memory in self.memory]
-        return tuple(sum(totals[stage % workers :: workers]) for stage in range(len(totals)))
+        held: Counter[int] = Counter()
+        for worker, memory in zip(self.workers, self.memory, strict=True):
+            held[worker] += memory.total_bytes
+        return tuple(held[worker] for worker in self.workers)
 
+    @property
+    def chunks(self) -> int:
+        """Stages per worker."""
+        return len(self.memory) // len(set(self.workers))
 
-def versions_of(schedule: ScheduleName, in_flight: int) -> int:
-    """Versions of its weights that a stage keeps."""
-    return {"1f1b": in_flight, "2bw": VERSIONS}.get(schedule, 1)
+    @property
+    def workers(self) -> Sequence[int]:
+        """For each stage, the position in the pipeline of its worker."""
+        return self.worker_of or range(len(self.memory))
 
 
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:

@@ -7,17 +7,19 @@ from typing import get_args
 
 import numpy as np
 
-from planner.cost.asynchronous import ASYNCHRONOUS, DIVIDED, Resource, check_combination, link_of
+from planner.cost.asynchronous import Resource, check_combination, link_of
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.interleaved import InterleavedModel, StageSeconds
 from planner.cost.layer_costs import Candidate, Ledger, exchanges
 from planner.cost.placement import Placement, places_matter
-from planner.cost.plan_price import Price, stage_memory, versions_of
+from planner.cost.plan_price import Price, stage_memory
 from planner.cost.synchronous import SynchronousModel
 from planner.cost.topology import Topology
-from planner.cost.work import Floats, Work, in_flight_1f1b
+from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Bottleneck, CostModelName, ScheduleName
+from planner.formats.plan import Bottleneck, CostModelName
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Schedule
 
 
 def price(
@@ -26,7 +28,7 @@ def price(
     cluster: Cluster,
     *,
     model: CostModelName = "resource",
-    schedule: ScheduleName = "1f1b",
+    schedule: Schedule = ONE_F_ONE_B,
     microbatches: int = 1,
     chunks: int = 1,
 ) -> Price:
@@ -43,29 +45,24 @@ def price(
     sums, busy = _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)
     bottleneck = _busiest(busy)
     seconds = bottleneck.busy_s
-    in_flight: list[int]
-    if schedule in ASYNCHRONOUS:
-        in_flight = [int(in_flight_1f1b(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
-    elif schedule == "interleaved":
-        in_flight = list(_interleaved_model(stages, cluster, microbatches, chunks).in_flight())
-    else:
-        synchronous = SynchronousModel(link_of(cluster), schedule, microbatches)
+    in_flight: Sequence[int] = schedule.depths(replicas, microbatches, chunks)
+    if schedule.formula == "synchronous":
         seconds += sum(sums)
         slowest = max(range(len(sums)), key=sums.__getitem__)
         if bottleneck.busy_s <= 0:
             bottleneck = Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
-        in_flight = [int(synchronous.in_flight(r, sum(replicas[s + 1 :]))) for s, r in enumerate(replicas)]
     saved = in_flight
-    if schedule == "zb-h1":
+    if schedule.splits_backward and not schedule.chunked:
         waiting = _waiting(ledger, stages, cluster, in_flight, microbatches)
         saved = [flying + 2 * more for flying, more in zip(in_flight, waiting, strict=True)]
         in_flight = [flying + more for flying, more in zip(in_flight, waiting, strict=True)]
     memory = tuple(
-        stage_memory(ledger.footprint(stage).divided(microbatches), units, versions_of(schedule, units))
+        stage_memory(ledger.footprint(stage).divided(microbatches), units, schedule.versions(units))
         for stage, units in zip(stages, saved, strict=True)
     )
     sent_bytes = _sent_bytes(works, replicas, schedule, microbatches)
-    return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, chunks)
+    worker_of = tuple(schedule.worker_of(stage, len(stages) // chunks) for stage in range(len(stages)))
+    return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, worker_of)
 
 
 def _waiting(
@@ -90,17 +87,17 @@ def _waiting(
 
 
 def _interleaved_model(
-    stages: Sequence[Candidate], cluster: Cluster, microbatches: int, chunks: int
+    stages: Sequence[Candidate], cluster: Cluster, schedule: Schedule, microbatches: int, chunks: int
 ) -> InterleavedModel:
     replicas = {stage.replicas for stage in stages}
     assert len(replicas) == 1
     assert len(stages) % chunks == 0
-    return InterleavedModel(link_of(cluster), len(stages) // chunks, chunks, replicas.pop(), microbatches)
+    return InterleavedModel(schedule, link_of(cluster), len(stages) // chunks, chunks, replicas.pop(), microbatches)
 
 
 def _interleaved(works: Sequence[Work], model: InterleavedModel) -> list[dict[Resource, Floats]]:
     """Busy seconds of each worker's resources; workers go by the numbers of their first stages."""
-    each = [StageSeconds.of(work, model.replicas, model.link) for work in works]
+    each = [StageSeconds.of(work, model) for work in works]
     columns = {name: np.array([getattr(stage, name) for stage in each]) for name in vars(each[0])}
     by_resource = model.worker_s(StageSeconds(**columns))
     return [{name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)]
@@ -112,7 +109,7 @@ def busy_resources(
     cluster: Cluster,
     *,
     model: CostModelName = "resource",
-    schedule: ScheduleName = "1f1b",
+    schedule: Schedule = ONE_F_ONE_B,
     microbatches: int = 1,
     chunks: int = 1,
 ) -> list[dict[Resource, Floats]]:
@@ -132,20 +129,20 @@ def _resources(
     stages: Sequence[Candidate],
     cluster: Cluster,
     model: CostModelName,
-    schedule: ScheduleName,
+    schedule: Schedule,
     microbatches: int,
     chunks: int,
 ) -> tuple[list[float], list[dict[Resource, Floats]]]:
     """Per stage: its part of the sum of a schedule that drains, and the busy seconds of its resources."""
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
-    if schedule == "interleaved":
-        return [], _interleaved(works, _interleaved_model(stages, cluster, microbatches, chunks))
+    if schedule.chunked:
+        return [], _interleaved(works, _interleaved_model(stages, cluster, schedule, microbatches, chunks))
     link = link_of(cluster)
     placement = None
     if places_matter(cluster, schedule):
         placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
-    if schedule in ASYNCHRONOUS:
+    if schedule.asynchronous:
         if placement is not None:
             return [], placement.asynchronous(model)
         asynchronous = asynchronous_model(model, schedule, microbatches, link)
@@ -175,7 +172,7 @@ def _busiest(stages: Sequence[dict[Resource, Floats]]) -> Bottleneck:
             return Bottleneck(stage=stage - (resource == "cut_before"), resource="boundary", busy_s=busy_s)
 
 
-def _sent_bytes(works: Sequence[Work], replicas: Sequence[int], schedule: ScheduleName, microbatches: int) -> float:
+def _sent_bytes(works: Sequence[Work], replicas: Sequence[int], schedule: Schedule, microbatches: int) -> float:
     """Bytes all workers send for one minibatch: transfers both ways, and the stages' all-reduces.
 
     A ring of r workers moves 2(r-1)·W in all, once per round of r minibatches under 1f1b and naive, once per minibatch
@@ -183,6 +180,6 @@ def _sent_bytes(works: Sequence[Work], replicas: Sequence[int], schedule: Schedu
     """
     transfers = sum(float(work.sent_bytes) for work in works) * microbatches
     rings = [2 * (r - 1) * float(work.trainable_bytes) for work, r in zip(works, replicas, strict=True)]
-    if schedule in DIVIDED:
+    if schedule.divides:
         return transfers + sum(rings)
     return transfers + sum(ring / r for ring, r in zip(rings, replicas, strict=True))

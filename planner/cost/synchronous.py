@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.asynchronous import WEIGHT_SHARE, Link, Resource, backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.work import Floats, Integers, Work, in_flight_1f1b
-from planner.formats.plan import ScheduleName
+from planner.cost.work import Floats, Integers, Work
+from planner.schedule.schedule import Schedule
 
 
 class SynchronousModel:
@@ -26,8 +26,8 @@ class SynchronousModel:
     section 2).
     """
 
-    def __init__(self, link: Link, schedule: ScheduleName, microbatches: int) -> None:
-        assert schedule in ("gpipe", "1f1b-flush", "zb-h1", "naive")
+    def __init__(self, link: Link, schedule: Schedule, microbatches: int) -> None:
+        assert schedule.formula == "synchronous"
         self.link, self.schedule, self.microbatches = link, schedule, microbatches
 
     def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
@@ -36,14 +36,14 @@ class SynchronousModel:
         moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
         transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
         latency_s = work.forward_s + work.recompute_s + (work.backward_s - self._filling_s(work)) + transfer_s
-        if self.schedule == "naive":
+        if not self.schedule.pipelined:
             return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         return latency_s
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
         """The stage's part of the maximum, by the resource that may be its busiest; zero for naive."""
         r = np.asarray(replicas, dtype=np.float64)
-        if self.schedule == "naive":
+        if not self.schedule.pipelined:
             return {"compute": 0.0 * r * work.forward_s}
         more = np.ceil(self.microbatches / r) - 1
         end_s = self.end_s(work, r)
@@ -65,7 +65,7 @@ class SynchronousModel:
 
     def _filling_s(self, work: Work) -> Floats:
         """What the bubble is shorter by for each stage."""
-        share = 2 * WEIGHT_SHARE if self.schedule == "zb-h1" else 0.0
+        share = 2 * WEIGHT_SHARE if self.schedule.splits_backward else 0.0
         return np.asarray(share * work.backward_s)
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
@@ -74,11 +74,5 @@ class SynchronousModel:
 
     def in_flight(self, replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
         """Microbatches whose activations one replica holds at once."""
-        share = -(-self.microbatches // np.asarray(replicas, dtype=np.int64))
-        match self.schedule:
-            case "naive":
-                return np.ones_like(share)
-            case "1f1b-flush" | "zb-h1":  # which goes beyond where memory allows it
-                return np.minimum(share, in_flight_1f1b(replicas, gpus_after))
-            case _:
-                return share
+        r, after = np.asarray(replicas, dtype=np.int64), np.asarray(gpus_after, dtype=np.int64)
+        return self.schedule.in_flight(r, after, self.microbatches)

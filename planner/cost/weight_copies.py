@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from planner.cost.buckets import ready_s
 from planner.cost.layer_costs import Candidate, Ledger
-from planner.cost.plan_price import Price, versions_of
+from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Layer, Profile
 from planner.formats.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
+from planner.schedule.schedule import Schedule
 from planner.schedule.shared import lag
 from planner.units import format_bytes
 
@@ -92,7 +92,7 @@ def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:
 
 
 def price_with_copies(
-    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price, schedule: ScheduleName
+    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price, schedule: Schedule
 ) -> Price:
     """`price` with the memory of copies: the weight's versions, its gradient twice, the optimizer's state.
 
@@ -101,7 +101,7 @@ def price_with_copies(
     Raises:
         InfeasibleError: when that does not fit.
     """
-    exchanged = exchanged_bytes(ledger, stages, price.in_flight if schedule == "1f1b" else None)
+    exchanged = exchanged_bytes(ledger, stages, price.in_flight if schedule.stashes else None)
     memory = [
         held.model_copy(update={"communication_bytes": held.communication_bytes + more})
         for held, more in zip(price.memory, exchanged, strict=True)
@@ -109,7 +109,7 @@ def price_with_copies(
     for number, copied in enumerate(copied_in(ledger, stages)):
         for layer in copied:
             held = memory[number]
-            versions = versions_of(schedule, price.in_flight[number])
+            versions = schedule.versions(price.in_flight[number])
             memory[number] = held.model_copy(
                 update={
                     "weights_bytes": held.weights_bytes + versions * layer.weight_bytes,

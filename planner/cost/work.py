@@ -148,14 +148,6 @@ def working_bytes(
     return np.maximum(whole, update) - saved, np.maximum(accumulating, update) - saved
 
 
-def in_flight_1f1b(replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
-    """Minibatches between forward and backward on one replica: ceil(workers from this stage on / its replicas).
-
-    Source: Narayanan et al., PipeDream, SOSP 2019, section 3.3 (NOAM is this for the first stage).
-    """
-    return np.asarray(1 + -(-np.asarray(gpus_after) // np.asarray(replicas)), dtype=np.int64)
-
-
 def fewest_to_hold(in_flight: ArrayLike, gpus_after: ArrayLike) -> Integers:
     """Fewest replicas of a stage of a 1f1b pipeline, each of which has room for so much in flight; or `IMPOSSIBLE`.
 

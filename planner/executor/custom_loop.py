@@ -29,7 +29,7 @@ from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Unit, Update
-from planner.schedule.segments import segment_stream
+from planner.schedule.parts.segments import segment_stream
 
 _ENDLESS = 2**40  # minibatches of a stream whose end is not known
 

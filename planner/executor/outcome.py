@@ -18,7 +18,7 @@ from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Worker, WorkerLog
 from planner.formats.plan import Plan
 from planner.schedule.instructions import Unit
-from planner.schedule.streams import PipelineShape
+from planner.schedule.schedule import PipelineShape
 
 
 def report_of(
@@ -37,7 +37,7 @@ def report_of(
         worker.log.completions,
         start_up=2 * depth * len(stages),
         drain=depth * len(stages) if shape.asynchronous else 0,
-        per_round=shape.accumulate if plan.schedule == "1f1b" else mine,
+        per_round=shape.accumulate if plan.schedule.stashes else mine,
     )
     assert plan.microbatch_size is not None
     return WorkerReport(
@@ -70,7 +70,7 @@ class Gathered:
         last = plan.stages[-1].ranks
         return TrainResult(
             config=plan.config,
-            schedule=plan.schedule,
+            schedule=plan.schedule.name,
             workers=len(self.reports),
             minibatches=minibatches - first,
             first_minibatch=first,

@@ -80,13 +80,13 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         PlanError: for what DeepSpeed cannot express.
     """
     replicas = equal_replicas(plan, SYSTEM)
-    if plan.schedule == "interleaved":
+    if plan.schedule.chunked:
         raise PlanError(
-            "DeepSpeed has no interleaved schedule: each of its workers has one stage",
-            hint="solve with `schedule=1f1b-flush`",
+            f"DeepSpeed has no schedule like {plan.schedule}: each of its workers has one stage",
+            hint=f"solve with `schedule={plan.schedule.unchunked}`",
         )
     said = remarks(plan, SYSTEM)
-    if plan.schedule in ("gpipe", "naive"):
+    if not plan.schedule.alternates:
         said.append(f"DeepSpeed runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set PipelineModule's activation_checkpoint_interval.")

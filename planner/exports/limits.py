@@ -39,7 +39,7 @@ def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
     Raises:
         PlanError: if the plan's microbatches cannot be divided among the copies.
     """
-    if plan.schedule == "1f1b":
+    if plan.schedule.stashes:
         return LEAST_PER_STAGE * len(plan.stages) if len(plan.stages) > 1 else 1
     if plan.microbatches % replicas:
         raise PlanError(
@@ -52,7 +52,7 @@ def microbatches_per_pipeline(plan: Plan, replicas: int, system: str) -> int:
 
 def never_drains(plan: Plan) -> bool:
     """Return whether the plan keeps several weight versions, which none of these systems does."""
-    return plan.schedule in ("1f1b", "2bw")
+    return plan.schedule.asynchronous
 
 
 def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
@@ -80,7 +80,7 @@ def schedule_remarks(plan: Plan, system: str) -> list[str]:
             f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. {system} has no such "
             "schedule: it drains the pipeline before every update, so expect fewer samples/s than the plan predicts."
         )
-        if plan.schedule == "1f1b" and len(plan.stages) > 1:
+        if plan.schedule.stashes and len(plan.stages) > 1:
             said.append(
                 f"Gradients are accumulated over {LEAST_PER_STAGE} microbatches per stage. The plan updates after each "
                 "one: adapt the learning rate."

@@ -37,7 +37,7 @@ def megatron_arguments(plan: Plan) -> str:
         f"{plan.workers} workers.",
         *remarks(plan, SYSTEM),
     ]
-    if plan.schedule in ("gpipe", "naive"):
+    if not plan.schedule.alternates:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute; --recompute-granularity applies to all of them.")

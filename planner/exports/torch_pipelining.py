@@ -187,7 +187,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         workers=plan.workers,
         remarks=f"\n{comment(said)}\n" if said else "",
         schedule=schedule,
-        schedule_stages="stages" if schedule == "ScheduleInterleaved1F1B" else "stages[0]",
+        schedule_stages="stages" if plan.schedule.chunked else "stages[0]",
         model_path=json.dumps(model),
         graph_hash=json.dumps(plan.graph_hash),
         autocast=repr(plan.autocast),
@@ -206,13 +206,10 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
 
 def _schedule(plan: Plan, microbatches: int) -> tuple[str, list[str]]:
     """Return PyTorch's name of the schedule, and remarks on it."""
-    if plan.schedule == "interleaved":
-        return "ScheduleInterleaved1F1B", []
-    if plan.schedule in ("gpipe", "naive"):
-        return "ScheduleGPipe", []
-    if microbatches < len(plan.stages):
+    name = plan.schedule.torch_name
+    if name == "Schedule1F1B" and microbatches < len(plan.stages):
         return "ScheduleGPipe", [
             f"Schedule1F1B needs at least as many microbatches as stages, and {len(plan.stages)} stages have "
             f"{microbatches}: ScheduleGPipe takes the same time with so few."
         ]
-    return "Schedule1F1B", []
+    return name, []

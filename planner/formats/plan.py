@@ -9,16 +9,34 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.files import AlwaysTrue, Record, load_record, refuse_max_load, save_record
 from planner.formats.profile import Autocast, Bytes, Device, MemoryFormat, Seconds
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.registry import NAMES, find
+from planner.schedule.schedule import Schedule
 
 REMEDY = "make a plan with: plan solve"
 
-ScheduleName = Literal["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"]
+
+def _schedule(value: object) -> Schedule:
+    """Return the schedule that a file names."""
+    try:
+        return find(value if isinstance(value, Schedule) else str(value))
+    except InputError as error:  # pydantic adds the name of the field to a ValueError only
+        raise ValueError(f"{error.message}: {', '.join(NAMES)} are known") from None
+
+
+# In files, the schedule's name.
+ScheduleField = Annotated[
+    Schedule,
+    PlainValidator(_schedule),
+    PlainSerializer(lambda schedule: schedule.name, return_type=str),
+    WithJsonSchema({"enum": list(NAMES)}),
+]
 CostModelName = Literal["resource", "pipedream", "paper"]
 
 
@@ -135,7 +153,7 @@ class Plan(Record):
     compiled: bool = False  # stages run through torch.compile
     device: Device
     config: str  # replicas per stage, "7-1"
-    schedule: ScheduleName
+    schedule: ScheduleField
     microbatch_size: Annotated[int, Field(ge=1)] | None
     microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
     vertical_sync: bool = False  # under 1f1b: all stages use the weight version of the first stage
@@ -159,7 +177,7 @@ class Plan(Record):
 
     @property
     def chunks(self) -> int:
-        """Stages per worker: 1, except under interleaved."""
+        """Stages per worker: 1, except under schedules with chunks."""
         return len(self.stages) // len({stage.ranks for stage in self.stages})
 
     def memory_bytes(self, stage: int) -> int:
@@ -174,8 +192,8 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
-        if self.vertical_sync and self.schedule != "1f1b":
-            raise ValueError(f"vertical_sync is for the schedule 1f1b, not {self.schedule}")
+        if self.vertical_sync and not self.schedule.stashes:
+            raise ValueError(f"vertical_sync is for the schedule {ONE_F_ONE_B}, not {self.schedule}")
         _check_config(self)
         _check_microbatches(self)
         _check_ranks(self)
@@ -195,23 +213,24 @@ def _check_config(plan: Plan) -> None:
 
 
 def _check_microbatches(plan: Plan) -> None:
-    if plan.schedule in ("1f1b", "naive") and plan.microbatches != 1:
+    if not plan.schedule.divides and plan.microbatches != 1:
         raise ValueError(f"schedule {plan.schedule} has one microbatch per minibatch, not {plan.microbatches}")
-    if plan.schedule == "2bw" and plan.microbatches < max(plan.replicas):
+    if plan.schedule.divides and plan.schedule.asynchronous and plan.microbatches < max(plan.replicas):
         raise ValueError(
-            f"schedule 2bw gives every replica of {plan.config} a microbatch of each minibatch, which has only "
-            f"{plan.microbatches}"
+            f"schedule {plan.schedule} gives every replica of {plan.config} a microbatch of each minibatch, which has "
+            f"only {plan.microbatches}"
         )
 
 
 def _check_ranks(plan: Plan) -> None:
     stages = [stage.ranks for stage in plan.stages]
-    if plan.schedule == "interleaved":
+    if plan.schedule.chunked:
         workers = len(set(stages))
-        if stages != stages[:workers] * (len(stages) // workers):
-            raise ValueError(f"the stages' ranks {stages} do not repeat, as those of an interleaved plan must")
+        repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
+        if stages != repeated or len(stages) % workers:
+            raise ValueError(f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan must")
         if len(set(map(len, stages))) > 1:
-            raise ValueError(f"the replicas {plan.config} differ, which those of an interleaved plan must not")
+            raise ValueError(f"the replicas {plan.config} differ, which those of an {plan.schedule} plan must not")
         stages = stages[:workers]
     ranks = list(chain.from_iterable(stages))
     if plan.cluster.kinds:  # a plan may leave slow devices idle

@@ -77,7 +77,7 @@ def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | 
     """Return why training cannot keep the copies of shared weights equal, with a hint; None if it can."""
     for weight in shared:
         counts = [plan.stages[stage].replicas for stage in weight.stages]
-        if plan.schedule == "1f1b" and counts[0] != counts[1]:
+        if plan.schedule.stashes and counts[0] != counts[1]:
             why = (
                 f", but under 1f1b update it after {counts[0]} and {counts[1]} minibatches, so that copies would differ"
             )

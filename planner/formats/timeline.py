@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import InputError
 from planner.formats.files import Record, load_record, write_text
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan, ScheduleField
 
 REMEDY = "see timeline.json in the file formats"
 
@@ -165,7 +165,7 @@ class Timeline(Record):
     source: Literal["simulated", "measured"]
     model: str
     config: str  # replicas per stage, "7-1"
-    schedule: ScheduleName
+    schedule: ScheduleField
     ranks: tuple[tuple[int, ...], ...]  # per stage, the workers that run it
     minibatches: int
     microbatches: int = 1  # per minibatch

@@ -33,7 +33,7 @@ from planner.schedule.instructions import (
     Update,
     matching_receive,
 )
-from planner.schedule.streams import PipelineShape, stream
+from planner.schedule.schedule import PipelineShape, stream
 
 # What messages carry: which kind of it, of which unit, and the stage at its other end.
 _Datum = tuple[Literal["activation", "gradient", "shared"], Unit, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.schedule.instructions import Backward, BackwardInput, BackwardWeight, Forward, Unit, Update
-from planner.schedule.streams import PipelineShape, stream
+from planner.schedule.schedule import PipelineShape, stream
 
 
 def draw_order(shape: PipelineShape, minibatches: int) -> list[str]:

@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
-from planner.cost.plan_price import versions_of
-from planner.formats.plan import Plan, ScheduleName, Stage
+from planner.formats.plan import Plan, Stage
 from planner.formats.timeline import Event, MemoryCurve
 
-STASHING: tuple[ScheduleName, ...] = ("1f1b",)  # a version of the weights per unit in flight, at most
 TimedBytes = tuple[float, int]
 
 
@@ -38,12 +36,12 @@ def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...
 
 
 def _version_bytes(plan: Plan, stage: Stage) -> int:
-    return stage.memory.weights_bytes // versions_of(plan.schedule, stage.in_flight)
+    return stage.memory.weights_bytes // plan.schedule.versions(stage.in_flight)
 
 
 def _stashing(plan: Plan) -> bool:
     """Return whether versions come and go; vertical sync holds the same number all the time."""
-    return plan.schedule in STASHING and not plan.vertical_sync
+    return plan.schedule.stashes and not plan.vertical_sync
 
 
 def _at_rest(plan: Plan, stage: Stage) -> int:

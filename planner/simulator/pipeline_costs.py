@@ -9,7 +9,7 @@ from planner.cost.asynchronous import WEIGHT_SHARE, Link
 from planner.cost.topology import Topology
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Shared, Transfer
-from planner.schedule.streams import PipelineShape
+from planner.schedule.schedule import PipelineShape
 
 StagePair = tuple[int, int]
 

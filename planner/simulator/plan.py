@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.errors import InputError
 from planner.formats.plan import Plan
+from planner.formats.plan_shape import check_accumulate, deadlock, shape_of
 from planner.formats.timeline import Event, Events, Timeline
-from planner.schedule.shape import check_accumulate, deadlock, shape_of
 from planner.simulator.memory import memory_curves
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
@@ -61,7 +60,7 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
 def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
     """Return enough minibatches for a steady state, and to see how the run starts and ends."""
     count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
-    return count if plan.schedule in ASYNCHRONOUS else max(count, FEWEST)
+    return count if plan.schedule.asynchronous else max(count, FEWEST)
 
 
 def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:

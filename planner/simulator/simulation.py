@@ -36,7 +36,7 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.schedule.streams import stream
+from planner.schedule.schedule import stream
 from planner.simulator.all_reduces import AllReduces
 from planner.simulator.communication import Communication
 from planner.simulator.pipeline_costs import PipelineCosts

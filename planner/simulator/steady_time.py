@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from planner.schedule.streams import PipelineShape
+from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.simulation import Simulation
 from planner.simulator.steady import Completions, repeating_s, steady_state

@@ -8,9 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.formats.files import Record
-from planner.formats.plan import ScheduleName
+from planner.formats.plan import ScheduleField
 from planner.formats.timeline import LANES, EventKind, Timeline
 from planner.simulator.steady import Completions, Steady, steady_state
 
@@ -49,7 +48,7 @@ class Summary(Record):
     source: Literal["simulated", "measured"]
     model: str
     config: str
-    schedule: ScheduleName
+    schedule: ScheduleField
     minibatches: int
     seconds: float  # of the whole run
     start_up_s: float  # until the first backward of stage 0 ends
@@ -165,7 +164,7 @@ def _steady(timeline: Timeline, table: _Table) -> Steady | None:
     stages = range(len(timeline.ranks))
     completed = Completions(
         ends_s=[table.completions(stage).tolist() for stage in stages],
-        last_forward_s=[table.last_forward(stage) for stage in stages] if timeline.schedule in ASYNCHRONOUS else None,
+        last_forward_s=[table.last_forward(stage) for stage in stages] if timeline.schedule.asynchronous else None,
         replicas=[len(ranks) for ranks in timeline.ranks],
         microbatches=timeline.microbatches,
         accumulate=timeline.accumulate,

@@ -13,9 +13,12 @@ from planner.cost.weight_copies import price_with_copies
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
-from planner.formats.plan import CostModelName, Plan, ScheduleName, SolverReport
+from planner.formats.plan import CostModelName, Plan, SolverReport
 from planner.formats.profile import REMEDY, Profile
 from planner.schedule.defaults import CHUNKS
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.registry import find
+from planner.schedule.schedule import Schedule
 from planner.solver.assemble import assemble, simulated_plan
 from planner.solver.candidates.alternatives import fastest_simulated
 from planner.solver.candidates.budget import Tally
@@ -41,7 +44,7 @@ def solve(
     cluster: Cluster,
     *,
     cost_model: CostModelName = "resource",
-    schedule: ScheduleName = "1f1b",
+    schedule: Schedule | str = ONE_F_ONE_B,
     microbatches: int = 1,
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
@@ -63,7 +66,7 @@ def solve(
             does, "auto" more where workers would otherwise wait for messages or for each other.
         recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
             demands it, "never", or "always".
-        chunks: of the model on each GPU, for `interleaved`.
+        chunks: of the model on each GPU, for schedules that leave the choice: `interleaved`.
         vertical_sync: of 1f1b: every stage runs a minibatch at the version of the weights that the first stage has when
             it enters; a stage holds as many as the first stage's depth makes it.
         solver: "search", "ilp" (an integer program), "brute" (every plan of ten layers), or "auto": the search, unless
@@ -84,7 +87,9 @@ def solve(
         InputError: for a cost model or number of microbatches that the schedule has no use for.
     """
     started = time.perf_counter()
-    check_combination(cost_model, schedule, microbatches, chunks if schedule == "interleaved" else 1)
+    schedule = find(schedule)
+    chunks = schedule.fixed_chunks or chunks
+    check_combination(cost_model, schedule, microbatches, chunks)
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     deadline = Deadline.after(time_limit_s)
@@ -128,7 +133,7 @@ def _report(found: Found, cost: Price, cost_model: CostModelName, trials: Trials
 
 
 def _check_vertical_sync(request: Request) -> None:
-    if request.schedule != "1f1b":
+    if not request.schedule.stashes:
         raise InputError(
             f"`vertical_sync` is for the schedule 1f1b, not for {request.schedule}",
             hint="leave it out, or use `schedule=1f1b`",
@@ -138,9 +143,9 @@ def _check_vertical_sync(request: Request) -> None:
 def _found(request: Request, solver: SolverName, trials: Trials, chunks: int) -> tuple[Found, Price]:
     """The best plan's stages, by the method that the request asks for, and their simulated price."""
     cluster, schedule, microbatches = request.cluster, request.schedule, request.microbatches
-    if schedule == "zb-h1":
-        drained = replace(request, schedule="1f1b-flush")
-        found, _ = _found(drained, solver, trials.again(schedule="1f1b-flush"), chunks)
+    if schedule.solved_as is not schedule:
+        drained = replace(request, schedule=schedule.solved_as)
+        found, _ = _found(drained, solver, trials.again(schedule=schedule.solved_as), chunks)
         return solve_zero_bubble(request, found, trials)
     if (method := method_for(request, solver)) != "search":
         found = answer(request, method, trials.tally.deadline)
@@ -149,7 +154,7 @@ def _found(request: Request, solver: SolverName, trials: Trials, chunks: int) ->
             cost = trials.price(request.ledger, found.stages, cost)
         return found, cost
     ledger = request.without_constraints().ledger
-    if schedule == "interleaved":
+    if schedule.chunked:
         stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, request.recompute, trials)
     else:
         stages, cost, bound_s = _searched(request.about(ledger.profile), trials)

@@ -8,9 +8,11 @@ from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport, Stage, config_of
+from planner.formats.plan import Plan, SolverReport, Stage, config_of
+from planner.schedule.schedule import Schedule
 from planner.simulator.plan import simulated_s
 from planner.solver.candidates.exchanged import shared_between, transfers
+from planner.solver.candidates.pipelines import stage_ranks
 from planner.solver.predict import predict
 
 
@@ -19,7 +21,7 @@ def assemble(
     cluster: Cluster,
     stages: Sequence[Candidate],
     price: Price,
-    schedule: ScheduleName,
+    schedule: Schedule,
     microbatches: int,
     report: SolverReport,
 ) -> Plan:
@@ -69,17 +71,13 @@ def simulated_plan(plan: Plan) -> Plan:
 
 def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[Stage, ...]:
     made: list[Stage] = []
-    workers = len(stages) // price.chunks
-    rank = 0
-    copied = copied_in(ledger, stages)
-    for stage, in_flight, memory, again in zip(stages, price.in_flight, price.memory, copied, strict=True):
-        if len(made) % workers == 0:
-            rank = 0  # under interleaved, the next chunk of the same workers
+    ranks, copied = stage_ranks(stages, price), copied_in(ledger, stages)
+    for stage, own, in_flight, memory, again in zip(stages, ranks, price.in_flight, price.memory, copied, strict=True):
         layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
-                ranks=stage.ranks or tuple(range(rank, rank + stage.replicas)),
+                ranks=own,
                 in_flight=in_flight,
                 recompute=stage.recompute,
                 forward_s=sum(layer.forward_s for layer in layers) / stage.speed,
@@ -91,5 +89,4 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 memory=memory,
             )
         )
-        rank += stage.replicas
     return tuple(made)

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.asynchronous import DIVIDED, RecomputeRule
+from planner.cost.asynchronous import RecomputeRule
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.schedule.flush import FLUSH
+from planner.schedule.registry import SCHEDULES, find
+from planner.schedule.schedule import Schedule
 from planner.solver import solve
 from planner.solver.candidates.depth import DepthRule
 
-COMPARED: tuple[ScheduleName, ...] = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
+COMPARED: tuple[Schedule, ...] = tuple(schedule for schedule in SCHEDULES if schedule.pipelined)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Option:
         obstacle: why there is no plan.
     """
 
-    schedule: ScheduleName
+    schedule: Schedule
     profile: Profile
     microbatches: int
     plan: Plan | None
@@ -55,7 +58,7 @@ class Option:
     def samples_per_update(self) -> int:
         """The most that a stage averages over: 1f1b updates after each round of its replicas, others per minibatch."""
         assert self.plan is not None
-        rounds = max(self.plan.replicas) if self.schedule == "1f1b" else 1
+        rounds = max(self.plan.replicas) if self.schedule.stashes else 1
         return self.samples_per_minibatch * rounds
 
     @property
@@ -64,7 +67,7 @@ class Option:
         assert self.plan is not None
         busy_s = sum(
             self.microbatches * (stage.compute_s - stage.update_s)
-            + stage.update_s * (stage.replicas if self.schedule in DIVIDED else 1)
+            + stage.update_s * (stage.replicas if self.schedule.divides else 1)
             + stage.accumulate_s * max(0, self.microbatches - stage.replicas)
             for stage in self.plan.stages
         )
@@ -95,7 +98,7 @@ def choose(
     profiles: Sequence[Profile],
     cluster: Cluster,
     *,
-    schedules: Sequence[ScheduleName] = COMPARED,
+    schedules: Sequence[Schedule | str] = COMPARED,
     microbatches: int | None = None,
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
@@ -121,8 +124,8 @@ def choose(
     options = []
     for profile in sorted(profiles, key=lambda each: each.microbatch_size or 0):
         many = _microbatches(profile, profiles, cluster, microbatches)
-        for schedule in schedules:
-            count = many if schedule in DIVIDED else 1
+        for schedule in map(find, schedules):
+            count = many if schedule.divides else 1
             try:
                 plan = solve(
                     profile,
@@ -146,7 +149,7 @@ def choose(
 
 def _least_demanding(options: Sequence[Option]) -> Option:
     """The option whose obstacle to report where every one has its own: 1f1b-flush holds least."""
-    return min(options, key=lambda option: option.schedule != "1f1b-flush")
+    return min(options, key=lambda option: option.schedule is not FLUSH)
 
 
 def _check_alike(profiles: Sequence[Profile]) -> None:

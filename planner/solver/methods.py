@@ -44,10 +44,10 @@ def method_for(request: Request, solver: SolverName) -> MethodName:
     """
     request.constraints.check(request.ledger.profile, request.cluster)
     wants = _beyond_the_search(request)
-    if request.schedule == "interleaved" and (wants is not None or solver in ("ilp", "brute")):
+    if request.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
         wanted = wants or f"`solver={solver}`"
         raise InputError(
-            f"the schedule interleaved is solved by the search alone, which does not take {wanted}",
+            f"the schedule {request.schedule} is solved by the search alone, which does not take {wanted}",
             hint="use another schedule, or leave them out",
         )
     if solver == "brute":

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.asynchronous import DIVIDED, backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
+from planner.cost.asynchronous import backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
 from planner.cost.buckets import ready_s, reduced_s
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price as price_of
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.plan import Prediction, ScheduleName, SolverReport
+from planner.formats.plan import Prediction, SolverReport
 from planner.formats.profile import Profile
+from planner.schedule.schedule import Schedule
 from planner.solver.candidates.trials import simulated_price
 
 
 def predict(
-    ledger: Ledger, cluster: Cluster, price: Price, schedule: ScheduleName, microbatches: int, report: SolverReport
+    ledger: Ledger, cluster: Cluster, price: Price, schedule: Schedule, microbatches: int, report: SolverReport
 ) -> Prediction:
     """Compared, per microbatch, with one GPU and with all GPUs data parallel, under the same cost model.
 
@@ -26,7 +27,7 @@ def predict(
     size = ledger.profile.microbatch_size
     everything = _everything(ledger)
     one_gpu_s = float(ledger.work(everything).compute_s)
-    if schedule in DIVIDED:
+    if schedule.divides:
         parallel_s, parallel_bytes = _data_parallel_divided(ledger, cluster, price, schedule, microbatches)
     else:
         parallel_s, parallel_bytes = _data_parallel(ledger, cluster, price, report)
@@ -67,7 +68,7 @@ def _data_parallel(ledger: Ledger, cluster: Cluster, price: Price, report: Solve
 
 
 def _data_parallel_divided(
-    ledger: Ledger, cluster: Cluster, price: Price, schedule: ScheduleName, microbatches: int
+    ledger: Ledger, cluster: Cluster, price: Price, schedule: Schedule, microbatches: int
 ) -> tuple[float, float]:
     """Seconds and bytes per microbatch of all GPUs data parallel, with as many microbatches per step as the plan.
 
@@ -75,7 +76,7 @@ def _data_parallel_divided(
     """
     slowest = min(cluster.kinds, key=lambda kind: kind.speed, default=None)
     stages = [_everything(ledger, cluster.gpus, slowest)]
-    how: ScheduleName = "1f1b-flush" if schedule == "interleaved" else schedule  # one stage has no chunks
+    how = schedule.unchunked  # one stage has no chunks
     most = max(microbatches, cluster.gpus)
     cost = price_of(ledger, stages, cluster, schedule=how, microbatches=most)
     if price.cost_model_s is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost.asynchronous import ASYNCHRONOUS, Link, RecomputeRule, link_of
+from planner.cost.asynchronous import Link, RecomputeRule, link_of
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Candidate
 from planner.cost.placement import places_matter
@@ -15,7 +15,8 @@ from planner.cost.pricing import busy_resources, price
 from planner.cost.synchronous import SynchronousModel
 from planner.cost.topology import Topology
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
+from planner.schedule.schedule import Schedule
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import Path, Search, stages_along
 from planner.solver.chain.states import StateSpace
@@ -34,7 +35,6 @@ from planner.solver.levels.stage_bounds import Question
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
 MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit
-LEANER_SCHEDULES: tuple[ScheduleName, ...] = ("2bw", "1f1b-flush")  # that hold fewer weights, or also drain for it
 _ROUNDING = 1e-9  # the search and the price add the same numbers in different order
 
 
@@ -46,7 +46,7 @@ class Task:
         space: StateSpace,
         cluster: Cluster,
         model: CostModelName,
-        schedule: ScheduleName,
+        schedule: Schedule,
         microbatches: int,
         recompute: RecomputeRule,
         deadline: Deadline = NO_HURRY,
@@ -79,7 +79,7 @@ class Task:
             return self, path, self.relaxed_s()
         if self.space.complete:
             return self, path, path.seconds
-        if self.schedule not in ASYNCHRONOUS:
+        if not self.schedule.asynchronous:
             return self._beyond_drained(path)
         model = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
         ledger, cluster = self.space.ledger, self.cluster
@@ -114,7 +114,7 @@ class Task:
         assert along.path is not None
         if self.space.complete:
             return self, along.path, along.bound_s
-        if self.schedule != "1f1b":
+        if not self.schedule.stashes:
             return self, along.path, self.relaxed_s()
         if self.keeps_order:
             return self, along.path, min(along.path.seconds, beyond_the_order(question, path).bound_s)
@@ -132,7 +132,7 @@ class Task:
     def strain(self, path: Path) -> float:
         """The price, and a thousandth for how uneven the stages are: so that local search leaves plans where several
         resources are as busy, and no single step helps."""
-        if self.schedule != "1f1b" or (self.cluster.memory_bytes is not None and not np.isfinite(self.seconds(path))):
+        if not self.schedule.stashes or (self.cluster.memory_bytes is not None and not np.isfinite(self.seconds(path))):
             return self.seconds(path)
         stages = stages_along(self.space, path)
         resources = busy_resources(self.space.ledger, stages, self.cluster, model=self.model)
@@ -148,7 +148,7 @@ class Task:
 
     def over_all_cuts(self) -> Task | None:
         """The same task over every cut of the graph, or None where those are too many."""
-        most = MOST_STATES if self.schedule in ASYNCHRONOUS else MOST_DRAINED_STATES
+        most = MOST_STATES if self.schedule.asynchronous else MOST_DRAINED_STATES
         words = enumerate_downsets(self.space.ledger, most)
         return None if words is None else self.over(Downsets(self.space.ledger, words, complete=True))
 
@@ -158,9 +158,9 @@ class Task:
         if self.recompute == "never":
             freely = Task(self.space, self.cluster, self.model, self.schedule, self.microbatches, "auto", self.deadline)
             found["`recompute=auto`"] = freely.fits
-        if self.model == "resource" and self.schedule in ("1f1b", "gpipe") and self.cluster.gpus <= MOST_DRAINED_GPUS:
+        if self.model == "resource" and self.cluster.gpus <= MOST_DRAINED_GPUS:
             microbatches = max(self.microbatches, self.cluster.gpus)
-            for schedule in LEANER_SCHEDULES:
+            for schedule in self.schedule.leaner:
                 leaner = Task(
                     self.space, self.cluster, self.model, schedule, microbatches, self.recompute, self.deadline
                 )
@@ -210,7 +210,7 @@ class Task:
         return self._question(self.cluster.gpus, self.cluster.memory_bytes)
 
     def _question(self, gpus: int, memory_bytes: int | None) -> Question:
-        objective = self.model if self.schedule == "1f1b" else self._drained
+        objective = self.model if self.schedule.stashes else self._drained
         return Question(
             self.space, Topology(self.cluster), objective, gpus, memory_bytes, self.recompute, self.deadline
         )
@@ -225,18 +225,18 @@ class Task:
         work = self.space.work(0, last)
         # All microbatches of a minibatch add up their gradients but the first of every GPU.
         adding_s = float(work.accumulate_s[0]) * max(0.0, self.microbatches / self.cluster.gpus - 1)
-        if self.schedule in ASYNCHRONOUS:
+        if self.schedule.asynchronous:
             model = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
             return float(model.least_s(work)[0]) / self.cluster.gpus + adding_s
         once_s = float(work.forward_s[0] + work.backward_s[0])
-        if self.schedule == "naive":
+        if not self.schedule.pipelined:
             return once_s + float(work.update_s[0])
         return once_s * max(1.0, self.microbatches / self.cluster.gpus) + adding_s
 
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
         if self.placed:
             return nearest_search(self._question(gpus, memory_bytes))
-        if self.schedule in ASYNCHRONOUS:
+        if self.schedule.asynchronous:
             asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
             return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute, self.deadline)
         return SynchronousSearch(self.space, self._drained, gpus, memory_bytes, self.recompute, self.deadline)

@@ -12,9 +12,9 @@ from planner.cost.layer_costs import Ledger
 from planner.cost.pricing import price
 from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile, load_profile
 from planner.report.tables.compare import comparison_report
+from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.reference import baselines
 from tests.samples import layer, profile
@@ -47,7 +47,7 @@ def test_rows_by_hand() -> None:
     assert parallel.memory_bytes == 1040 * 2 + 24
     assert parallel.over_memory_bytes == 0
     gpipe = row(comparison, "gpipe, same cut")
-    assert (gpipe.schedule, gpipe.config, gpipe.microbatches) == ("gpipe", "1-1", 8)
+    assert (gpipe.schedule.name, gpipe.config, gpipe.microbatches) == ("gpipe", "1-1", 8)
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
@@ -75,13 +75,15 @@ def test_no_baseline_beats_the_plan_on_measured_profiles(name: str, gpus: int) -
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("1f1b-flush", 8), ("2bw", 8), ("naive", 1)])
-def test_other_schedules(schedule: ScheduleName, microbatches: int) -> None:
-    comparison = compare(MODEL, flat_cluster(2, 10.0), question=Question(schedule=schedule, microbatches=microbatches))
+def test_other_schedules(schedule: str, microbatches: int) -> None:
+    comparison = compare(
+        MODEL, flat_cluster(2, 10.0), question=Question(schedule=find(schedule), microbatches=microbatches)
+    )
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
-    assert {chosen.schedule, parallel.schedule} == {schedule}
+    assert {chosen.schedule.name, parallel.schedule.name} == {schedule}
     assert len(comparison.rows) == (6 if schedule == "gpipe" else 7)
     stages = baselines.data_parallel(Ledger(MODEL), 2)
-    cost = price(Ledger(MODEL), stages, flat_cluster(2, 10.0), schedule=schedule, microbatches=microbatches)
+    cost = price(Ledger(MODEL), stages, flat_cluster(2, 10.0), schedule=find(schedule), microbatches=microbatches)
     # So few gradients are one bucket, full after the backwards of c and b; the formula has six equal parts.
     late_s = (2 + 2) - 8 / 6
     # Under naive the all-reduce of a round is waited for once, not by every minibatch.
@@ -111,5 +113,5 @@ def test_an_interleaved_plan_counts_its_workers_and_their_memory() -> None:
     assert (chosen.workers, chosen.config) == (plan.workers, plan.config)
     assert chosen.memory_bytes == max(map(plan.memory_bytes, range(len(plan.stages))))
     assert 0 <= chosen.idle_share < 1
-    assert {other.schedule for other in comparison.rows[1:]} == {"1f1b-flush"}
+    assert {other.schedule.name for other in comparison.rows[1:]} == {"1f1b-flush"}
     assert "all others: 1f1b-flush, 4 microbatches" in comparison_report(comparison)

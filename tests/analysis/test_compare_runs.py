@@ -14,7 +14,7 @@ from planner.analysis.compare_runs import (
 )
 from planner.errors import InputError
 from planner.formats.cluster import Level
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Events, Timeline
 from planner.report.tables.compare_runs import run_comparison_report
 from planner.simulator.plan import costs_of, simulate
@@ -23,7 +23,7 @@ from tests.simulator.plans import equal_layers, plan_of
 from tests.timelines import EVENTS, by_hand
 
 
-def three_stages(schedule: ScheduleName = "1f1b", microbatches: int = 1) -> Plan:
+def three_stages(schedule: str = "1f1b", microbatches: int = 1) -> Plan:
     layers = equal_layers(3, output_bytes=10, weight_bytes=10, saved_bytes=5)
     return plan_of(layers, (1, 1, 1), schedule=schedule, microbatches=microbatches)
 
@@ -44,7 +44,7 @@ def run_of(plan: Plan, minibatches: int) -> Timeline:
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 4), ("1f1b-flush", 4), ("zb-h1", 4)])
-def test_a_slower_stage_is_found(schedule: ScheduleName, microbatches: int) -> None:
+def test_a_slower_stage_is_found(schedule: str, microbatches: int) -> None:
     plan = three_stages(schedule, microbatches)
     measured = run_of(slower_stage(plan, 1, 1.2), 20)
     found = compare_runs(plan, simulate_recorded(plan, measured), measured)

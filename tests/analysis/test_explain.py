@@ -13,6 +13,7 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import load_profile
 from planner.report.tables.explain import explanation_report, sentences
+from planner.schedule.gpipe import GPIPE
 from planner.simulator.plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
@@ -99,7 +100,7 @@ def test_a_plan_on_one_gpu_has_no_boundary() -> None:
 
 
 def test_schedules_that_drain_and_levels() -> None:
-    question = Question(schedule="gpipe", microbatches=4)
+    question = Question(schedule=GPIPE, microbatches=4)
     plan = question.solve(MODEL, flat_cluster(2, 10.0))
     explained = explain(MODEL, plan)
     assert explained.waiting_s == 0

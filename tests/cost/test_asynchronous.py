@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from planner.cost.asynchronous import CostModel, Link, PaperModel, PublishedModel, ResourceModel, ring_all_reduce_s
 from planner.cost.synchronous import SynchronousModel
-from planner.cost.work import IMPOSSIBLE, Footprint, Work, fewest_to_hold, in_flight_1f1b, working_bytes
+from planner.cost.work import IMPOSSIBLE, Footprint, Work, fewest_to_hold, working_bytes
+from planner.schedule.flush import FLUSH
+from planner.schedule.gpipe import GPIPE
+from planner.schedule.naive import NAIVE
+from planner.schedule.schedule import warm_up_depth
 
 
 def work(**given: float) -> Work:
@@ -64,20 +68,20 @@ def test_published_models() -> None:
 
 
 def test_synchronous_models() -> None:
-    gpipe = SynchronousModel(Link(10.0, 0.5), "gpipe", 7)
+    gpipe = SynchronousModel(Link(10.0, 0.5), GPIPE, 7)
     assert gpipe.sum_s(EXAMPLE)[0] == pytest.approx(2 + 4 + (30 + 20) / 10 / 2 + 3 * 0.5 / 2)
     # Three replicas take 3, 2 and 2 microbatches; five sixths of the backward of 4 s hide in the all-reduce of 10 s.
     assert gpipe.resources_s(EXAMPLE, 3)["compute"][0] == pytest.approx(2 * 6 + (10 - 4) + 1)
     assert gpipe.resources_s(EXAMPLE, 3)["receive"][0] == pytest.approx(2 * 4 + (10 - 4) + 1)
     assert list(gpipe.in_flight(np.array([1, 3, 7]), 0)) == [7, 3, 1]
-    flush = SynchronousModel(Link(10.0, 0.5), "1f1b-flush", 7)
+    flush = SynchronousModel(Link(10.0, 0.5), FLUSH, 7)
     assert list(flush.in_flight(np.array([1, 3, 7]), 4)) == [5, 3, 1]  # as 1f1b, but no more than there are
     adding = replace(EXAMPLE, accumulate_s=np.array([2.0]))
     # All but the first of three add to gradients, and the all-reduce hides behind the last of them.
     assert gpipe.resources_s(adding, 3)["compute"][0] == pytest.approx(2 * (6 + 2) + (10 - 6) + 1)
     assert gpipe.resources_s(adding, 7)["compute"] == gpipe.resources_s(EXAMPLE, 7)["compute"]
     assert gpipe.sum_s(adding) == gpipe.sum_s(EXAMPLE)
-    naive = SynchronousModel(Link(10.0, 0.5), "naive", 1)
+    naive = SynchronousModel(Link(10.0, 0.5), NAIVE, 1)
     assert naive.sum_s(EXAMPLE)[0] == pytest.approx(2 + 4 + 1 + 2.5 + 0.75)
     assert naive.max_s(EXAMPLE, 1) == 0
 
@@ -133,7 +137,7 @@ def test_fewest_replicas_for_memory_is_the_first_that_counting_finds(
     footprint = Footprint(np.array([weight * 1.0]), np.array([fixed * 1.0]), zero, zero, np.array([saved * 1.0]), zero)
     fitting = []
     for replicas in range(1, 20):
-        flying = in_flight_1f1b(replicas, after)
+        flying = warm_up_depth(replicas, after)
         if footprint.total_bytes(flying, flying)[0] <= memory:
             fitting.append(replicas)
     found = fewest_to_hold(footprint.most_in_flight(memory, stashing=True), np.array([after]))
@@ -162,5 +166,5 @@ def test_the_peak_is_that_of_the_layer_at_work_when_most_is_there() -> None:
 
 def test_in_flight_is_the_published_number() -> None:
     # 7-1: ceil(8 / 7) = 2 and 1; 2-1-1: 2, 2, 1; straight 1-1-1: 3, 2, 1.
-    assert [int(in_flight_1f1b(r, after)) for r, after in [(7, 1), (1, 0)]] == [2, 1]
-    assert [int(in_flight_1f1b(r, after)) for r, after in [(2, 2), (1, 1), (1, 0)]] == [2, 2, 1]
+    assert [int(warm_up_depth(r, after)) for r, after in [(7, 1), (1, 0)]] == [2, 1]
+    assert [int(warm_up_depth(r, after)) for r, after in [(2, 2), (1, 1), (1, 0)]] == [2, 2, 1]

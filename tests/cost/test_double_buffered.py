@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.asynchronous import Link, ResourceModel, ring_all_reduce_s
-from planner.cost.double_buffered import DoubleBufferedModel, two_versions_suffice
+from planner.cost.double_buffered import DoubleBufferedModel
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
-from planner.cost.work import IMPOSSIBLE, Work, in_flight_1f1b
+from planner.cost.work import IMPOSSIBLE, Work
 from planner.formats.cluster import flat_cluster
+from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.schedule import warm_up_depth
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.cost.test_asynchronous import EXAMPLE, work, works
@@ -63,7 +65,7 @@ def test_fewest_replicas_are_the_first_that_counting_finds(
         replicas
         for replicas in range(at_least, microbatches + 1)
         if float(model.stage_s(stage, replicas)[0]) <= target
-        and two_versions_suffice(microbatches, replicas, in_flight_1f1b(replicas, after))
+        and TWO_BW.versions_suffice(microbatches, replicas, warm_up_depth(replicas, after))
     ]
     assert int(model.fewest_replicas(stage, target, at_least, np.array([after]))[0]) == min(meets, default=IMPOSSIBLE)
 
@@ -74,7 +76,7 @@ def test_memory_is_two_versions_however_deep() -> None:
         Ledger(model),
         candidates([[0], [1], [2], [3]], [1] * 4),
         flat_cluster(4, 1e9),
-        schedule="2bw",
+        schedule=TWO_BW,
         microbatches=8,
     )
     assert cost.in_flight == (4, 3, 2, 1)
@@ -120,4 +122,4 @@ def test_depths_keep_to_two_versions() -> None:
     for microbatches, latency in itertools.product((4, 6), (0.0, 2.0)):
         plan = solve(model, flat_cluster(4, 50.0, latency_s=latency), schedule="2bw", microbatches=microbatches)
         depths = [stage.in_flight for stage in plan.stages]
-        assert two_versions_suffice(microbatches, plan.replicas, depths)
+        assert all(TWO_BW.versions_suffice(microbatches, *each) for each in zip(plan.replicas, depths, strict=True))

@@ -9,6 +9,8 @@ from planner.cost.pricing import price
 from planner.cost.work import Work
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
+from planner.schedule.gpipe import GPIPE
+from planner.schedule.naive import NAIVE
 from tests.samples import layer, profile
 
 # a feeds b; c uses b and, by a skip, a.
@@ -80,7 +82,7 @@ def test_the_published_boundary_belongs_to_the_stage_before_it() -> None:
 
 def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
     cost = price(
-        Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 100.0), schedule="gpipe", microbatches=8
+        Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 100.0), schedule=GPIPE, microbatches=8
     )
     transfers = 2 * 30 / 100
     # Stage 0 takes 9 per microbatch; stage 1 as long, and then updates.
@@ -91,7 +93,7 @@ def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
 
 
 def test_naive_is_the_sum() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 100.0), schedule="naive")
+    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 100.0), schedule=NAIVE)
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + 1 + 2 * 30 / 100)
     assert cost.bottleneck.busy_s > 0
 
@@ -99,8 +101,8 @@ def test_naive_is_the_sum() -> None:
 def test_combinations_without_meaning_are_refused() -> None:
     plan, cluster = candidates([[0, 1, 2]], [1]), flat_cluster(1, 1.0)
     with pytest.raises(InputError, match="describes the schedule 1f1b, not gpipe"):
-        price(Ledger(SKIP), plan, cluster, model="paper", schedule="gpipe")
+        price(Ledger(SKIP), plan, cluster, model="paper", schedule=GPIPE)
     with pytest.raises(InputError, match="2 microbatches have no meaning"):
         price(Ledger(SKIP), plan, cluster, microbatches=2)
     with pytest.raises(InputError, match="0 microbatches"):
-        price(Ledger(SKIP), plan, cluster, schedule="gpipe", microbatches=0)
+        price(Ledger(SKIP), plan, cluster, schedule=GPIPE, microbatches=0)

@@ -13,8 +13,9 @@ from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.cost.topology import Loads, Topology, rank_ranges
 from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from tests.solver.strategies import profiles
 
 SERVERS = hierarchical_cluster((4, 4), (16.0, 1.0))
@@ -76,14 +77,14 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
     groups = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]
     replicas = [data.draw(st.integers(1, 2)) for _ in groups]
-    schedule: ScheduleName = data.draw(st.sampled_from(["1f1b", "gpipe", "naive"]))
+    schedule: str = data.draw(st.sampled_from(["1f1b", "gpipe", "naive"]))
     microbatches = 3 if schedule == "gpipe" else 1
     overlap = data.draw(st.booleans())
     levels = hierarchical_cluster((2, 2, 2), (3.0,) * 3, None, (0.5,) * 3, shared=False, overlap=overlap)
     flat = flat_cluster(8, 3.0, None, 0.5, overlap=overlap)
     stages = candidates(groups, replicas)
-    one = price(ledger, stages, levels, schedule=schedule, microbatches=microbatches)
-    other = price(ledger, stages, flat, schedule=schedule, microbatches=microbatches)
+    one = price(ledger, stages, levels, schedule=find(schedule), microbatches=microbatches)
+    other = price(ledger, stages, flat, schedule=find(schedule), microbatches=microbatches)
     assert one.seconds_per_minibatch == pytest.approx(other.seconds_per_minibatch)
     assert one.memory == other.memory
 

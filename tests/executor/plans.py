@@ -11,13 +11,14 @@ from pathlib import Path
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.autocast import autocast_name
 from planner.model.capture.graph import ValueSpec
 from planner.model.load import capture_file
 from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
+from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.chain.vertical_sync import synced_price
 
@@ -71,7 +72,7 @@ def _value(spec: ValueSpec, batch_size: int) -> Value:
 def make_plan(
     profile: Profile,
     replicas: Sequence[int],
-    schedule: ScheduleName = "1f1b",
+    schedule: str = "1f1b",
     microbatches: int = 1,
     depths: Sequence[int] | None = None,
     chunks: int = 1,
@@ -87,7 +88,7 @@ def make_plan(
     ledger = Ledger(profile)
     cluster = flat_cluster(sum(replicas) // chunks, 1e9)
     stages = candidates(groups, replicas)
-    cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)
+    cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches, chunks=chunks)
     if depths is not None:
         cost = replace(cost, in_flight=tuple(depths))
     if vertical_sync:
@@ -95,5 +96,5 @@ def make_plan(
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    plan = assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+    plan = assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)
     return plan.model_copy(update={"vertical_sync": vertical_sync})

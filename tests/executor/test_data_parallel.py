@@ -13,7 +13,6 @@ from planner.executor import data_parallel
 from planner.executor.data_parallel import Rounds, train_data_parallel
 from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, DatasetBatches
-from planner.formats.plan import ScheduleName
 from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
 from tests.executor import eager
@@ -72,7 +71,7 @@ def test_undivided_minibatches_go_whole_to_a_worker() -> None:
     ],
 )
 def test_it_trains_like_one_process_with_the_plans_minibatches(
-    schedule: ScheduleName, microbatches: int, count: int, tmp_path: Path
+    schedule: str, microbatches: int, count: int, tmp_path: Path
 ) -> None:
     path = write_model(tmp_path, "language", "momentum", samples=count)
     plan = make_plan(structural_profile(path, 4), (1, 1), schedule, microbatches)
@@ -99,7 +98,7 @@ class Counting(DistributedDataParallel):
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 4), ("1f1b", 1)])
 def test_gradients_are_reduced_once_per_minibatch(
-    schedule: ScheduleName, microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    schedule: str, microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_model(tmp_path, "language", "momentum")
     plan = make_plan(structural_profile(path, 4), (1,), schedule, microbatches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from tests.executor.plans import make_plan
 from tests.samples import layer, profile
 
@@ -13,7 +13,7 @@ from tests.samples import layer, profile
 def plan_of(
     stages: Sequence[Sequence[str]],
     replicas: Sequence[int] | None = None,
-    schedule: ScheduleName = "1f1b-flush",
+    schedule: str = "1f1b-flush",
     microbatches: int = 8,
 ) -> Plan:
     """A plan of a chain of layers with these names, divided like this."""

@@ -13,7 +13,7 @@ import pytest
 import planner
 from planner.errors import InputError, PlanError
 from planner.executor.job import Job
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import TIMEOUT_S, run_jobs
@@ -54,7 +54,7 @@ def losses_of_script(script: Path, workers: int) -> list[float]:
     ],
 )
 def test_the_script_computes_what_plan_train_computes(
-    model: str, replicas: tuple[int, ...], schedule: ScheduleName, microbatches: int, tmp_path: Path
+    model: str, replicas: tuple[int, ...], schedule: str, microbatches: int, tmp_path: Path
 ) -> None:
     path = write_model(tmp_path, model, "adamw")
     plan = make_plan(structural_profile(path, 4), replicas, schedule, microbatches)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import AddShared, Instruction, ReceiveShared, SendShared, Unit, Update
-from planner.schedule.streams import Channel, PipelineShape, stream, warm_up_depth
+from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
 from tests.schedule.test_streams import make_interleaved, make_shape
 
 
@@ -84,7 +84,7 @@ def shapes(draw: st.DrawFn) -> PipelineShape:
         shape = make_shape(replicas, schedule, microbatches, skips)
     if schedule == "1f1b":
         more = draw(st.integers(0, 2))
-        depths = [warm_up_depth([len(ranks) for ranks in shape.ranks], stage) for stage in range(stages)]
+        depths = warm_up_depths(shape.replicas)
         shape = replace(shape, depths=(depths[0] + more, *depths[1:]), accumulate=draw(st.integers(1, 3)))
     pairs = [
         pair

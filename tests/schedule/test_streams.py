@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from planner.cost.double_buffered import two_versions_suffice
+from planner.errors import InputError
 from planner.schedule.check import ScheduleError, check_streams
+from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.draw import draw_order
 from planner.schedule.instructions import (
     AllReduce,
@@ -21,7 +22,9 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.schedule.streams import Channel, PipelineShape, stream, warm_up_depth
+from planner.schedule.interleaved import INTERLEAVED
+from planner.schedule.registry import find
+from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
 
 
 def make_shape(
@@ -31,7 +34,7 @@ def make_shape(
     first = list(itertools.accumulate(replicas, initial=0))
     ranks = tuple(tuple(range(first[s], first[s + 1])) for s in range(len(replicas)))
     chain = tuple(Channel(s, s + 1) for s in range(len(replicas) - 1))
-    return PipelineShape(ranks, chain + extra, schedule, microbatches)
+    return PipelineShape(ranks, chain + extra, find(schedule), microbatches)
 
 
 def test_straight_1f1b_alternates_after_a_warm_up_that_shrinks_towards_the_last_stage() -> None:
@@ -85,14 +88,14 @@ def test_2bw_needs_no_third_version_where_the_rule_says_so() -> None:
     for replicas in itertools.product(range(1, 4), repeat=3):
         for microbatches in range(max(replicas), 8):
             shape = make_shape(replicas, "2bw", microbatches)
-            depths = [warm_up_depth(replicas, stage) for stage in range(3)]
-            if two_versions_suffice(microbatches, replicas, depths):
+            depths = list(warm_up_depths(replicas))
+            if all(TWO_BW.versions_suffice(microbatches, *each) for each in zip(replicas, depths, strict=True)):
                 assert [shape.in_flight(stage) for stage in range(3)] == depths
                 check_streams(shape, 4)
 
 
 def test_the_checker_finds_a_third_version() -> None:
-    shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), "2bw", 2, depths=(5, 1))
+    shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), TWO_BW, 2, depths=(5, 1))
     with pytest.raises(ScheduleError, match="after 0 updates"):
         check_streams(shape, 4)
 
@@ -103,7 +106,7 @@ def make_interleaved(
     """Stage i on worker i mod `workers`, each stage joined to the next, plus `extra` channels."""
     ranks = tuple(tuple(range(p * replicas, (p + 1) * replicas)) for p in range(workers)) * chunks
     chain = tuple(Channel(s, s + 1) for s in range(workers * chunks - 1))
-    return PipelineShape(ranks, chain + extra, "interleaved", microbatches)
+    return PipelineShape(ranks, chain + extra, INTERLEAVED, microbatches)
 
 
 def test_interleaved_runs_a_group_of_microbatches_through_one_chunk_after_the_other() -> None:
@@ -166,7 +169,7 @@ def test_synchronous_replicas_share_the_microbatches_and_sum() -> None:
     [((7, 1), [2, 1]), ((2, 1, 1), [2, 2, 1]), ((1, 2), [3, 1]), ((9, 5, 1, 1), [2, 2, 2, 1]), ((8,), [1])],
 )
 def test_warm_up_depth_is_noam(replicas: tuple[int, ...], depths: list[int]) -> None:
-    assert [warm_up_depth(replicas, stage) for stage in range(len(replicas))] == depths
+    assert list(warm_up_depths(replicas)) == depths
 
 
 @pytest.mark.parametrize("minibatches", [0, 1, 6, 23])
@@ -214,7 +217,7 @@ def test_the_checker_finds_a_computation_without_its_inputs(monkeypatch: pytest.
 
 
 def test_unknown_schedules_and_wrong_microbatches_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown schedule 'zigzag'"):
+    with pytest.raises(InputError, match="unknown schedule 'zigzag'"):
         make_shape((1,), "zigzag")
     with pytest.raises(ValueError, match="one microbatch per minibatch, not 4"):
         make_shape((1, 1), "1f1b", 4)

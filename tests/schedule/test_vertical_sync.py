@@ -12,7 +12,7 @@ from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.instructions import Forward, Update
-from planner.schedule.streams import PipelineShape, stream, warm_up_depth
+from planner.schedule.schedule import PipelineShape, stream, warm_up_depths
 from planner.schedule.vertical_sync import Entry, versions_held
 from planner.solver import solve
 from tests.samples import layer, profile
@@ -52,7 +52,8 @@ def test_with_replicas_a_stage_uses_what_its_whole_rounds_have_left() -> None:
 def test_every_version_is_there_when_it_is_used_and_no_more_than_planned(
     replicas: list[int], more: int, minibatches: int
 ) -> None:
-    depths = tuple(warm_up_depth(replicas, stage) + (more if stage == 0 else 0) for stage in range(len(replicas)))
+    first, *others = warm_up_depths(replicas)
+    depths = (first + more, *others)
     check_streams(in_sync(tuple(replicas), depths), minibatches)
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from planner.formats.cluster import flat_cluster
+from planner.formats.plan_shape import shape_of
 from planner.schedule.check import ScheduleError, check_streams
 from planner.schedule.draw import draw_order
 from planner.schedule.instructions import BackwardWeight, Instruction
-from planner.schedule.shape import shape_of
-from planner.schedule.streams import Channel, PipelineShape, stream
+from planner.schedule.schedule import Channel, PipelineShape, stream
+from planner.schedule.zero_bubble import ZB_H1
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from tests.samples import layer, profile
@@ -60,11 +61,11 @@ def test_any_replicas_skips_and_depths_complete(microbatches: int) -> None:
         # Memory may leave room for less.
         least = make_shape(replicas, "1f1b-flush", microbatches, skips)
         depths = tuple(least.in_flight(stage) for stage in range(4))
-        check_streams(PipelineShape(shape.ranks, shape.channels, "zb-h1", microbatches, depths), 3)
+        check_streams(PipelineShape(shape.ranks, shape.channels, ZB_H1, microbatches, depths), 3)
 
 
 def test_a_stage_that_no_gradient_leaves_has_whole_backwards() -> None:
-    shape = PipelineShape(((0,), (1,)), (Channel(0, 1, gradient=False),), "zb-h1", 2)
+    shape = PipelineShape(((0,), (1,)), (Channel(0, 1, gradient=False),), ZB_H1, 2)
     assert not any(isinstance(i, BackwardWeight) for i in stream(shape, 1, 1, 2))
     check_streams(shape, 2)
 

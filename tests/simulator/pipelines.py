@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.formats.cluster import flat_cluster
-from planner.schedule.streams import PipelineShape
+from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
 from planner.simulator.steady import steady_state

@@ -8,8 +8,9 @@ from dataclasses import replace
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.plan import Plan, ScheduleName, SolverReport
+from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Layer
+from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from tests.samples import layer, profile
 
@@ -27,7 +28,7 @@ def plan_of(
     replicas: Sequence[int],
     cluster: Cluster | None = None,
     *,
-    schedule: ScheduleName = "1f1b",
+    schedule: str = "1f1b",
     microbatches: int = 1,
     depths: Sequence[int] | None = None,
     recompute: bool = False,
@@ -37,7 +38,7 @@ def plan_of(
     ledger = Ledger(profile(*layers))
     cluster = cluster or flat_cluster(sum(replicas) // chunks, 1e12)
     stages = [replace(s, recompute=recompute) for s in candidates([[i] for i in range(len(layers))], replicas)]
-    cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)
+    cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches, chunks=chunks)
     if depths is not None:
         assert schedule == "1f1b"
         weights = [each.weights_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]
@@ -50,4 +51,4 @@ def plan_of(
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, cluster, stages, cost, schedule, microbatches, report)
+    return assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)

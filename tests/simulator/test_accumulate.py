@@ -7,8 +7,8 @@ import pytest
 from planner.analysis.compare_runs import timing_error
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, ScheduleName
-from planner.schedule.shape import check_accumulate
+from planner.formats.plan import Plan
+from planner.formats.plan_shape import check_accumulate
 from planner.simulator.plan import simulate, simulated_s
 from planner.simulator.recorded import only_minibatches, simulate_recorded
 from planner.simulator.summary import summarize
@@ -68,7 +68,7 @@ def test_a_part_of_a_run_lies_where_its_own_simulation_does(part: range) -> None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "2bw"])
-def test_schedules_that_divide_a_minibatch_refuse(schedule: ScheduleName) -> None:
+def test_schedules_that_divide_a_minibatch_refuse(schedule: str) -> None:
     plan = plan_of(equal_layers(2), (1, 1), schedule=schedule, microbatches=2)
     with pytest.raises(InputError, match=f"`accumulate=2` is for the schedule 1f1b .* is {schedule}"):
         simulate(plan, accumulate=2)

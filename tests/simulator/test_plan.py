@@ -10,15 +10,16 @@ import pytest
 import planner
 from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Timeline
+from planner.schedule.double_buffered import TWO_BW
 from planner.simulator.plan import costs_of, simulate, simulated_s
 from planner.simulator.summary import ENDS, summarize
 from tests.samples import layer
 from tests.simulator.pipelines import simulate_costs
 from tests.simulator.plans import equal_layers, plan_of
 
-KINDS: list[tuple[ScheduleName, int]] = [
+KINDS: list[tuple[str, int]] = [
     ("1f1b", 1),
     ("2bw", 4),
     ("1f1b-flush", 4),
@@ -91,7 +92,7 @@ def test_two_stages_by_hand() -> None:
 
 @pytest.mark.parametrize(("schedule", "microbatches"), KINDS)
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 2, 4)])
-def test_every_run_keeps_the_rules(replicas: tuple[int, ...], schedule: ScheduleName, microbatches: int) -> None:
+def test_every_run_keeps_the_rules(replicas: tuple[int, ...], schedule: str, microbatches: int) -> None:
     plan = plan_of(
         equal_layers(len(replicas), output_bytes=3, weight_bytes=5, saved_bytes=7),
         replicas,
@@ -120,7 +121,7 @@ def test_interleaved_runs_keep_the_rules() -> None:
 @pytest.mark.parametrize(("schedule", "microbatches"), KINDS)
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1, 1), (1, 2)])
 def test_the_pace_without_events_is_that_of_the_summary(
-    replicas: tuple[int, ...], schedule: ScheduleName, microbatches: int
+    replicas: tuple[int, ...], schedule: str, microbatches: int
 ) -> None:
     layers = [
         layer(f"l{i}", 1 + 0.3 * i, 2 - 0.2 * i, output_bytes=10 + i, update_s=0.1, weight_bytes=9)
@@ -250,7 +251,7 @@ def test_a_plan_that_waits_for_itself_is_refused() -> None:
 def test_2bw_whose_replicas_do_not_divide_the_microbatches_says_what_to_take() -> None:
     """At the published depths, [2, 2, 1]."""
     plan = plan_of(equal_layers(3, output_bytes=1), (2, 3, 1), depths=(2, 2, 1))
-    plan = plan.model_copy(update={"schedule": "2bw", "microbatches": 3})
+    plan = plan.model_copy(update={"schedule": TWO_BW, "microbatches": 3})
     with pytest.raises(PlanError, match=r"in_flight \[2, 2, 1\] cannot feed '2-3-1'") as caught:
         simulate(plan, 10)
     assert caught.value.hint.startswith("2 replicas do not divide 3 microbatches")

@@ -11,9 +11,10 @@ import pytest
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import ScheduleName
 from planner.formats.timeline import Event
-from planner.schedule.streams import PipelineShape
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.registry import find
+from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulation import Simulation
 from tests.samples import layer, profile
@@ -106,7 +107,7 @@ def test_with_the_published_depth_a_transfer_is_waited_for() -> None:
 
 def test_a_link_slower_than_the_stages_sets_the_pace() -> None:
     """Activations and gradients leave stage 1's two neighbours by different links; stage 0's carries 3 s each way."""
-    shape = PipelineShape(((0,), (1,)), make_shape((1, 1), "1f1b").channels, "1f1b", depths=(6, 1))
+    shape = PipelineShape(((0,), (1,)), make_shape((1, 1), "1f1b").channels, ONE_F_ONE_B, depths=(6, 1))
     outcome = run(shape, *equal_stages(shape, TransferTimes(3.0, 3.0)), 200)
     assert outcome.seconds_per_minibatch == pytest.approx(3.0, rel=0.01)
 
@@ -119,18 +120,22 @@ def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> No
 
 
 def test_a_deadlock_is_reported_not_timed() -> None:
-    shape = PipelineShape(((0,), (1, 2)), make_shape((1, 2), "1f1b").channels, "1f1b", depths=(1, 2))
+    shape = PipelineShape(((0,), (1, 2)), make_shape((1, 2), "1f1b").channels, ONE_F_ONE_B, depths=(1, 2))
     outcome = run(shape, *equal_stages(shape, FREE), 10)
     assert outcome.deadlocked
     assert outcome.seconds_per_minibatch == float("inf")
 
 
-def drained(schedule: ScheduleName, microbatches: int, times: list[tuple[float, float]]) -> tuple[float, float]:
+def drained(schedule: str, microbatches: int, times: list[tuple[float, float]]) -> tuple[float, float]:
     """Seconds per minibatch of stages with these forward and backward times and free links: priced and simulated."""
     layers = [layer(f"l{i}", forward_s, backward_s) for i, (forward_s, backward_s) in enumerate(times)]
     stages = candidates([[i] for i in range(len(times))], [1] * len(times))
     priced = price(
-        Ledger(profile(*layers)), stages, flat_cluster(len(times), 1.0), schedule=schedule, microbatches=microbatches
+        Ledger(profile(*layers)),
+        stages,
+        flat_cluster(len(times), 1.0),
+        schedule=find(schedule),
+        microbatches=microbatches,
     )
     shape = make_shape((1,) * len(times), schedule, microbatches)
     outcome = run(shape, tuple(StageCosts(f, b, 0.0) for f, b in times), FREE, 3)

@@ -11,8 +11,10 @@ from planner.cost.double_buffered import DoubleBufferedModel
 from planner.cost.layer_costs import Ledger
 from planner.cost.synchronous import SynchronousModel
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
+from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.registry import find
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
@@ -83,7 +85,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
     model = DoubleBufferedModel(link_of(cluster), microbatches)
     found = Search(Chain(ledger), model, gpus, memory, recompute).best()
     expected = brute_force(
-        ledger, cluster, schedule="2bw", microbatches=microbatches, recompute=recompute, in_order=True
+        ledger, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute, in_order=True
     )
     if expected is None:
         assert found is None
@@ -105,7 +107,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
     recompute=rules,
 )
 def test_synchronous_search_finds_what_brute_force_finds(
-    schedule: ScheduleName,
+    schedule: str,
     profile: Profile,
     gpus: int,
     microbatches: int,
@@ -117,10 +119,10 @@ def test_synchronous_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     microbatches = 1 if schedule == "naive" else microbatches
     ledger = Ledger(profile)
-    model = SynchronousModel(link_of(cluster), schedule, microbatches)
+    model = SynchronousModel(link_of(cluster), find(schedule), microbatches)
     found = SynchronousSearch(Chain(ledger), model, gpus, memory, recompute).best()
     expected = brute_force(
-        ledger, cluster, schedule=schedule, microbatches=microbatches, recompute=recompute, in_order=True
+        ledger, cluster, schedule=find(schedule), microbatches=microbatches, recompute=recompute, in_order=True
     )
     if expected is None:
         assert found is None

@@ -10,8 +10,9 @@ from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Ledger
 from planner.cost.synchronous import SynchronousModel
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
+from planner.schedule.interleaved import INTERLEAVED
+from planner.schedule.registry import find
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.search import Path, Search
 from planner.solver.chain.states import Chain
@@ -19,7 +20,7 @@ from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.reference.brute import brute_force
 from tests.samples import layer, profile
 
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "2bw", "gpipe", "1f1b-flush", "interleaved", "naive")
+SCHEDULES: tuple[str, ...] = ("1f1b", "2bw", "gpipe", "1f1b-flush", "interleaved", "naive")
 
 
 def random_model(rng: np.random.Generator, layers: int) -> Profile:
@@ -44,26 +45,24 @@ def random_model(rng: np.random.Generator, layers: int) -> Profile:
 
 
 def searched(
-    model: Profile, cluster: Cluster, schedule: ScheduleName, microbatches: int, recompute: RecomputeRule
+    model: Profile, cluster: Cluster, schedule: str, microbatches: int, recompute: RecomputeRule
 ) -> tuple[Path | None, bool]:
     """What the schedule's search finds, and whether it says that nothing is better."""
     space, link, gpus, memory = Chain(Ledger(model)), link_of(cluster), cluster.gpus, cluster.memory_bytes
     if schedule == "interleaved":
-        paths, bound_s = InterleavedSearch(space, link, gpus, memory, microbatches, 2, recompute).best()
+        paths, bound_s = InterleavedSearch(space, INTERLEAVED, link, gpus, memory, microbatches, 2, recompute).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
     if schedule in ("1f1b", "2bw"):
-        asynchronous = asynchronous_model("resource", schedule, microbatches, link)
+        asynchronous = asynchronous_model("resource", find(schedule), microbatches, link)
         return Search(space, asynchronous, gpus, memory, recompute).best(), True
-    drained = SynchronousModel(link, schedule, microbatches)
+    drained = SynchronousModel(link, find(schedule), microbatches)
     return SynchronousSearch(space, drained, gpus, memory, recompute).best(), True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("most_layers", "most_gpus", "instances"), [(5, 5, 150), (6, 6, 50), (8, 8, 60)])
-def test_search_finds_what_brute_force_finds(
-    schedule: ScheduleName, most_layers: int, most_gpus: int, instances: int
-) -> None:
+def test_search_finds_what_brute_force_finds(schedule: str, most_layers: int, most_gpus: int, instances: int) -> None:
     rng = np.random.default_rng([most_layers, SCHEDULES.index(schedule)])
     rules: tuple[RecomputeRule, ...] = ("auto", "never", "always") if most_layers < 8 else ("never", "always")
     plans = told = 0
@@ -78,7 +77,7 @@ def test_search_finds_what_brute_force_finds(
         expected = brute_force(
             Ledger(model),
             cluster,
-            schedule=schedule,
+            schedule=find(schedule),
             microbatches=microbatches,
             chunks=2 if schedule == "interleaved" else 1,
             recompute=rule,

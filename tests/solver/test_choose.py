@@ -8,6 +8,7 @@ from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.report.tables.choice import choice_report
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver import solve
 from planner.solver.choose import COMPARED, choose
 from tests.samples import layer, profile
@@ -37,7 +38,7 @@ def test_the_fastest_is_chosen_and_all_are_shown() -> None:
     assert [option.schedule for option in choice.options] == list(COMPARED)
     assert choice.best.seconds_per_sample == min(option.seconds_per_sample for option in choice.options)
     for option in choice.options:
-        count = 1 if option.schedule == "1f1b" else 16
+        count = 1 if option.schedule is ONE_F_ONE_B else 16
         alone = solve(model, cluster, schedule=option.schedule, microbatches=count)
         assert option.plan is not None
         assert option.plan.predicted == alone.predicted
@@ -50,7 +51,7 @@ def test_idle_time_is_the_bubble_where_all_else_is_even() -> None:
     """Free links, equal layers, four stages: (K - 1) / (m + K - 1), and half of that bubble with two chunks."""
     model = profile(*(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10**6, update_s=0) for i in range(8)))
     choice = choose([model], flat_cluster(4, 1e4), microbatches=8)
-    idle = {option.schedule: option.idle_share for option in choice.options}
+    idle = {option.schedule.name: option.idle_share for option in choice.options}
     assert idle["gpipe"] == pytest.approx(3 / 11, abs=1e-3)
     assert idle["1f1b-flush"] == pytest.approx(3 / 11, abs=1e-3)
     assert idle["interleaved"] == pytest.approx(3 / 19, abs=1e-3)
@@ -61,7 +62,7 @@ def test_memory_decides_and_the_table_says_what_does_not_fit() -> None:
     model = deep()
     # Neither all sixteen microbatches fit, nor two versions of the weights.
     choice = choose([model], flat_cluster(4, 1e3, 2600), recompute="never")
-    assert choice.plan.schedule in ("1f1b-flush", "zb-h1")
+    assert choice.plan.schedule.name in ("1f1b-flush", "zb-h1")
     assert "does not fit the memory" in choice_report(choice)
     with pytest.raises(InfeasibleError, match="no plan fits"):
         choose([model], flat_cluster(4, 1e3, 300))
@@ -69,7 +70,7 @@ def test_memory_decides_and_the_table_says_what_does_not_fit() -> None:
 
 def test_one_gpu_has_nothing_to_interleave() -> None:
     choice = choose([deep()], flat_cluster(1, 1e3))
-    assert choice.options[-1].schedule == "interleaved"
+    assert choice.options[-1].schedule.name == "interleaved"
     assert choice.options[-1].plan is None
     assert "too little to divide" in choice_report(choice)
 

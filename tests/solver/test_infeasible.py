@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from planner.cost.layer_costs import Ledger
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.reference.brute import brute_force
 from planner.units import parse_bytes
@@ -28,7 +28,7 @@ from tests.solver.strategies import profiles
     how=st.sampled_from([("1f1b", 1), ("gpipe", 2), ("naive", 1), ("1f1b-flush", 2), ("2bw", 3)]),
 )
 def test_named_memory_and_gpus_against_brute_force(
-    model: Profile, gpus: int, memory: int, how: tuple[ScheduleName, int]
+    model: Profile, gpus: int, memory: int, how: tuple[str, int]
 ) -> None:
     schedule, microbatches = how
 
@@ -36,7 +36,7 @@ def test_named_memory_and_gpus_against_brute_force(
         cluster = flat_cluster(count, 4.0, size)
         ledger = Ledger(model)
         found = brute_force(
-            ledger, cluster, schedule=schedule, microbatches=microbatches, recompute="auto", in_order=True
+            ledger, cluster, schedule=find(schedule), microbatches=microbatches, recompute="auto", in_order=True
         )
         return found is not None
 

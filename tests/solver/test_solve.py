@@ -16,8 +16,8 @@ from planner.cost.layer_costs import Candidate, Ledger
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.pipedream import load_graph_txt
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.candidates.exchanged import transfers
 from planner.solver.chain.search import Search
@@ -154,7 +154,7 @@ MEMORY_MODEL = profile(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "naive"])
-def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: ScheduleName) -> None:
+def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: str) -> None:
     microbatches = 2 if schedule == "gpipe" else 1
     with pytest.raises(InfeasibleError) as caught:
         solve(MEMORY_MODEL, flat_cluster(2, 1e9, 400), schedule=schedule, microbatches=microbatches)
@@ -166,7 +166,9 @@ def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: ScheduleNa
     expected = [
         memory
         for memory in (smallest, smallest - 1)
-        if brute_force(Ledger(MEMORY_MODEL), flat_cluster(2, 1e9, memory), schedule=schedule, microbatches=microbatches)
+        if brute_force(
+            Ledger(MEMORY_MODEL), flat_cluster(2, 1e9, memory), schedule=find(schedule), microbatches=microbatches
+        )
     ]
     assert expected == [smallest]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.verb import PLAN, PROFILE, given, refuse
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
+from planner.schedule.registry import DEFAULT, SCHEDULES, find
 
 if TYPE_CHECKING:
     from planner.analysis.question import Question
@@ -39,8 +40,8 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
         )
     parser.add_argument(
         "--schedule",
-        choices=["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "naive"],
-        help="as for `plan solve` (default: 1f1b)",
+        choices=[schedule.name for schedule in SCHEDULES if not schedule.chunked],
+        help=f"as for `plan solve` (default: {DEFAULT})",
     )
     parser.add_argument(
         "--microbatches", type=int, metavar="M", help=f"as for `plan solve` (default: {MICROBATCHES_PER_GPU} per GPU)"
@@ -58,6 +59,8 @@ def question_of(args: argparse.Namespace) -> Question:
     from planner.analysis.question import Question
 
     asked = {name: getattr(args, name) for name in _SOLVING}
+    if args.schedule is not None:
+        asked["schedule"] = find(args.schedule)
     return Question(**{name: value for name, value in asked.items() if value is not None})
 
 

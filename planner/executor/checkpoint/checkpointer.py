@@ -259,7 +259,7 @@ class Checkpointer:
             model=plan.model,
             graph_hash=plan.graph_hash,
             config=plan.config,
-            schedule=plan.schedule,
+            schedule=plan.schedule.name,
             seed=self._job.seed,
             minibatch=minibatch,
             minibatch_size=self._data.minibatch_size,

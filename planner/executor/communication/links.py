@@ -26,7 +26,7 @@ from planner.schedule.instructions import (
     SendShared,
     matching_receive,
 )
-from planner.schedule.streams import PipelineShape
+from planner.schedule.schedule import PipelineShape
 
 LayoutOf = Callable[[Receive | Send], Layout]
 

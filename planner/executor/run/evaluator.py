@@ -29,7 +29,6 @@ from planner.model.batch import Batch
 from planner.model.spec import TrainingSpec
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule
-from planner.schedule.evaluation import evaluation_stream, group_size
 from planner.schedule.instructions import (
     Forward,
     Instruction,
@@ -38,7 +37,8 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.schedule.streams import Channel, PipelineShape
+from planner.schedule.parts.evaluation import evaluation_stream, group_size
+from planner.schedule.schedule import Channel, PipelineShape
 
 NewGroup = Callable[[Iterable[int] | None], dist.ProcessGroup]
 

@@ -15,8 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 from planner.errors import PlanError
 from planner.executor.job import Job
 from planner.formats.plan import Plan
+from planner.formats.plan_shape import deadlock, shape_of
 from planner.schedule.check import ScheduleError, check_streams
-from planner.schedule.shape import deadlock, shape_of
 from planner.version import __version__
 
 TIMEOUT = timedelta(minutes=10)  # for one message, at least; a dead peer is noticed at once, a hung one by heartbeats

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared import separate_copies, use_parameters
 from planner.executor.job import TrainingOptions
@@ -118,14 +117,14 @@ def check_shared(plan: Plan, shared: Shared, spec: TrainingSpec, options: Traini
     Raises:
         PlanError: where options or the model file would have them take others.
     """
-    if not shared or plan.schedule not in ASYNCHRONOUS:
+    if not shared or not plan.schedule.asynchronous:
         return
     (stages, names), *_ = sorted(shared.items())
     sentence = f"stages {stages[0]} and {stages[1]} share the weight '{min(names)}' under {plan.schedule}"
     hint = "take a schedule that drains, such as 1f1b-flush; or keep the weight in one stage with --colocate"
     if options.clip_grad_norm is not None:
         raise PlanError(f"{sentence}, whose stages clip their gradients each by its own norm", hint=hint)
-    if plan.schedule == "1f1b" and spec.defines("scheduler"):
+    if plan.schedule.stashes and spec.defines("scheduler"):
         raise PlanError(
             f"{sentence}, whose stages are at different steps of scheduler() when they update it", hint=hint
         )

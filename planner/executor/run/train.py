@@ -43,6 +43,7 @@ from planner.executor.run.setup import (
 )
 from planner.executor.run.stages import build_modules, check_shared, check_sizes, transferred
 from planner.executor.run.worker import Worker, WorkerLog
+from planner.formats.plan_shape import shape_of
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.compiling import check_compiler
@@ -53,8 +54,7 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.schedule.segments import segment_stream, segments
-from planner.schedule.shape import shape_of
+from planner.schedule.parts.segments import segment_stream, segments
 
 
 def train_worker(

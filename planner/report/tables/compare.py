@@ -44,7 +44,7 @@ def comparison_legend(comparison: Comparison) -> str:
         "speed-up and less sent: relative to data parallelism; idle: share of the workers' time without computation",
     ]
     chosen, *others = comparison.rows
-    if chosen.schedule == "interleaved":
+    if chosen.schedule.chunked:
         lines.append(f"all others: 1f1b-flush, {chosen.microbatches} microbatches per minibatch too")
     else:
         lines += [

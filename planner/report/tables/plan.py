@@ -14,15 +14,6 @@ _RESOURCES = {
     "shared_link": "the link of stage {stage}'s server",
     "boundary": "the transfer after stage {stage}",
 }
-_SCHEDULES = {
-    "1f1b": "1f1b with weight stashing",
-    "2bw": "2bw, two weight versions, {microbatches} microbatches per minibatch",
-    "1f1b-flush": "1f1b-flush, {microbatches} microbatches per minibatch",
-    "zb-h1": "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch",
-    "gpipe": "gpipe, {microbatches} microbatches per minibatch",
-    "interleaved": "interleaved, {chunks} chunks per GPU, {microbatches} microbatches per minibatch",
-    "naive": "naive, one minibatch at a time",
-}
 
 
 def plan_report(plan: Plan) -> str:
@@ -47,8 +38,8 @@ def _head(plan: Plan) -> str:
 def schedule_line(plan: Plan) -> str:
     """Describe the schedule."""
     if plan.vertical_sync:
-        return "1f1b with weight stashing and vertical sync"
-    return _SCHEDULES[plan.schedule].format(microbatches=plan.microbatches, chunks=plan.chunks)
+        return f"{plan.schedule.title} and vertical sync"
+    return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
 
 
 def cluster_line(cluster: Cluster) -> str:

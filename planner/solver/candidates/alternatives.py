@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.asynchronous import ASYNCHRONOUS, Link
+from planner.cost.asynchronous import Link
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Ledger
 from planner.cost.synchronous import SynchronousModel
@@ -30,7 +30,7 @@ FASTER = (2.0, 4.0)  # links for which plans for clusters of several levels are 
 def fastest_simulated(task: Task, first: Priced, trials: Trials) -> Priced:
     """The fastest plan of a task when it is simulated: `first`, or another that its waits let pass."""
     ledger = task.space.ledger
-    if task.schedule in ASYNCHRONOUS:
+    if task.schedule.asynchronous:
         rivals = Rivals(task)
         return fastest(ledger, first, rivals.alone(), rivals.kinds(), trials)
     best = trials.fastest(ledger, [first])

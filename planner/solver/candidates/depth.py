@@ -24,12 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from planner.cost.double_buffered import VERSIONS
 from planner.cost.layer_costs import Candidate, Ledger
-from planner.cost.plan_price import Price, stage_memory, versions_of
+from planner.cost.plan_price import Price, stage_memory
 from planner.formats.cluster import Cluster
-from planner.formats.plan import ScheduleName, StageMemory
-from planner.schedule.streams import warm_up_depth
+from planner.formats.plan import StageMemory
+from planner.schedule.flush import FLUSH
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Schedule, warm_up_depths
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.candidates.budget import Tally
 from planner.solver.candidates.pipelines import pipeline_for, wires_s
@@ -89,7 +90,7 @@ def price_with_depths(
     cluster: Cluster,
     price: Price,
     rule: DepthRule,
-    schedule: ScheduleName = "1f1b",
+    schedule: Schedule = ONE_F_ONE_B,
     microbatches: int = 1,
     below_s: float = math.inf,
     tally: Tally | None = None,
@@ -99,7 +100,7 @@ def price_with_depths(
     Args:
         price: of the stages at the published depths, by the resource model, which sees no waiting.
         rule: "published", or "auto" to go deeper where that pays and memory allows it.
-        schedule: "1f1b" or "2bw".
+        schedule: asynchronous.
         microbatches: per minibatch.
         below_s: whether the plan can be this fast is all that matters: one that is far from it is not deepened.
         tally: of what may be simulated; without a limit when None.
@@ -144,19 +145,19 @@ def price_with_flush_depths(
         tally: of what may be simulated; without a limit when None.
     """
     tally = tally or Tally.unlimited()
-    pipeline = pipeline_for(ledger, stages, cluster, price, "1f1b-flush", microbatches)
+    pipeline = pipeline_for(ledger, stages, cluster, price, FLUSH, microbatches)
     published_s = tally.steady_s(pipeline, needed=math.isinf(below_s))
     if published_s is None:
         return price
     best, best_s = price.in_flight, published_s
     wanted = _hiding_depths(pipeline, price, microbatches)
     if rule == "auto" and best_s <= below_s * FAR and wanted != best:
-        deeper = tuple(map(min, wanted, _deepest_of(ledger, stages, cluster, best, "1f1b-flush", microbatches)))
+        deeper = tuple(map(min, wanted, _deepest_of(ledger, stages, cluster, best, FLUSH, microbatches)))
         at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
         deeper_s = tally.steady_s(at_deeper) if deeper != best else None
         if deeper_s is not None and deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
             best, best_s = deeper, deeper_s
-    memory = _memory_at(ledger, stages, best, "1f1b-flush", microbatches)
+    memory = _memory_at(ledger, stages, best, FLUSH, microbatches)
     return replace(price.simulated(best_s), in_flight=best, memory=memory)
 
 
@@ -178,11 +179,11 @@ def _hiding_depths(pipeline: PipelineCosts, price: Price, microbatches: int) -> 
 
 
 def _memory_at(
-    ledger: Ledger, stages: Sequence[Candidate], depths: Depths, schedule: ScheduleName, microbatches: int
+    ledger: Ledger, stages: Sequence[Candidate], depths: Depths, schedule: Schedule, microbatches: int
 ) -> tuple[StageMemory, ...]:
     """What a replica of each stage holds at these depths."""
     return tuple(
-        stage_memory(ledger.footprint(stage).divided(microbatches), depth, versions_of(schedule, depth))
+        stage_memory(ledger.footprint(stage).divided(microbatches), depth, schedule.versions(depth))
         for stage, depth in zip(stages, depths, strict=True)
     )
 
@@ -192,7 +193,7 @@ def _deepest_of(
     stages: Sequence[Candidate],
     cluster: Cluster,
     at_least: Depths,
-    schedule: ScheduleName,
+    schedule: Schedule,
     microbatches: int,
 ) -> Depths:
     """Per stage, the most units that may be in flight, and no fewer than `at_least`."""
@@ -202,26 +203,19 @@ def _deepest_of(
     )
 
 
-def _deepest(
-    ledger: Ledger, stage: Candidate, memory_bytes: int | None, schedule: ScheduleName, microbatches: int
-) -> int:
+def _deepest(ledger: Ledger, stage: Candidate, memory_bytes: int | None, schedule: Schedule, microbatches: int) -> int:
     """The most units in flight that memory, the schedule's versions of the weights and the minibatch allow."""
-    stashing = schedule == "1f1b"
-    depth = UNLIMITED
-    if schedule == "2bw":
-        depth = microbatches // stage.replicas + 1
-    elif schedule == "1f1b-flush":
-        depth = -(-microbatches // stage.replicas)
+    depth = schedule.deepest(stage.replicas, microbatches) or UNLIMITED
     if memory_bytes is None:
         return depth
     footprint = ledger.footprint(stage).divided(microbatches)
-    versions = VERSIONS if schedule == "2bw" else 1
+    stashing, versions = schedule.stashes, schedule.weight_versions
     return min(depth, int(footprint.most_in_flight(memory_bytes, stashing=stashing, versions=versions)))
 
 
 def published_depths(replicas: Sequence[int]) -> Depths:
     """NOAM for every stage."""
-    return tuple(warm_up_depth(replicas, stage) for stage in range(len(replicas)))
+    return warm_up_depths(replicas)
 
 
 def price_depths(times: PipelineTimes, depths: Depths, *, needed: bool = False) -> DepthChoice | None:
@@ -306,7 +300,7 @@ def _regret(choice: DepthChoice, published: Depths) -> float:
 
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     """Take back what is in flight for nothing at the first stage, which has the most."""
-    low, high = warm_up_depth(times.replicas, 0), best.depths[0]
+    low, high = published_depths(times.replicas)[0], best.depths[0]
     while low < high:
         middle = (low + high) // 2
         less = price_depths(times, (middle, *best.depths[1:]))
@@ -321,7 +315,7 @@ def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
 
 def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
     """The inequality at the top of this file, from the last stage to the first, and `more` at every stage but that."""
-    replicas = times.replicas
+    replicas, published = times.replicas, published_depths(times.replicas)
     depths = [1]
     outstanding = 2.0 * replicas[-1] - 1
     for stage in reversed(range(len(replicas) - 1)):
@@ -329,6 +323,6 @@ def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
         wire_s = sum(seconds for (source, target), seconds in times.wires_s.items() if source <= stage < target)
         outstanding += min(own_s / times.busiest_s, replicas[stage]) + replicas[stage] - 1 + wire_s / times.busiest_s
         depth = math.ceil(outstanding / replicas[stage] * (1 - TOLERANCE))
-        depths.append(max(depth, warm_up_depth(replicas, stage)) + more)
+        depths.append(max(depth, published[stage]) + more)
         outstanding = float(depths[-1] * replicas[stage])
     return tuple(reversed(depths))

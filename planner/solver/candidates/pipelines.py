@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.topology import Topology, rank_ranges
 from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
 from planner.formats.cluster import Cluster
-from planner.formats.plan import ScheduleName
-from planner.schedule.shape import trainable_pairs
-from planner.schedule.streams import Channel, PipelineShape
+from planner.formats.plan_shape import trainable_pairs
+from planner.schedule.schedule import Channel, PipelineShape, Schedule
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver.candidates.exchanged import shared_between, transfers
 
@@ -23,10 +21,10 @@ MOST_WORKERS = 64  # beyond, simulating takes too long
 MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
 
 
-def too_large(stages: Sequence[Candidate], schedule: ScheduleName, microbatches: int) -> bool:
+def too_large(stages: Sequence[Candidate], schedule: Schedule, microbatches: int) -> bool:
     """Whether simulating these stages takes longer than a search should; the cost model's word stands then."""
     workers = sum(stage.replicas for stage in stages)
-    if schedule in ASYNCHRONOUS:
+    if schedule.asynchronous:
         return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
     return len(stages) * microbatches > MOST_COMPUTATIONS
 
@@ -36,7 +34,7 @@ def pipeline_for(
     stages: Sequence[Candidate],
     cluster: Cluster,
     price: Price,
-    schedule: ScheduleName,
+    schedule: Schedule,
     microbatches: int,
 ) -> PipelineCosts:
     """The stages with as many units in flight as their price says.
@@ -60,7 +58,7 @@ def pipeline_for(
     ]
     shared = shared_between(ledger, stages)
     shape = PipelineShape(
-        ranks=_ranks(stages, price.chunks),
+        ranks=stage_ranks(stages, price),
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),
         schedule=schedule,
         microbatches=microbatches,
@@ -87,8 +85,8 @@ def _pairs(ranks: Sequence[int], others: Sequence[int]) -> np.typing.NDArray[np.
     return np.array([[ranks[b % len(ranks)], others[b % len(others)]] for b in range(many)])
 
 
-def _ranks(stages: Sequence[Candidate], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Their own, or consecutive ones; with chunks the same workers once more for each."""
-    workers = len(stages) // chunks
-    ranges = rank_ranges([stage.replicas for stage in stages[:workers]]) * chunks
-    return tuple(stage.ranks or tuple(each) for stage, each in zip(stages, ranges, strict=True))
+def stage_ranks(stages: Sequence[Candidate], price: Price) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers."""
+    replicas = {worker: stage.replicas for worker, stage in zip(price.workers, stages, strict=True)}
+    ranges = rank_ranges([replicas[worker] for worker in sorted(replicas)])
+    return tuple(stage.ranks or tuple(ranges[worker]) for worker, stage in zip(price.workers, stages, strict=True))

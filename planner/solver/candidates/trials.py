@@ -12,11 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.formats.cluster import Cluster
-from planner.formats.plan import ScheduleName
+from planner.schedule.schedule import Schedule
 from planner.solver.candidates.budget import Tally
 from planner.solver.candidates.depth import DepthRule, price_with_depths, price_with_flush_depths
 from planner.solver.candidates.pipelines import pipeline_for, too_large
@@ -33,7 +32,7 @@ def simulated_price(
     cluster: Cluster,
     cost: Price,
     depth: DepthRule,
-    schedule: ScheduleName,
+    schedule: Schedule,
     microbatches: int,
     below_s: float = math.inf,
     tally: Tally | None = None,
@@ -52,9 +51,9 @@ def simulated_price(
     tally = tally or Tally.unlimited()
     if too_large(stages, schedule, microbatches):
         return cost
-    if schedule in ASYNCHRONOUS:
+    if schedule.asynchronous:
         return price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches, below_s, tally)
-    if schedule == "1f1b-flush":
+    if schedule.deepens:
         return price_with_flush_depths(ledger, stages, cluster, cost, depth, microbatches, below_s, tally)
     pipeline = pipeline_for(ledger, stages, cluster, cost, schedule, microbatches)
     seconds = tally.steady_s(pipeline, needed=math.isinf(below_s))
@@ -66,12 +65,12 @@ class Trials:
     """The simulations of one search, on this cluster and under this schedule."""
 
     cluster: Cluster
-    schedule: ScheduleName
+    schedule: Schedule
     microbatches: int
     depth: DepthRule
     tally: Tally = field(default_factory=Tally)
 
-    def again(self, *, schedule: ScheduleName | None = None, depth: DepthRule | None = None) -> Trials:
+    def again(self, *, schedule: Schedule | None = None, depth: DepthRule | None = None) -> Trials:
         """For another question in the same search, whose candidates are new though their stages may not be."""
         self.tally.seen.clear()
         return replace(self, schedule=schedule or self.schedule, depth=depth or self.depth)

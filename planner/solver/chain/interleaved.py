@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.asynchronous import Link, RecomputeRule
-from planner.cost.interleaved import InterleavedModel, StageSeconds, worker_bytes
+from planner.cost.interleaved import InterleavedModel, StageSeconds
 from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.schedule.schedule import Schedule
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import RESOLUTION, Path
 from planner.solver.chain.states import Chain, Coarse, StateSpace
@@ -46,6 +47,7 @@ class InterleavedSearch:
     def __init__(
         self,
         space: Chain,
+        schedule: Schedule,
         link: Link,
         gpus: int,
         memory_bytes: int | None,
@@ -54,7 +56,7 @@ class InterleavedSearch:
         recompute: RecomputeRule = "auto",
         deadline: Deadline = NO_HURRY,
     ) -> None:
-        self.deadline = deadline
+        self.schedule, self.deadline = schedule, deadline
         self.link, self.gpus, self.memory_bytes = link, gpus, memory_bytes
         self.microbatches, self.chunks, self.recompute = microbatches, chunks, recompute
         self.sampled = len(space) > MOST_STATES
@@ -66,7 +68,7 @@ class InterleavedSearch:
         """Numbers of workers and copies worth a try, the most promising first."""
         longest = min(self.gpus, (len(self._space) - 1) // self.chunks)
         models = [
-            InterleavedModel(self.link, workers, self.chunks, copies, self.microbatches)
+            InterleavedModel(self.schedule, self.link, workers, self.chunks, copies, self.microbatches)
             for workers in range(2, longest + 1)
             for copies in range(1, self.gpus // workers + 1)
             if self.microbatches // copies >= workers
@@ -163,10 +165,10 @@ class InterleavedSearch:
             lean = footprint.recomputed().total_bytes(in_flight, 1)
             if self.recompute == "auto":
                 again, settled = self._choose(model, plain, lean, work)
-            held = worker_bytes(np.where(again, lean, plain), model.workers)
+            held = model.worker_bytes(np.where(again, lean, plain))
             over = np.maximum(held - self.memory_bytes, 0.0).sum(axis=-1)
         work = _with_recompute(work, again)
-        return over, model.seconds(StageSeconds.of(work, model.replicas, self.link)), again, settled
+        return over, model.seconds(StageSeconds.of(work, model)), again, settled
 
     def _choose(
         self, model: InterleavedModel, plain: Floats, lean: Floats, work: Work
@@ -176,9 +178,8 @@ class InterleavedSearch:
         A worker's first chunk also delays the workers behind it. Where leaving it out takes the worker itself longer,
         the choice may not be the best one.
         """
-        shape = (len(plain), model.chunks, model.workers)
-        saved, extra = (plain - lean).reshape(shape), work.forward_s.reshape(shape)
-        excess = plain.reshape(shape).sum(axis=1) - float(self.memory_bytes or 0)
+        saved, extra = (plain - lean)[:, model.stages], work.forward_s[:, model.stages]  # [rows, chunks, workers]
+        excess = model.worker_bytes(plain) - float(self.memory_bytes or 0)
         options = np.array([[mask >> chunk & 1 for chunk in range(model.chunks)] for mask in range(2**model.chunks)])
         enough = np.einsum("oc,ncw->now", options, saved) >= excess[:, None]
         cost = np.where(enough, np.einsum("oc,ncw->now", options, extra), np.inf)
@@ -189,7 +190,8 @@ class InterleavedSearch:
         pick = np.where(np.isfinite(least), pick, len(options) - 1)
         without = cost[:, options[:, 0] == 0].min(axis=1)
         settled = not np.any(np.isfinite(least) & np.isfinite(without) & (without > least))
-        chosen = options[pick].transpose(0, 2, 1).reshape(plain.shape).astype(bool)
+        chosen = np.zeros(plain.shape, dtype=bool)
+        chosen[:, model.stages] = options[pick].transpose(0, 2, 1)
         return chosen, settled
 
 

@@ -10,6 +10,7 @@ from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
+from planner.schedule.schedule import Schedule
 from planner.solver.candidates.trials import Trials
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.search import Path, stages_along
@@ -28,18 +29,20 @@ def solve_interleaved(
         InputError: where there are too few GPUs, layers or microbatches to interleave anything.
         InfeasibleError: where no plan fits the memory.
     """
-    space, deadline = Chain(ledger), trials.tally.deadline
+    space, deadline, schedule = Chain(ledger), trials.tally.deadline, trials.schedule
 
     def search(gpus: int, memory_bytes: int | None, rule: RecomputeRule = recompute) -> InterleavedSearch:
-        return InterleavedSearch(space, link_of(cluster), gpus, memory_bytes, microbatches, chunks, rule, deadline)
+        return InterleavedSearch(
+            space, schedule, link_of(cluster), gpus, memory_bytes, microbatches, chunks, rule, deadline
+        )
 
     def fits(gpus: int, memory_bytes: int) -> Answer | None:
         paths, _ = search(gpus, memory_bytes).best()
-        return _priced(ledger, space, cluster, paths[0], microbatches, chunks) if paths else None
+        return _priced(ledger, space, cluster, schedule, paths[0], microbatches, chunks) if paths else None
 
     def fits_recomputing(gpus: int, memory_bytes: int) -> Answer | None:
         paths, _ = search(gpus, memory_bytes, "auto").best()
-        return _priced(ledger, space, cluster, paths[0], microbatches, chunks) if paths else None
+        return _priced(ledger, space, cluster, schedule, paths[0], microbatches, chunks) if paths else None
 
     asked = search(cluster.gpus, cluster.memory_bytes)
     if not asked.shapes():
@@ -52,11 +55,13 @@ def solve_interleaved(
     if not paths:
         raise explain(ledger, cluster, fits, {"`recompute=auto`": fits_recomputing} if recompute == "never" else {})
     stages, cost = trials.fastest(
-        ledger, (_priced(ledger, space, cluster, path, microbatches, chunks) for path in paths)
+        ledger, (_priced(ledger, space, cluster, schedule, path, microbatches, chunks) for path in paths)
     )
     return stages, cost, min(bound_s, cost.seconds_per_minibatch)
 
 
-def _priced(ledger: Ledger, space: Chain, cluster: Cluster, path: Path, microbatches: int, chunks: int) -> Answer:
+def _priced(
+    ledger: Ledger, space: Chain, cluster: Cluster, schedule: Schedule, path: Path, microbatches: int, chunks: int
+) -> Answer:
     stages = stages_along(space, path)
-    return stages, price(ledger, stages, cluster, schedule="interleaved", microbatches=microbatches, chunks=chunks)
+    return stages, price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)

@@ -55,7 +55,7 @@ class SynchronousSearch:
         self._cut_short = False  # the last walk, by the deadline
         self.found: list[Path] = []  # by the walk to the best: each exchanges a larger sum for a smaller maximum
         # More replicas than microbatches idle, and naive runs one microbatch at a time.
-        most = 1 if model.schedule == "naive" else min(gpus, model.microbatches)
+        most = 1 if not model.schedule.pipelined else min(gpus, model.microbatches)
         self.space, self.model, self.memory_bytes, self.recompute = space, model, memory_bytes, recompute
         self.gpus = min(gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.cost.asynchronous import DIVIDED
 from planner.cost.layer_costs import Candidate
 from planner.cost.plan_price import Price
 from planner.solver.candidates.trials import Trials
@@ -18,7 +17,7 @@ def solve_zero_bubble(request: Request, drained: Found, trials: Trials) -> tuple
     What the weights' gradients fill of the bubble depends on all stages together, which no walk along the layers adds
     up. What the cut must do is the same under both schedules: leave no stage with more work than the others.
     """
-    assert request.schedule in DIVIDED
+    assert request.schedule.divides
     cost = trials.price(request.ledger, drained.stages, request.priced(drained.stages))
     layers = request.ledger.profile.layers
     everything = request.ledger.work(Candidate(frozenset(), frozenset(range(len(layers))), 1))

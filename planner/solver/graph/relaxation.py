@@ -20,8 +20,9 @@ from typing import TypeVar
 import numpy as np
 
 from planner.cost.asynchronous import CostModel, RecomputeRule
-from planner.cost.work import Floats, Footprint, Integers, Work, in_flight_1f1b
+from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.schedule.instructions import POSTED
+from planner.schedule.schedule import warm_up_depth
 from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Lattice
 
@@ -179,7 +180,7 @@ class Relaxation:
             yield sums, replicas * target_s + replicas * self._slack_s
         if self.memory_bytes is not None and after is not None:
             footprint = _part(self._footprint, span)
-            flying = in_flight_1f1b(replicas, after)
+            flying = np.asarray(warm_up_depth(replicas, after))
             # Whether it recomputes or not, a stage holds the activations of one microbatch, at least.
             held = footprint.total_bytes(flying if self.recompute == "never" else 1, self.model.versions(flying))
             yield held - POSTED * footprint.message_bytes, self.memory_bytes * (1 + _SLACK)

@@ -84,16 +84,12 @@ def _relaxed_s(request: Request) -> float:
     update_s, speeds = sum(layer.update_s for layer in layers), _speeds(request.cluster)
     # All microbatches of a minibatch add up their gradients but the first of every device.
     adding_s = sum(layer.accumulate_s for layer in layers) * max(0, request.microbatches - len(speeds)) / sum(speeds)
-    match request.schedule:
-        case "1f1b":
-            return (forward_s + backward_s + update_s) / sum(speeds)
-        case "2bw":
-            return ((forward_s + backward_s) * request.microbatches + update_s) / sum(speeds) + adding_s
-        case "naive":
-            return (forward_s + backward_s + update_s) / max(speeds)
-        case _:
-            once_s = (forward_s + backward_s) * max(1 / max(speeds), request.microbatches / sum(speeds))
-            return once_s + adding_s
+    once_s = forward_s + backward_s
+    if request.schedule.asynchronous:
+        return (once_s * request.microbatches + update_s) / sum(speeds) + adding_s
+    if not request.schedule.pipelined:
+        return (once_s + update_s) / max(speeds)
+    return once_s * max(1 / max(speeds), request.microbatches / sum(speeds)) + adding_s
 
 
 def _speeds(cluster: Cluster) -> list[float]:

@@ -9,12 +9,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import ASYNCHRONOUS, link_of
-from planner.cost.double_buffered import asynchronous_model, two_versions_suffice
+from planner.cost.asynchronous import link_of
+from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Candidate
-from planner.cost.plan_price import versions_of
 from planner.cost.synchronous import SynchronousModel
-from planner.cost.work import Floats, Footprint, Integers, Work, in_flight_1f1b
+from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
 from planner.solver.chain.states import Chain, StateSpace
@@ -141,14 +140,15 @@ class Columns:
 
     def _most_replicas(self, kind: DeviceKind | None) -> int:
         request = self.request
-        most = {"naive": 1, "gpipe": request.microbatches, "1f1b-flush": request.microbatches}
-        most |= {"2bw": request.microbatches}
-        return min(request.count(kind), most.get(request.schedule, request.cluster.gpus))
+        if not request.schedule.pipelined:
+            return 1
+        count = request.count(kind)
+        return min(count, request.microbatches) if request.schedule.divides else count
 
     def _seconds(self, work: Work, replicas: int, count: int) -> tuple[Floats, Floats]:
         request = self.request
         link = link_of(request.cluster)
-        if request.schedule in ASYNCHRONOUS:
+        if request.schedule.asynchronous:
             model = asynchronous_model(request.model, request.schedule, request.microbatches, link)
             return np.zeros(count), _spread(model.stage_s(work, replicas), count)
         drained = SynchronousModel(link, request.schedule, request.microbatches)
@@ -162,10 +162,9 @@ class Columns:
         for after in range(gpus + 1):
             flying = self._in_flight(replicas, after)
             fits: NDArray[np.bool_] = most == after - 1
-            if request.schedule == "2bw":
-                fits &= two_versions_suffice(request.microbatches, replicas, flying)
+            fits &= request.schedule.versions_suffice(request.microbatches, replicas, flying)
             if limit is not None:
-                fits &= footprint.total_bytes(flying, versions_of(request.schedule, flying)) <= limit
+                fits &= footprint.total_bytes(flying, request.schedule.versions(flying)) <= limit
             if not fits.any():
                 break
             most[fits] = after
@@ -173,10 +172,7 @@ class Columns:
 
     def _in_flight(self, replicas: int, after: int) -> int:
         request = self.request
-        if request.schedule in ASYNCHRONOUS:
-            return int(in_flight_1f1b(replicas, after))
-        model = SynchronousModel(link_of(request.cluster), request.schedule, request.microbatches)
-        return int(model.in_flight(replicas, after))
+        return int(request.schedule.in_flight(replicas, after, request.microbatches))
 
 
 def _space(request: Request, all_cuts: bool) -> StateSpace:

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from planner.cost.asynchronous import ASYNCHRONOUS
 from planner.cost.layer_costs import Candidate
 from planner.errors import InputError
 from planner.solver.candidates.deadline import Deadline
@@ -94,7 +93,7 @@ class Flow:
         Raises:
             TimeoutError: when time runs out before there is any plan.
         """
-        if self.request.schedule in ASYNCHRONOUS:
+        if self.request.schedule.asynchronous:
             return self._bisected(deadline)
         return self._traded(deadline)
 

@@ -11,8 +11,10 @@ from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Request:
     ledger: Ledger
     cluster: Cluster
     model: CostModelName = "resource"
-    schedule: ScheduleName = "1f1b"
+    schedule: Schedule = ONE_F_ONE_B
     microbatches: int = 1
     recompute: RecomputeRule = "auto"
     constraints: Constraints = field(default_factory=Constraints)

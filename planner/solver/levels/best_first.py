@@ -171,7 +171,7 @@ class BestFirst:
             scale[rank : rank + r] = (-(-model.microbatches // r) - 1) * r
             end_s[rank : rank + r] = float(placed.end_s(work, r)[0])
             times = model.microbatches - 1
-            if model.schedule == "naive":
+            if not model.schedule.pipelined:
                 scale[:], end_s[:], times = 0.0, 0.0, 0
         else:
             scale[rank : rank + r] = 1.0

@@ -207,7 +207,7 @@ def _synchronous(
         sums = sums + moved_s / 2  # the other half is the other end's
     computes = [np.broadcast_to(each.resources_s(work, r)["compute"], shape) for each in placed]
     bound = places.at(computes, places.span)
-    if model.schedule != "naive":
+    if model.schedule.pipelined:
         ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
         more = (np.ceil(model.microbatches / r) - 1) * r
         bound = np.maximum(bound, more * _own_links(sides, places) + ends)

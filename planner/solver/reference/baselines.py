@@ -16,6 +16,7 @@ from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Candidate, Ledger, candidates
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver.candidates.waits import StraightSearch, counts_to_try
 from planner.solver.chain.states import Chain, column
 
@@ -31,7 +32,7 @@ def straight(ledger: Ledger, cluster: Cluster) -> list[list[Candidate]]:
     The best by the busiest resource of the asynchronous pipeline; which of them waits least, the simulation decides.
     """
     chain = Chain(ledger)
-    model = asynchronous_model("resource", "1f1b", 1, link_of(cluster))
+    model = asynchronous_model("resource", ONE_F_ONE_B, 1, link_of(cluster))
     found = []
     for gpus in counts_to_try(min(cluster.gpus, len(chain) - 1)):
         path = StraightSearch(chain, model, gpus, None, "never").best()

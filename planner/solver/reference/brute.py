@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from planner.cost.asynchronous import RecomputeRule
-from planner.cost.double_buffered import two_versions_suffice
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Schedule
 
 MOST_LAYERS = 10
 
@@ -44,7 +45,7 @@ def brute_force(
     cluster: Cluster,
     *,
     model: CostModelName = "resource",
-    schedule: ScheduleName = "1f1b",
+    schedule: Schedule = ONE_F_ONE_B,
     microbatches: int = 1,
     chunks: int = 1,
     recompute: RecomputeRule = "auto",
@@ -66,14 +67,15 @@ def brute_force(
     best: Answer | None = None
     every = (
         interleaved_plans(ledger, cluster.gpus, in_order, recompute, microbatches, chunks)
-        if schedule == "interleaved"
+        if schedule.chunked
         else plans(ledger, cluster.gpus, in_order, recompute)
     )
     for stages in every:
         cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches, chunks=chunks)
         if cluster.memory_bytes is not None and max(cost.gpu_bytes) > cluster.memory_bytes:
             continue
-        if schedule == "2bw" and not two_versions_suffice(microbatches, [s.replicas for s in stages], cost.in_flight):
+        depths = zip(stages, cost.in_flight, strict=True)
+        if not all(schedule.versions_suffice(microbatches, stage.replicas, depth) for stage, depth in depths):
             continue
         answer = Answer(stages, cost)
         if best is None or _beats(answer, best, resolution):

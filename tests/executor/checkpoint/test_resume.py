@@ -14,7 +14,7 @@ from planner.executor.checkpoint.index import load_checkpoint
 from planner.executor.checkpoint.json_values import from_json
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions, TrainResult
 from planner.executor.run.loss_scaler import FIRST_SCALE
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.model.options import PLAIN, ModuleOptions
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
@@ -67,7 +67,7 @@ def assert_same_weights(one: Job, other: Job) -> None:
     ],
 )
 def test_going_on_equals_not_having_stopped(
-    schedule: ScheduleName, microbatches: int, replicas: Sequence[int], tmp_path: Path
+    schedule: str, microbatches: int, replicas: Sequence[int], tmp_path: Path
 ) -> None:
     """Losses and weights; momentum, AdamW's moments and step counts, BatchNorm, dropout, the place in the data."""
     whole, before, after = [], [], []
@@ -106,7 +106,7 @@ class Kept:
     """A run on two workers with something more to keep."""
 
     model: str
-    schedule: ScheduleName
+    schedule: str
     microbatches: int = 1
     more: str = SCHEDULER
     vertical_sync: bool = False

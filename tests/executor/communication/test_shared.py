@@ -14,7 +14,7 @@ from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.executor.run.data import BatchSource, make_batches
 from planner.executor.run.setup import CPU
 from planner.executor.run.train import TrainingRun
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule
 from planner.schedule.instructions import Unit
@@ -32,7 +32,7 @@ LINEARS = [f"blocks.{block}.0.weight" for block in range(4)]
 def plan_for(
     folder: Path,
     replicas: tuple[int, ...],
-    schedule: ScheduleName,
+    schedule: str,
     microbatches: int = 1,
     chunks: int = 1,
     model: str = "tied",
@@ -71,7 +71,7 @@ def train(
     ],
 )
 def test_schedules_that_drain_equal_plain_training(
-    schedule: ScheduleName,
+    schedule: str,
     microbatches: int,
     replicas: tuple[int, ...],
     chunks: int,
@@ -217,7 +217,7 @@ def test_checkpoints_and_deferred_weights_hold_the_copies_equal(tmp_path: Path) 
 )
 def test_copies_that_would_differ_are_refused(
     replicas: tuple[int, ...],
-    schedule: ScheduleName,
+    schedule: str,
     options: TrainingOptions,
     complaint: str,
     tmp_path: Path,

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from planner.executor.observe.recording import TraceRecorder, Window
-from planner.schedule.streams import Channel, PipelineShape, stream
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Channel, PipelineShape, stream
 
-SHAPE = PipelineShape(((0,), (1,)), (Channel(0, 1),), "1f1b")
+SHAPE = PipelineShape(((0,), (1,)), (Channel(0, 1),), ONE_F_ONE_B)
 
 
 def record(window: Window, minibatches: int) -> TraceRecorder:

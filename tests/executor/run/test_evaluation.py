@@ -10,10 +10,11 @@ import torch
 from planner.errors import ModelFileError
 from planner.executor.job import Evaluation, TrainingOptions
 from planner.executor.run.evaluator import evaluation_points
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.model.batch import collate
 from planner.model.loss import loss_of
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.schedule.gpipe import GPIPE
 from planner.schedule.instructions import (
     ReceiveActivation,
     ReceiveGradient,
@@ -22,7 +23,8 @@ from planner.schedule.instructions import (
     Update,
     matching_receive,
 )
-from planner.schedule.streams import Channel, PipelineShape, stream
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Channel, PipelineShape, stream
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import EVALUATION, write_model
@@ -69,7 +71,7 @@ def cases(path: Path, plan: Plan) -> list[Case]:
     ],
 )
 def test_evaluation_is_that_of_the_unsplit_model_and_disturbs_nothing(
-    replicas: tuple[int, ...], others: list[tuple[ScheduleName, int]], tmp_path: Path
+    replicas: tuple[int, ...], others: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     """BatchNorm, dropout, skips, blocks; the training that follows is equal to the bit."""
     runs: list[Case] = []
@@ -102,12 +104,12 @@ def test_an_evaluation_in_between_sees_the_weights_of_that_moment(tmp_path: Path
 
 
 def test_points_are_where_all_stages_end_a_round() -> None:
-    shape = PipelineShape(((0, 1), (2, 3, 4), (5,)), (Channel(0, 1), Channel(1, 2)), "1f1b")
+    shape = PipelineShape(((0, 1), (2, 3, 4), (5,)), (Channel(0, 1), Channel(1, 2)), ONE_F_ONE_B)
     assert evaluation_points(shape, 0, 30, 5) == [6, 12, 18, 24, 30]
     assert evaluation_points(shape, 0, 10, 5) == [6, 10]
     assert evaluation_points(shape, 10, 17, 5) == [16], "the multiples are the run's, the rounds the segment's"
     assert evaluation_points(shape, 10, 15, 5) == [15], "all rounds end where the segment does"
-    flush = PipelineShape(((0,), (1,)), (Channel(0, 1),), "gpipe", microbatches=4)
+    flush = PipelineShape(((0,), (1,)), (Channel(0, 1),), GPIPE, microbatches=4)
     assert evaluation_points(flush, 0, 7, 3) == [3, 6]
 
 
@@ -119,7 +121,7 @@ def test_stopping_at_such_points_cannot_deadlock(replicas: tuple[int, ...]) -> N
         ranks.append(tuple(range(first, first + count)))
         first += count
     channels = tuple(Channel(stage, stage + 1) for stage in range(len(replicas) - 1))
-    shape = PipelineShape(tuple(ranks), channels, "1f1b")
+    shape = PipelineShape(tuple(ranks), channels, ONE_F_ONE_B)
     (point,) = evaluation_points(shape, 0, 12, 12)
     sent, needed = set(), set()
     for stage, own in enumerate(ranks):

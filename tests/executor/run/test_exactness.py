@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from planner.executor.job import Job, TrainResult
 from planner.executor.run.data import BatchSource, make_batches
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
 from planner.model.load import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
@@ -45,7 +44,7 @@ def run_cases(
     cases: Sequence[Case],
     replicas: tuple[int, ...],
     minibatches: int,
-    schedule: ScheduleName = "1f1b",
+    schedule: str = "1f1b",
     microbatches: int = 1,
     depths: tuple[int, ...] | None = None,
     recompute: tuple[bool, ...] | None = None,
@@ -196,7 +195,7 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
 )
 def test_synchronous_schedules_equal_plain_training(
     cases: list[Case],
-    schedule: ScheduleName,
+    schedule: str,
     microbatches: int,
     replicas: tuple[int, ...],
     chunks: int,
@@ -232,7 +231,7 @@ def test_synchronous_schedules_equal_plain_training(
     ],
 )
 def test_recomputing_changes_nothing_to_the_bit(
-    schedule: ScheduleName,
+    schedule: str,
     microbatches: int,
     replicas: tuple[int, ...],
     recompute: tuple[bool, ...],

@@ -12,7 +12,6 @@ from planner.errors import ModelFileError
 from planner.executor.job import TrainingOptions
 from planner.executor.run.data import DatasetBatches
 from planner.executor.run.stages import check_sizes
-from planner.formats.plan import ScheduleName
 from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
@@ -51,7 +50,7 @@ def test_what_is_left_is_divided_evenly_and_some_microbatches_may_be_empty() -> 
     ],
 )
 def test_synchronous_schedules_average_over_the_samples_there_are(
-    schedule: ScheduleName, microbatches: int, replicas: tuple[int, ...], count: int, tmp_path: Path
+    schedule: str, microbatches: int, replicas: tuple[int, ...], count: int, tmp_path: Path
 ) -> None:
     path = write_model(tmp_path, "language", "momentum", samples=count)
     plan = make_plan(structural_profile(path, 4), replicas, schedule, microbatches)

@@ -14,7 +14,8 @@ from planner.errors import InputError, ModelFileError
 from planner.executor.job import TrainingOptions
 from planner.model.spec import load_model_file
 from planner.schedule.check import check_streams
-from planner.schedule.streams import Channel, PipelineShape
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Channel, PipelineShape
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model
@@ -120,7 +121,7 @@ def test_schedules_clipping_and_accumulation(replicas: tuple[int, ...], flush: s
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES, more=more)
     profile = structural_profile(path, 4)
     plain, rounds = make_plan(profile, replicas), TrainingOptions(accumulate=3, clip_grad_norm=CLIP, scale_lr=True)
-    synchronous = make_plan(profile, replicas, flush, 2)  # type: ignore[arg-type]
+    synchronous = make_plan(profile, replicas, flush, 2)
     cases = [
         Case(path, plain, TrainingOptions(clip_grad_norm=CLIP), epochs=1),
         Case(path, plain, rounds, epochs=1),
@@ -140,7 +141,7 @@ def test_streams_that_accumulate_fit_together(replicas: tuple[int, ...], accumul
         ranks.append(tuple(range(first, first + count)))
         first += count
     channels = tuple(Channel(stage, stage + 1) for stage in range(len(replicas) - 1))
-    shape = PipelineShape(tuple(ranks), channels, "1f1b", accumulate=accumulate)
+    shape = PipelineShape(tuple(ranks), channels, ONE_F_ONE_B, accumulate=accumulate)
     for minibatches in (1, 2, 5, 12, 13):
         check_streams(shape, minibatches)
 

@@ -6,7 +6,7 @@ import pytest
 
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
-from planner.schedule.streams import PipelineShape
+from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.plan import simulated_s
 from planner.solver import solve

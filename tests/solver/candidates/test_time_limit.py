@@ -8,10 +8,11 @@ from itertools import count
 import pytest
 
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.plan import Plan, ScheduleName
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.report.tables.plan import plan_report
-from planner.schedule.streams import Channel, PipelineShape
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
 from planner.solver import solve
@@ -39,7 +40,7 @@ class Looks(Deadline):
 
 def straight(stages: int) -> PipelineCosts:
     shape = PipelineShape(
-        tuple((stage,) for stage in range(stages)), tuple(Channel(s, s + 1) for s in range(stages - 1)), "1f1b"
+        tuple((stage,) for stage in range(stages)), tuple(Channel(s, s + 1) for s in range(stages - 1)), ONE_F_ONE_B
     )
     bytes_ = {(stage, stage + 1): (1, 1) for stage in range(stages - 1)}
     return PipelineCosts(shape, flat_cluster(stages, 3.0), (StageCosts(1.0, 2.0, 0.0),) * stages, bytes_)
@@ -68,7 +69,7 @@ def test_a_simulation_ends_with_what_may_be_executed() -> None:
 @pytest.mark.parametrize("cluster", [flat_cluster(8, 5.0), LEVELS], ids=["flat", "levels"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "interleaved"])
 def test_without_time_there_is_a_plan_and_nothing_is_simulated(
-    cluster: Cluster, schedule: ScheduleName, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurried = solved(CHAIN, cluster, schedule, 0.0)
     best = solved(CHAIN, cluster, schedule, None)
@@ -85,6 +86,6 @@ def test_without_time_there_is_a_plan_and_nothing_is_simulated(
     assert solved(CHAIN, cluster, schedule, 0.0).config == hurried.config
 
 
-def solved(model: Profile, cluster: Cluster, schedule: ScheduleName, limit_s: float | None) -> Plan:
+def solved(model: Profile, cluster: Cluster, schedule: str, limit_s: float | None) -> Plan:
     microbatches = 1 if schedule == "1f1b" else 8
     return solve(model, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=limit_s)

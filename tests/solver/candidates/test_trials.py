@@ -15,10 +15,11 @@ from planner.cost import buckets
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
 from planner.report.tables.explain import explanation_report
 from planner.report.tables.plan import plan_report
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.registry import find
 from planner.simulator.plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
@@ -29,7 +30,7 @@ from planner.solver.task import Task
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
-SCHEDULES: list[tuple[ScheduleName, int]] = [
+SCHEDULES: list[tuple[str, int]] = [
     ("1f1b", 1),
     ("2bw", 4),
     ("1f1b-flush", 4),
@@ -64,7 +65,7 @@ CROWDED = profile(
 
 @pytest.mark.parametrize(("schedule", "microbatches"), SCHEDULES)
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
-def test_what_is_predicted_is_what_is_simulated(cluster: Cluster, schedule: ScheduleName, microbatches: int) -> None:
+def test_what_is_predicted_is_what_is_simulated(cluster: Cluster, schedule: str, microbatches: int) -> None:
     plan = solve(MODEL, cluster, schedule=schedule, microbatches=microbatches)
     assert plan.predicted.by == "simulation"
     assert plan.solver.simulated > 0
@@ -76,15 +77,13 @@ def test_what_is_predicted_is_what_is_simulated(cluster: Cluster, schedule: Sche
 
 
 @pytest.mark.parametrize(("model", "schedule"), [(WIDE, "gpipe"), (CROWDED, "1f1b")])
-def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(
-    model: Profile, schedule: ScheduleName
-) -> None:
+def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(model: Profile, schedule: str) -> None:
     cluster, microbatches = flat_cluster(3, 4.0), 4 if schedule == "gpipe" else 1
-    task = Task(Chain(Ledger(model)), cluster, "resource", schedule, microbatches, "auto")
+    task = Task(Chain(Ledger(model)), cluster, "resource", find(schedule), microbatches, "auto")
     path = task.best()
     assert path is not None
     stages, formula = task.priced(path)
-    simulated = simulated_price(Ledger(model), stages, cluster, formula, "auto", schedule, microbatches)
+    simulated = simulated_price(Ledger(model), stages, cluster, formula, "auto", find(schedule), microbatches)
     plan = solve(model, cluster, schedule=schedule, microbatches=microbatches)
     assert plan.replicas != path.replicas
     assert plan.solver.lower_bound_s == pytest.approx(formula.seconds_per_minibatch)
@@ -109,7 +108,7 @@ def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(model: Prof
     cluster = flat_cluster(sum(replicas), data.draw(st.sampled_from([0.5, 2.0, 10.0])))
     ledger, stages = Ledger(model), candidates(groups, replicas)
     formula = price(ledger, stages, cluster)
-    simulated = simulated_price(ledger, stages, cluster, formula, "auto", "1f1b", 1)
+    simulated = simulated_price(ledger, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
     assert simulated.seconds_per_minibatch >= formula.bottleneck.busy_s * (1 - 1e-6)
 
 
@@ -145,7 +144,7 @@ def test_data_parallelism_takes_what_the_formula_says(monkeypatch: pytest.Monkey
         ledger = Ledger(even)
         stages = candidates([range(6)], [4])
         formula = price(ledger, stages, cluster)
-        simulated = simulated_price(ledger, stages, cluster, formula, "auto", "1f1b", 1)
+        simulated = simulated_price(ledger, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
         assert simulated.seconds_per_minibatch == pytest.approx(formula.seconds_per_minibatch, rel=0.01)
 
 
@@ -158,18 +157,16 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
     plan = solve(MODEL, CLUSTERS[cluster])
     ledger, stages = Ledger(MODEL), candidates([range(4)], [4])
     formula = price(ledger, stages, CLUSTERS[cluster])
-    parallel = simulated_price(ledger, stages, CLUSTERS[cluster], formula, "auto", "1f1b", 1)
+    parallel = simulated_price(ledger, stages, CLUSTERS[cluster], formula, "auto", ONE_F_ONE_B, 1)
     times = parallel.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
     assert plan.predicted.speedup_over_data_parallel == pytest.approx(times, rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe", "2bw", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(
-    cluster: str, schedule: ScheduleName
-) -> None:
+def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(cluster: str, schedule: str) -> None:
     """Data parallelism may add gradients up, too: both answers say the same of it."""
-    question = Question(schedule=schedule, microbatches=8)
+    question = Question(schedule=find(schedule), microbatches=8)
     plan = question.solve(MODEL, CLUSTERS[cluster])
     chosen, parallel = compare(MODEL, plan=plan).rows[:2]
     assert parallel.name == DATA_PARALLEL

@@ -19,6 +19,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.report.tables.plan import plan_report
+from planner.schedule.interleaved import INTERLEAVED
 from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from planner.solver.chain.interleaved import InterleavedSearch
@@ -50,7 +51,7 @@ def priced(workers: int, chunks: int, microbatches: int, forward_s: list[float],
         Ledger(model),
         stages,
         flat_cluster(workers, 1.0),
-        schedule="interleaved",
+        schedule=INTERLEAVED,
         microbatches=microbatches,
         chunks=chunks,
     )
@@ -87,7 +88,7 @@ def test_unequal_chunks_take_no_less_than_the_formula_and_little_more() -> None:
 
 def test_in_flight_are_the_published_counts() -> None:
     """Worker 0 of 4 with 2 chunks runs 4 + 2·3 = 10 forwards ahead, of which 4 go to its second chunk."""
-    model = InterleavedModel(Link(1.0), 4, 2, 1, 16)
+    model = InterleavedModel(INTERLEAVED, Link(1.0), 4, 2, 1, 16)
     assert [model.in_flight()[0] + model.in_flight()[4], model.in_flight()[3] + model.in_flight()[7]] == [11 + 1, 5 + 1]
     counts = priced(2, 2, 4, [1.0] * 4)
     assert [memory.activations_bytes for memory in counts.memory] == list(counts.in_flight)
@@ -117,12 +118,13 @@ def test_the_search_finds_what_brute_force_finds(
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     ledger = Ledger(model)
-    search = InterleavedSearch(Chain(ledger), link_of(cluster), gpus, memory, microbatches, chunks, recompute)
+    link = link_of(cluster)
+    search = InterleavedSearch(Chain(ledger), INTERLEAVED, link, gpus, memory, microbatches, chunks, recompute)
     paths, bound_s = search.best()
     expected = brute_force(
         ledger,
         cluster,
-        schedule="interleaved",
+        schedule=INTERLEAVED,
         microbatches=microbatches,
         chunks=chunks,
         recompute=recompute,
@@ -145,8 +147,8 @@ def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
     model: Profile, gpus: int, microbatches: int, bandwidth: float
 ) -> None:
     cluster, ledger = flat_cluster(gpus, bandwidth), Ledger(model)
-    paths, bound_s = InterleavedSearch(Chain(ledger), link_of(cluster), gpus, None, microbatches, 2).best()
-    expected = brute_force(ledger, cluster, schedule="interleaved", microbatches=microbatches, chunks=2, in_order=True)
+    paths, bound_s = InterleavedSearch(Chain(ledger), INTERLEAVED, link_of(cluster), gpus, None, microbatches, 2).best()
+    expected = brute_force(ledger, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, in_order=True)
     assert (expected is None) == (not paths)
     if expected is not None:
         assert paths[0].seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)

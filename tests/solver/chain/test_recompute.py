@@ -10,9 +10,9 @@ from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.pricing import price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import ScheduleName
 from planner.formats.profile import Profile
 from planner.report.tables.plan import plan_report
+from planner.schedule.gpipe import GPIPE
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
@@ -45,7 +45,7 @@ def test_a_stage_that_recomputes_takes_one_more_forward_and_keeps_its_input_only
 
 def test_gpipe_recomputes_every_microbatch() -> None:
     ledger, cluster = Ledger(HEAVY), flat_cluster(2, 1000.0)
-    cost = price(ledger, straight(True, False), cluster, schedule="gpipe", microbatches=5)
+    cost = price(ledger, straight(True, False), cluster, schedule=GPIPE, microbatches=5)
     assert cost.seconds_per_minibatch == pytest.approx(4 + 3 + 2 * 10 / 1000 + 4 * 4)
     assert [memory.activations_bytes for memory in cost.memory] == [500, 5 * 500]
 
@@ -86,7 +86,7 @@ def test_always_recomputes_everywhere() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "gpipe", "naive"])
 @settings(max_examples=60, deadline=None)
 @given(model=profiles(), gpus=st.integers(1, 5))
-def test_with_memory_enough_nothing_recomputes(schedule: ScheduleName, model: Profile, gpus: int) -> None:
+def test_with_memory_enough_nothing_recomputes(schedule: str, model: Profile, gpus: int) -> None:
     microbatches = 4 if schedule in ("gpipe", "1f1b-flush") else 1
     plans = [
         solve(model, flat_cluster(gpus, 2.0, memory), schedule=schedule, microbatches=microbatches)

@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.asynchronous import Link, RecomputeRule, ResourceModel, cost_model, link_of
-from planner.cost.double_buffered import asynchronous_model, two_versions_suffice
+from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Ledger
 from planner.cost.pricing import price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.pipedream import load_graph_txt
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
@@ -113,7 +114,7 @@ def test_bounds_without_looking_at_pairs_of_cuts_are_valid(
     recompute=st.sampled_from(["auto", "never", "always"]),
 )
 def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
-    schedule: ScheduleName,
+    schedule: str,
     microbatches: int,
     model: Profile,
     gpus: int,
@@ -125,17 +126,19 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
     covers = enumerate_covers(ledger, 1000)
     assert covers is not None
     space = Downsets(ledger, covers.words, complete=True)
-    priced = asynchronous_model("resource", schedule, microbatches, Link(2.0))
+    priced = asynchronous_model("resource", find(schedule), microbatches, Link(2.0))
     relaxation = Relaxation(space, Lattice(covers, space.order), priced, gpus, memory, recompute, Budget(10**9))
     after = relaxation.after(target_s)
     before = relaxation.before(target_s, after)
     state_of = {frozenset(space.layers(0, state)): state for state in range(len(space))}
     for stages in plans(ledger, gpus, in_order=False, recompute=recompute):
-        cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)
+        cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches)
         if cost.seconds_per_minibatch > target_s or any(memory and m.total_bytes > memory for m in cost.memory):
             continue
         replicas = [stage.replicas for stage in stages]
-        if schedule == "2bw" and not two_versions_suffice(microbatches, replicas, cost.in_flight):
+        if not all(
+            find(schedule).versions_suffice(microbatches, *each) for each in zip(replicas, cost.in_flight, strict=True)
+        ):
             continue
         used = 0
         for stage in stages:
@@ -181,17 +184,17 @@ def test_inception_is_better_than_the_best_of_three_orders(gpus: int, seconds: f
     memory=st.one_of(st.none(), st.integers(1, 150)),
 )
 def test_solve_finds_what_brute_force_finds_over_all_cuts(
-    schedule: ScheduleName, microbatches: int, model: Profile, gpus: int, bandwidth: float, memory: int | None
+    schedule: str, microbatches: int, model: Profile, gpus: int, bandwidth: float, memory: int | None
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory)
-    expected = brute_force(Ledger(model), cluster, schedule=schedule, microbatches=microbatches)
+    expected = brute_force(Ledger(model), cluster, schedule=find(schedule), microbatches=microbatches)
     try:
         plan = solve(model, cluster, schedule=schedule, microbatches=microbatches, depth="published")
     except InfeasibleError as error:
         assert expected is None
         smallest = parse_bytes(error.hint.split("memory_bytes=")[1].split("`")[0])
         enough = flat_cluster(gpus, bandwidth, smallest)
-        assert brute_force(Ledger(model), enough, schedule=schedule, microbatches=microbatches) is not None
+        assert brute_force(Ledger(model), enough, schedule=find(schedule), microbatches=microbatches) is not None
         return
     assert expected is not None
     best_s = expected.price.seconds_per_minibatch

@@ -13,8 +13,10 @@ from planner.cost.asynchronous import Link, RecomputeRule, cost_model, link_of
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Ledger
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
@@ -43,7 +45,7 @@ from tests.solver.strategies import profiles
 )
 def test_no_plan_is_faster_than_the_bound(
     name: CostModelName,
-    schedule: ScheduleName,
+    schedule: str,
     microbatches: int,
     model: Profile,
     gpus: int,
@@ -52,8 +54,10 @@ def test_no_plan_is_faster_than_the_bound(
     recompute: RecomputeRule,
 ) -> None:
     ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth, memory)
-    best = brute_force(ledger, cluster, model=name, schedule=schedule, microbatches=microbatches, recompute=recompute)
-    windows = Windows(ledger, asynchronous_model(name, schedule, microbatches, link_of(cluster)))
+    best = brute_force(
+        ledger, cluster, model=name, schedule=find(schedule), microbatches=microbatches, recompute=recompute
+    )
+    windows = Windows(ledger, asynchronous_model(name, find(schedule), microbatches, link_of(cluster)))
     bound_s = windows.bound_s(gpus, memory, recompute, 1e6)
     if best is not None:
         assert bound_s <= best.price.seconds_per_minibatch * (1 + 1e-9)
@@ -124,7 +128,7 @@ def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) 
 @pytest.mark.parametrize("model", [unet_like(), encoder_decoder_like(layers=4)], ids=lambda model: model.model)
 @pytest.mark.parametrize("name", ["resource", "pipedream"])
 def test_long_skips_and_shared_outputs_are_solved_exactly(model: Profile, name: CostModelName) -> None:
-    task = Task(Chain(Ledger(model)), flat_cluster(8, 1.25e9), name, "1f1b", 1, "auto")
+    task = Task(Chain(Ledger(model)), flat_cluster(8, 1.25e9), name, ONE_F_ONE_B, 1, "auto")
     path = task.best()
     assert path is not None
     _, path, bound_s = task.beyond_the_order(path)

@@ -18,8 +18,9 @@ from planner.cost.synchronous import SynchronousModel
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver.candidates.deadline import NO_HURRY
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
@@ -50,14 +51,14 @@ def flow_equals_search_and_brute_force(
     model: Profile,
     cluster: Cluster,
     name: CostModelName,
-    schedule: ScheduleName,
+    schedule: str,
     microbatches: int,
     solver: MilpName | None = None,
 ) -> None:
     ledger = Ledger(model)
-    request = Request(ledger, cluster, name, schedule, microbatches)
+    request = Request(ledger, cluster, name, find(schedule), microbatches)
     answer = solve_ilp(request, NO_HURRY, solver)
-    expected = brute_force(ledger, cluster, model=name, schedule=schedule, microbatches=microbatches)
+    expected = brute_force(ledger, cluster, model=name, schedule=find(schedule), microbatches=microbatches)
     if expected is None:
         assert answer is None
         return
@@ -77,7 +78,7 @@ def flow_equals_search_and_brute_force(
         elif schedule == "2bw":
             return
         else:
-            drained = SynchronousModel(link, schedule, microbatches)
+            drained = SynchronousModel(link, find(schedule), microbatches)
             path = SynchronousSearch(Chain(ledger), drained, cluster.gpus, cluster.memory_bytes).best()
         assert path is not None
         assert path.seconds == pytest.approx(answer.seconds, rel=1e-9)
@@ -85,7 +86,7 @@ def flow_equals_search_and_brute_force(
 
 instances = st.tuples(profiles(most_layers=5), st.integers(1, 4), bandwidths, latencies, memories, st.integers(1, 6))
 Instance = tuple[Profile, int, float, float, int | None, int]
-MODELS: list[tuple[CostModelName, ScheduleName]] = [
+MODELS: list[tuple[CostModelName, str]] = [
     ("resource", "1f1b"),
     ("pipedream", "1f1b"),
     ("paper", "1f1b"),
@@ -96,7 +97,7 @@ MODELS: list[tuple[CostModelName, ScheduleName]] = [
 ]
 
 
-def _ask(instance: Instance, name: CostModelName, schedule: ScheduleName, solver: MilpName | None = None) -> None:
+def _ask(instance: Instance, name: CostModelName, schedule: str, solver: MilpName | None = None) -> None:
     model, gpus, bandwidth, latency, memory, microbatches = instance
     microbatches = microbatches if schedule in ("gpipe", "1f1b-flush", "2bw") else 1
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
@@ -106,16 +107,14 @@ def _ask(instance: Instance, name: CostModelName, schedule: ScheduleName, solver
 @pytest.mark.parametrize(("name", "schedule"), MODELS)
 @settings(max_examples=30, deadline=None)
 @given(instance=instances)
-def test_flow_finds_what_search_and_brute_force_find(
-    name: CostModelName, schedule: ScheduleName, instance: Instance
-) -> None:
+def test_flow_finds_what_search_and_brute_force_find(name: CostModelName, schedule: str, instance: Instance) -> None:
     _ask(instance, name, schedule)
 
 
 @pytest.mark.parametrize(("name", "schedule"), MODELS)
 @settings(max_examples=5, deadline=None)
 @given(instance=instances)
-def test_cbc_finds_the_same(name: CostModelName, schedule: ScheduleName, instance: Instance) -> None:
+def test_cbc_finds_the_same(name: CostModelName, schedule: str, instance: Instance) -> None:
     _ask(instance, name, schedule, "CBC")
 
 
@@ -126,7 +125,7 @@ def test_cbc_finds_the_same(name: CostModelName, schedule: ScheduleName, instanc
     instance=st.tuples(profiles(most_layers=5), st.integers(1, 5), bandwidths, latencies, memories, st.integers(1, 8))
 )
 def test_flow_finds_what_search_and_brute_force_find_many_times(
-    name: CostModelName, schedule: ScheduleName, instance: Instance
+    name: CostModelName, schedule: str, instance: Instance
 ) -> None:
     _ask(instance, name, schedule)
 
@@ -169,15 +168,13 @@ def respects(ledger: Ledger, stages: tuple[Candidate, ...], constraints: Constra
     )
 
 
-def fastest(
-    ledger: Ledger, cluster: Cluster, constraints: Constraints, schedule: ScheduleName, microbatches: int
-) -> float:
+def fastest(ledger: Ledger, cluster: Cluster, constraints: Constraints, schedule: str, microbatches: int) -> float:
     """Seconds of the best plan that fits and respects the constraints; infinite when there is none."""
     best = math.inf
     for stages in every_plan(ledger, cluster):
         if not respects(ledger, stages, constraints):
             continue
-        cost = price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches)
+        cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches)
         limits = [cluster.memory_of(stage.kind) for stage in stages]
         if all(limit is None or m.total_bytes <= limit for m, limit in zip(cost.memory, limits, strict=True)):
             best = min(best, cost.seconds_per_minibatch)
@@ -214,12 +211,12 @@ def constrained(draw: st.DrawFn) -> tuple[Profile, Cluster, Constraints]:
 @settings(max_examples=60, deadline=None)
 @given(instance=constrained(), microbatches=st.integers(1, 5))
 def test_constraints_and_kinds_against_every_plan(
-    schedule: ScheduleName, instance: tuple[Profile, Cluster, Constraints], microbatches: int
+    schedule: str, instance: tuple[Profile, Cluster, Constraints], microbatches: int
 ) -> None:
     model, cluster, constraints = instance
     microbatches = 1 if schedule == "1f1b" else microbatches
     ledger = Ledger(model)
-    request = Request(ledger, cluster, "resource", schedule, microbatches, "never", constraints)
+    request = Request(ledger, cluster, "resource", find(schedule), microbatches, "never", constraints)
     answer = solve_ilp(request, NO_HURRY)
     expected = fastest(ledger, cluster, constraints, schedule, microbatches)
     if answer is None:

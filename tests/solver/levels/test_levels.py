@@ -18,8 +18,9 @@ from planner.cost.topology import Topology
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.importers import read_profile
-from planner.formats.plan import CostModelName, ScheduleName
+from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
+from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.chain.search import Path
 from planner.solver.chain.states import Chain, StateSpace
@@ -31,7 +32,7 @@ from tests import samples
 from tests.solver.strategies import profiles
 
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
-SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b-flush", "naive")
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b-flush", "naive")
 SIZES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2)]
 LARGER = [(2, 4), (4, 2), (2, 2, 2)]
 recomputing = st.sampled_from(["auto", "auto", "never", "always"])
@@ -53,7 +54,7 @@ def check(
     profile: Profile,
     cluster: Cluster,
     model: CostModelName = "resource",
-    schedule: ScheduleName = "1f1b",
+    schedule: str = "1f1b",
     microbatches: int = 1,
     recompute: RecomputeRule = "auto",
     *,
@@ -72,19 +73,19 @@ def check(
             Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
             for i, j, r, again in zip(path.states, path.states[1:], path.replicas, path.recompute, strict=False)
         ]
-        cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches)
+        cost = price(ledger, stages, cluster, model=model, schedule=find(schedule), microbatches=microbatches)
         limit = cluster.memory_bytes
         fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
         return cost.seconds_per_minibatch if fits else np.inf
 
-    objective = model if schedule == "1f1b" else SynchronousModel(link_of(cluster), schedule, microbatches)
+    objective = model if schedule == "1f1b" else SynchronousModel(link_of(cluster), find(schedule), microbatches)
     question = Question(space, Topology(cluster), objective, cluster.gpus, cluster.memory_bytes, recompute)
     nearest = nearest_search(question).best()
     expected = brute_force(
         ledger,
         cluster,
         model=model,
-        schedule=schedule,
+        schedule=find(schedule),
         microbatches=microbatches,
         in_order=in_order,
         recompute=recompute,
@@ -111,7 +112,7 @@ def test_asynchronous_plans(model: CostModelName, profile: Profile, cluster: Clu
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters(), microbatches=st.integers(1, 5), recompute=recomputing)
 def test_plans_that_drain(
-    schedule: ScheduleName, profile: Profile, cluster: Cluster, microbatches: int, recompute: RecomputeRule
+    schedule: str, profile: Profile, cluster: Cluster, microbatches: int, recompute: RecomputeRule
 ) -> None:
     check(
         profile,
@@ -124,7 +125,7 @@ def test_plans_that_drain(
 
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters(), schedule=st.sampled_from(["1f1b", "gpipe"]))
-def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: ScheduleName) -> None:
+def test_plans_over_all_cuts(profile: Profile, cluster: Cluster, schedule: str) -> None:
     check(profile, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 3, in_order=False)
 
 
@@ -143,9 +144,7 @@ def test_an_idle_replica_may_let_the_next_stage_begin_at_a_server() -> None:
     schedule=st.sampled_from(["1f1b", "gpipe", "1f1b-flush"]),
     in_order=st.booleans(),
 )
-def test_larger_models_on_eight_gpus(
-    profile: Profile, cluster: Cluster, schedule: ScheduleName, in_order: bool
-) -> None:
+def test_larger_models_on_eight_gpus(profile: Profile, cluster: Cluster, schedule: str, in_order: bool) -> None:
     check(
         profile,
         cluster,

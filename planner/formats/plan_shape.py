@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan, Shared
-from planner.schedule.streams import Channel, PipelineShape
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Channel, PipelineShape, Schedule
 
 
 def shape_of(plan: Plan) -> PipelineShape:
@@ -31,10 +32,11 @@ def check_accumulate(plan: Plan, accumulate: int) -> None:
     """
     if accumulate < 1:
         raise InputError(f"`accumulate={accumulate}` never updates", hint="give 1 or more")
-    if accumulate > 1 and (plan.schedule != "1f1b" or plan.vertical_sync):
-        schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
+    if accumulate > 1 and (not plan.schedule.stashes or plan.vertical_sync):
+        schedule = plan.schedule.name + (" with vertical sync" if plan.vertical_sync else "")
         raise InputError(
-            f"`accumulate={accumulate}` is for the schedule 1f1b without vertical sync, and the plan's is {schedule}",
+            f"`accumulate={accumulate}` is for the schedule {ONE_F_ONE_B} without vertical sync, "
+            f"and the plan's is {schedule}",
             hint="other schedules divide a minibatch, which may be of any size: solve with more `microbatches`",
         )
 
@@ -44,10 +46,12 @@ def shared_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
     return () if plan.vertical_sync else trainable_pairs(plan.shared, plan.replicas, plan.schedule)
 
 
-def trainable_pairs(shared: Sequence[Shared], replicas: Sequence[int], schedule: str) -> tuple[tuple[int, int], ...]:
+def trainable_pairs(
+    shared: Sequence[Shared], replicas: Sequence[int], schedule: Schedule
+) -> tuple[tuple[int, int], ...]:
     """The same of stages with so many replicas."""
     pairs = tuple(each.stages for each in shared)
-    uneven = schedule == "1f1b" and any(len({replicas[stage] for stage in pair}) > 1 for pair in pairs)
+    uneven = schedule.stashes and any(len({replicas[stage] for stage in pair}) > 1 for pair in pairs)
     return () if uneven else pairs
 
 
@@ -56,10 +60,11 @@ def deadlock(plan: Plan) -> PlanError:
     depths = [stage.in_flight for stage in plan.stages]
     hint = "make the plan again with: plan solve"
     uneven = [replicas for replicas in plan.replicas if plan.microbatches % replicas]
-    if plan.schedule == "2bw" and uneven:
+    if plan.schedule.asynchronous and plan.schedule.divides and uneven:
         hint = (
-            f"{uneven[0]} replicas do not divide {plan.microbatches} microbatches, where 2bw may need depths other "
-            f"than the published ones: plan solve finds them; or take a multiple of {math.lcm(*plan.replicas)}"
+            f"{uneven[0]} replicas do not divide {plan.microbatches} microbatches, where {plan.schedule} may need "
+            "depths other than the published ones: plan solve finds them; "
+            f"or take a multiple of {math.lcm(*plan.replicas)}"
         )
     return PlanError(
         f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'", hint=hint

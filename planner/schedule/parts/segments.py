@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.schedule.instructions import AddShared, AllReduce, Instruction, Unit, Update
-from planner.schedule.streams import PipelineShape, stream
+from planner.schedule.schedule import PipelineShape, stream
 
 
 def segments(first: int, last: int, *periods: int | None) -> Iterator[tuple[int, int]]:

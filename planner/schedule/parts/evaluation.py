@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.schedule.instructions import Forward, Instruction, ReceiveActivation, SendActivation, Unit
-from planner.schedule.streams import PipelineShape
+from planner.schedule.schedule import PipelineShape
 
 
 def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator[Instruction]:

@@ -1,0 +1,1 @@
+"""Pieces of streams that several schedules share, and streams made from them: segments and evaluation."""

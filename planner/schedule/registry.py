@@ -1,0 +1,30 @@
+"""All schedules. A new one is a file beside this one, and a line here."""
+
+from __future__ import annotations
+
+from planner.errors import InputError
+from planner.schedule.double_buffered import TWO_BW
+from planner.schedule.flush import FLUSH
+from planner.schedule.gpipe import GPIPE
+from planner.schedule.interleaved import INTERLEAVED
+from planner.schedule.naive import NAIVE
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Schedule
+from planner.schedule.zero_bubble import ZB_H1
+
+# In the order in which help and tables list them; `auto` tries them in this order, but for those without a pipeline.
+SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, GPIPE, INTERLEAVED, NAIVE)
+NAMES: tuple[str, ...] = tuple(schedule.name for schedule in SCHEDULES)
+DEFAULT = ONE_F_ONE_B
+
+
+def find(schedule: Schedule | str) -> Schedule:
+    """Return the schedule of that name.
+
+    Raises:
+        InputError: when there is none.
+    """
+    for each in SCHEDULES:
+        if schedule in (each, each.name):
+            return each
+    raise InputError(f"unknown schedule '{schedule}'", hint=f"`schedule` is one of {', '.join(NAMES)}")

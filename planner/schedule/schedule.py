@@ -1,0 +1,340 @@
+"""What a schedule is, and the pipeline that it runs on.
+
+A schedule is one object with everything that differs between schedules: its traits, how many units are in flight, how
+many versions of the weights a stage holds, which worker runs which stage, and the instructions of each worker. The
+command line, the solver, the simulator, the executor and the report ask the object; none of them knows a schedule by
+its name. Each schedule has a file of its own beside this one; `planner.schedule.registry` lists them.
+
+A *unit* of work is one microbatch, and a *round* all units between two updates of a stage. Under schedules that divide
+minibatches a round is a minibatch; under 1f1b it is `accumulate` minibatches on each of the stage's replicas.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+
+from planner.schedule.instructions import Instruction, Unit
+from planner.schedule.shared import lag, sharers
+from planner.schedule.vertical_sync import Entry, versions_held
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# One number, or an array of them: the cost models ask about thousands of stages at once. No numpy at run time: the
+# command line lists the schedules in its help, which shows at once.
+Count = TypeVar("Count", int, "NDArray[np.int64]")
+# The cost formula that bounds a plan's time and memory; `planner.cost` has one class for each.
+Formula = Literal["asynchronous", "double-buffered", "synchronous", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Stage `source` sends activations to the later stage `target`; `gradient`: and receives their gradients."""
+
+    source: int
+    target: int
+    gradient: bool = True
+
+
+class Schedule(ABC):
+    """An order of work for pipelines, and what follows from it.
+
+    Class attributes are the traits. A synchronous schedule drains the pipeline before every update, so that training
+    equals training on one device; an asynchronous one does not.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]  # for people; {microbatches} and {chunks} are filled in
+    source: ClassVar[str]  # paper and section
+    formula: ClassVar[Formula]
+    asynchronous: ClassVar[bool] = False  # updates without draining the pipeline
+    divides: ClassVar[bool] = True  # a minibatch is several microbatches
+    pipelined: ClassVar[bool] = True  # several units are in flight
+    stashes: ClassVar[bool] = False  # each unit in flight may have a weight version of its own
+    splits_backward: ClassVar[bool] = False  # gradients of inputs first, gradients of weights later
+    placed: ClassVar[bool] = True  # the cost formula knows which ranks a stage has, on clusters of several levels
+    deepens: ClassVar[bool] = False  # more units in flight may hide messages, so the search tries that
+    fixed_chunks: ClassVar[int | None] = 1  # stages per worker; None where the user chooses
+    alternates: ClassVar[bool] = True  # forward and backward in turn; False: all forwards of a minibatch first
+    weight_versions: ClassVar[int] = 1  # of a stage; where `stashes`, one per unit in flight
+    torch_name: ClassVar[str] = "Schedule1F1B"  # the nearest class in torch.distributed.pipelining
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<schedule {self.name}>"
+
+    def __reduce__(self) -> str:
+        # Schedules are compared by identity, so a copy or an unpickled one must be the same object: pickle looks up a
+        # string as a name in the module of the object's class.
+        module = sys.modules[type(self).__module__]
+        return next(name for name, value in vars(module).items() if value is self)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a worker has several stages."""
+        return self.fixed_chunks != 1
+
+    @property
+    def solved_as(self) -> Schedule:
+        """The schedule whose best cuts this one uses: itself, unless it has no search of its own."""
+        return self
+
+    @property
+    def unchunked(self) -> Schedule:
+        """The nearest schedule with one stage per worker."""
+        return self
+
+    @property
+    def leaner(self) -> tuple[Schedule, ...]:
+        """Schedules that need less memory, to propose where nothing fits."""
+        return ()
+
+    def worker_of(self, stage: int, workers: int) -> int:
+        """Return the position in the pipeline of the worker that runs `stage`."""
+        return stage % workers
+
+    def versions(self, in_flight: Count) -> Count:
+        """Return how many versions of its weights a stage holds with so many units in flight."""
+        return in_flight if self.stashes else in_flight * 0 + self.weight_versions
+
+    def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
+        """Return whether a stage may have so many units in flight with the versions of weights that it holds."""
+        return True
+
+    @abstractmethod
+    def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
+        """Return how many units are between forward and backward on one replica, for schedules without chunks.
+
+        Args:
+            replicas: of the stage; any shape.
+            gpus_after: workers of all later stages; broadcasts with `replicas`.
+            microbatches: per minibatch.
+        """
+
+    def chunks_in_flight(self, workers: int, chunks: int, units: int) -> tuple[int, ...]:
+        """Return how many units each of the `workers` x `chunks` stages has in flight, for schedules with chunks."""
+        raise NotImplementedError(f"{self} has one stage per worker")
+
+    def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
+        """Return how many units one replica of each stage has in flight."""
+        if self.chunked:
+            # Where the copies of the pipeline cannot share the microbatches evenly, some have one more than others.
+            shares = {-(-microbatches // replicas[0]), microbatches // replicas[0]} - {0}
+            each = [self.chunks_in_flight(len(replicas) // chunks, chunks, units) for units in shares]
+            return tuple(max(counts) for counts in zip(*each, strict=True))
+        after = gpus_after(replicas)
+        return tuple(self.in_flight(r, behind, microbatches) for r, behind in zip(replicas, after, strict=True))
+
+    def depths_of(self, shape: PipelineShape) -> tuple[int, ...]:
+        """Return how many units one replica of each stage of `shape` has in flight where its plan does not say."""
+        depths = self.depths(shape.replicas, shape.microbatches, len(shape.ranks) // shape.pipeline_length)
+        most = [self.deepest(replicas, shape.microbatches) for replicas in shape.replicas]
+        return tuple(depth if limit is None else min(depth, limit) for depth, limit in zip(depths, most, strict=True))
+
+    def deepest(self, replicas: int, microbatches: int) -> int | None:
+        """Return the most units that one replica can have in flight whatever its memory; None without a limit."""
+        return -(-microbatches // replicas)
+
+    def check(self, shape: PipelineShape) -> None:
+        """Check that the schedule can run a pipeline of this shape.
+
+        Raises:
+            ValueError: naming what does not go together.
+        """
+        if not self.divides and shape.microbatches != 1:
+            raise ValueError(f"schedule '{self}' has one microbatch per minibatch, not {shape.microbatches}")
+        if not self.stashes and shape.accumulate != 1:
+            raise ValueError(f"schedule '{self}' accumulates over microbatches, not over minibatches")
+        if not self.stashes and shape.vertical_sync:
+            raise ValueError(f"vertical sync is for schedules that stash weights, not for '{self}'")
+
+    def turn(self, shape: PipelineShape, unit: Unit) -> int:
+        """Return the number of `unit` in the order in which replicas take turns."""
+        return unit.minibatch if shape.microbatches == 1 else unit.microbatch
+
+    def splits(self, shape: PipelineShape, stage: int) -> bool:
+        """Return whether the stage runs backwards in two parts: only where an earlier stage waits for the first."""
+        return self.splits_backward and any(channel.gradient for channel in shape.arriving(stage))
+
+    @abstractmethod
+    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+        """Yield the instructions of worker `rank`, one of whose stages is `stage`, in the order it runs them."""
+
+
+class Synchronous(Schedule):
+    """A schedule that drains the pipeline after every minibatch."""
+
+    formula: ClassVar[Formula] = "synchronous"
+
+    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+        for minibatch in range(minibatches):
+            yield from self.minibatch(shape, stage, rank, minibatch)
+
+    @abstractmethod
+    def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+        """Yield the instructions of worker `rank` for one minibatch, its update included."""
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """What a schedule needs to know of a plan.
+
+    Args:
+        ranks: per stage, the ranks of its replicas.
+        channels: the pairs of stages that exchange values.
+        schedule: the order of work.
+        microbatches: per minibatch; 1 for schedules that do not divide minibatches.
+        depths: per stage, the most units between forward and backward on one replica; None for the schedule's own.
+        vertical_sync: under 1f1b, a minibatch uses the same version of the weights at every stage.
+        shared: pairs of stages that hold the same weights (see `planner.schedule.shared`).
+        accumulate: minibatches per replica between two updates of 1f1b; the others divide minibatches for that.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    channels: tuple[Channel, ...]
+    schedule: Schedule
+    microbatches: int = 1
+    depths: tuple[int, ...] | None = None
+    vertical_sync: bool = False
+    accumulate: int = 1
+    shared: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.schedule.check(self)
+        if self.vertical_sync and self.accumulate != 1:
+            raise ValueError("vertical sync counts versions by rounds of one minibatch per replica")
+        if self.vertical_sync and self.shared:
+            raise ValueError("with vertical sync shared weights would be at another version than the others")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a stage updates without draining the pipeline."""
+        return self.schedule.asynchronous
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(map(len, self.ranks))
+
+    @property
+    def first_stages(self) -> dict[int, int]:
+        """The first stage of every worker: its only one, unless the schedule has several chunks per worker."""
+        return {rank: stage for stage, ranks in reversed(list(enumerate(self.ranks))) for rank in ranks}
+
+    @cached_property
+    def pipeline_length(self) -> int:
+        """Stages on workers of their own; those beyond are further chunks of the same workers."""
+        return len(set(self.ranks))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that worker `rank` runs, in order."""
+        return tuple(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
+
+    @cached_property
+    def _by_end(self) -> tuple[dict[int, tuple[Channel, ...]], dict[int, tuple[Channel, ...]]]:
+        """Channels by target and by source, so that a pipeline of a thousand stages does not search its channels."""
+        by_target: dict[int, tuple[Channel, ...]] = {}
+        by_source: dict[int, tuple[Channel, ...]] = {}
+        for channel in self.channels:
+            by_target[channel.target] = (*by_target.get(channel.target, ()), channel)
+            by_source[channel.source] = (*by_source.get(channel.source, ()), channel)
+        return by_target, by_source
+
+    def arriving(self, stage: int) -> tuple[Channel, ...]:
+        """Return the channels by which activations reach `stage`."""
+        return self._by_end[0].get(stage, ())
+
+    def leaving(self, stage: int) -> tuple[Channel, ...]:
+        """Return the channels by which activations leave `stage`."""
+        return self._by_end[1].get(stage, ())
+
+    def sharers(self, stage: int) -> tuple[int, ...]:
+        """Return the other stages that hold weights of `stage`."""
+        return sharers(self.shared, stage) if self.shared else ()
+
+    def lag(self, stage: int) -> int:
+        """Return by how many rounds gradients of shared weights are applied later than those of other weights."""
+        if not self.schedule.stashes or not self.sharers(stage):
+            return 0
+        depths = [self.in_flight(other) for other in range(len(self.ranks))]
+        return lag(self.shared, depths, self.accumulate, stage)
+
+    def minibatches_per_update(self, stage: int) -> int:
+        """Return how many minibatches one update of `stage` averages over: a round."""
+        return len(self.ranks[stage]) * self.accumulate if self.schedule.stashes else 1
+
+    def units_per_update(self, rank: int) -> int:
+        """Return how many units worker `rank` runs between two updates, on all its stages."""
+        if self.schedule.stashes:
+            return self.accumulate
+        return sum(len(self.units_of(stage, rank, 0)) for stage in self.stages_of(rank))
+
+    def rank_of(self, stage: int, unit: Unit) -> int:
+        """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns (1F1B-RR)."""
+        replicas = self.ranks[stage]
+        return replicas[self.schedule.turn(self, unit) % len(replicas)]
+
+    def units_of(self, stage: int, rank: int, minibatch: int) -> list[Unit]:
+        """Return the units of a minibatch that worker `rank` runs on `stage`."""
+        units = (Unit(minibatch, microbatch) for microbatch in range(self.microbatches))
+        return [unit for unit in units if self.rank_of(stage, unit) == rank]
+
+    def splits(self, stage: int) -> bool:
+        """Return whether the stage runs backwards in two parts."""
+        return self.schedule.splits(self, stage)
+
+    def in_flight(self, stage: int) -> int:
+        """Return the most units between forward and backward on one replica of `stage`."""
+        return self._depths[stage]
+
+    @cached_property
+    def _depths(self) -> tuple[int, ...]:
+        return self.schedule.depths_of(self) if self.depths is None else self.depths
+
+    @cached_property
+    def entry(self) -> Entry | None:
+        """What decides the weight versions of all stages under vertical sync."""
+        return Entry(len(self.ranks[0]), self.in_flight(0)) if self.vertical_sync else None
+
+    def versions(self, stage: int) -> int:
+        """Return the most versions of its weights that one replica of `stage` holds: what memory is planned for."""
+        if self.entry is not None:
+            return versions_held(self.entry, len(self.ranks[stage]))
+        return self.schedule.versions(self.in_flight(stage))
+
+
+def gpus_after(replicas: Sequence[int]) -> list[int]:
+    """Return for each stage the workers of all later stages."""
+    return [sum(replicas) - done for done in accumulate(replicas)]
+
+
+def warm_up_depth(replicas: Count, gpus_after: Count) -> Count:
+    """Return ceil((replicas + gpus_after) / replicas): what a replica admits before its first backward under 1F1B.
+
+    For the first stage this is NOAM, the number of minibatches in flight per input replica (Narayanan et al.,
+    PipeDream, SOSP 2019, section 3.2).
+    """
+    return 1 + -(-gpus_after // replicas)
+
+
+def warm_up_depths(replicas: Sequence[int]) -> tuple[int, ...]:
+    """Return the warm-up depth of every stage of a pipeline with so many replicas."""
+    return tuple(map(warm_up_depth, replicas, gpus_after(replicas)))
+
+
+def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    """Yield all instructions of worker `rank` for `minibatches` minibatches, in the order it runs them.
+
+    `stage` is one of the worker's. The stream is lazy: a week of training costs no memory.
+    """
+    assert rank in shape.ranks[stage]
+    yield from shape.schedule.stream(shape, stage, rank, minibatches)
