@@ -93,9 +93,10 @@ def _entries(given: GivenPlan) -> list[_Entry]:
     question = replace(question, schedule=plan.schedule.unchunked)  # the baselines have no chunks
     equal_time = baselines.equal_time(ledger, cluster.gpus)
     straight = question.fastest(ledger, [*baselines.straight(ledger, cluster), equal_time], cluster)
+    assert straight is not None  # there is equal_time at least
     table: list[tuple[str, Sequence[Candidate], Question]] = [
         (DATA_PARALLEL, baselines.data_parallel(ledger, cluster.gpus), question),
-        ("straight pipeline", straight, question),
+        ("straight pipeline", straight[1], question),
         ("equal layers", baselines.equal_layers(ledger, cluster.gpus), question),
         ("equal parameters", baselines.equal_parameters(ledger, cluster.gpus), question),
         ("equal time", equal_time, question),

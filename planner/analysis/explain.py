@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.given_plan import GivenPlan
-from planner.analysis.question import Question
+from planner.analysis.question import Question, fits
 from planner.cost.layer_costs import Candidate
-from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
@@ -168,30 +167,21 @@ def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> Bounda
         to_stage=boundary + (step < 0),
         seconds_per_minibatch=cost.seconds_per_minibatch,
         slower=cost.seconds_per_minibatch / given.seconds - 1,
-        fits=_fits(cost, given.plan.cluster),
+        fits=fits(cost, given.plan.cluster),
     )
-
-
-def _fits(cost: Price, cluster: Cluster) -> bool:
-    limit = cluster.memory_bytes
-    return limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
 
 
 def _next_best(given: GivenPlan) -> Alternative | None:
     """Find the fastest plan with another config that fits, among the search's proposals and the baselines."""
     if given.plan.schedule.chunked:
         return None  # none of those has chunks
-    best: tuple[float, str] | None = None
-    for least_s, stages in given.question.by_formula(given.ledger, _others(given), given.plan.cluster):
-        config = config_of(tuple(stage.replicas for stage in stages))
-        if config == given.plan.config:
-            continue
-        if best is not None and least_s >= best[0]:
-            break  # sorted by the formula, which the simulation can only exceed
-        cost = given.price_other(stages)
-        if _fits(cost, given.plan.cluster) and (best is None or cost.seconds_per_minibatch < best[0]):
-            best = cost.seconds_per_minibatch, config
-    return None if best is None else _alternative(given, "the best other config", best[1], best[0])
+    others = [stages for stages in _others(given) if _config(stages) != given.plan.config]
+    best = given.question.fastest(given.ledger, others, given.plan.cluster, must_fit=True)
+    return None if best is None else _alternative(given, "the best other config", _config(best[1]), best[0])
+
+
+def _config(stages: Sequence[Candidate]) -> str:
+    return config_of(tuple(stage.replicas for stage in stages))
 
 
 def _others(given: GivenPlan) -> list[Sequence[Candidate]]:

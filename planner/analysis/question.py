@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -66,24 +65,21 @@ class Question:
         microbatches = self.microbatches_on(cluster)
         return simulated_price(ledger, stages, cluster, cost, self.depth, self.schedule, microbatches)
 
-    def fastest(self, ledger: Ledger, options: Iterable[Sequence[Candidate]], cluster: Cluster) -> list[Candidate]:
-        """Return the fastest of several lists of stages; there must be one."""
-        best: Sequence[Candidate] = ()
-        best_s = math.inf
-        for bound_s, stages in self.by_formula(ledger, options, cluster):
-            if bound_s >= best_s:
+    def fastest(
+        self, ledger: Ledger, options: Iterable[Sequence[Candidate]], cluster: Cluster, *, must_fit: bool = False
+    ) -> tuple[float, Sequence[Candidate]] | None:
+        """Return the fastest of several lists of stages with its seconds per minibatch; None if none fits."""
+        best: tuple[float, Sequence[Candidate]] | None = None
+        bounds = [(self.formula(ledger, stages, cluster).seconds_per_minibatch, stages) for stages in options]
+        for bound_s, stages in sorted(bounds, key=lambda bound: bound[0]):
+            if best is not None and bound_s >= best[0]:
                 break  # simulating can only add waiting time
-            seconds = self.price(ledger, stages, cluster).seconds_per_minibatch
-            if seconds < best_s:
-                best, best_s = stages, seconds
-        return list(best)
-
-    def by_formula(
-        self, ledger: Ledger, options: Iterable[Sequence[Candidate]], cluster: Cluster
-    ) -> list[tuple[float, Sequence[Candidate]]]:
-        """Sort lists of stages by their seconds per minibatch under the cost model, the fastest first."""
-        priced = [(self.formula(ledger, stages, cluster).seconds_per_minibatch, stages) for stages in options]
-        return sorted(priced, key=lambda option: option[0])
+            cost = self.price(ledger, stages, cluster)
+            if must_fit and not fits(cost, cluster):
+                continue
+            if best is None or cost.seconds_per_minibatch < best[0]:
+                best = cost.seconds_per_minibatch, stages
+        return best
 
     def formula(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
         """Price these stages by the cost model, without simulating."""
@@ -96,3 +92,9 @@ class Question:
             microbatches=self.microbatches_on(cluster),
             chunks=self.schedule.fixed_chunks or self.chunks,
         )
+
+
+def fits(cost: Price, cluster: Cluster) -> bool:
+    """Return whether every stage fits the memory of a GPU."""
+    limit = cluster.memory_bytes
+    return limit is None or all(memory.total_bytes <= limit for memory in cost.memory)

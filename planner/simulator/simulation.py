@@ -40,6 +40,7 @@ from planner.schedule.schedule import stream
 from planner.simulator.all_reduces import AllReduces
 from planner.simulator.communication import Communication
 from planner.simulator.pipeline_costs import PipelineCosts
+from planner.simulator.steady import Completions
 
 # A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
 _Message = tuple[int, int, int, int, int, int, int]
@@ -57,8 +58,7 @@ class Simulation:
     """One run of a pipeline. `events` is filled if it is a list.
 
     Attributes:
-        backward_ends_s: per stage, the ends of its backwards in the order in which they came.
-        last_forward_s: per stage, the end of its last forward.
+        completed: when each stage finished its units so far.
         executed: number of instructions so far.
         communication: with the links, and what they carried.
     """
@@ -66,8 +66,14 @@ class Simulation:
     def __init__(self, costs: PipelineCosts, minibatches: int, events: list[Event] | None = None) -> None:
         self.shape, self.stages, self.events = costs.shape, costs.stages, events
         self.communication = Communication(costs, self._arrive, self._finish_part)
-        self.backward_ends_s: list[list[float]] = [[] for _ in costs.stages]
-        self.last_forward_s = [0.0] * len(costs.stages)
+        self.completed = Completions(
+            replicas=[len(ranks) for ranks in self.shape.ranks],
+            microbatches=self.shape.microbatches,
+            accumulate=self.shape.accumulate,
+            asynchronous=self.shape.asynchronous,
+            ends_s=[[] for _ in costs.stages],
+            last_forward_s=[0.0] * len(costs.stages),
+        )
         self.executed = 0
         self._streams: dict[int, Iterator[Instruction]] = {
             rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
@@ -95,8 +101,8 @@ class Simulation:
             # At equal times the network goes first: a message that ends now is there for a worker that looks now.
             if ready and ready[0][0] < network_s:
                 self._step()
-                if enough is not None and len(self.backward_ends_s[0]) > backwards:
-                    backwards = len(self.backward_ends_s[0])
+                if enough is not None and len(self.completed.ends_s[0]) > backwards:
+                    backwards = len(self.completed.ends_s[0])
                     if enough():
                         return True
             elif math.isinf(network_s):
@@ -130,7 +136,8 @@ class Simulation:
         match instruction:
             case Forward(stage=stage, unit=unit):
                 self._compute(rank, "forward", stage, unit, self.stages[stage].forward_s)
-                self.last_forward_s[stage] = max(self.last_forward_s[stage], self._clock[rank])
+                last_s = self.completed.last_forward_s
+                last_s[stage] = max(last_s[stage], self._clock[rank])
             case Backward():
                 self._backward(rank, instruction)
             case BackwardInput():
@@ -165,7 +172,7 @@ class Simulation:
         if backward.last_of_round and self._all_reduces.replicated(stage):
             self._join(rank, stage, self._clock[rank], seconds)
         self._compute(rank, "backward", stage, backward.unit, seconds)
-        self.backward_ends_s[stage].append(self._clock[rank])
+        self.completed.ends_s[stage].append(self._clock[rank])
 
     def _backward_input(self, rank: int, backward: BackwardInput) -> None:
         stage, costs = backward.stage, self.stages[backward.stage]
@@ -180,7 +187,7 @@ class Simulation:
             start_s = self._clock[rank] + costs.backward_weight_s - costs.backward_s
             self._join(rank, stage, start_s, costs.backward_s + accumulate_s)
         self._compute(rank, "backward_weight", stage, backward.unit, costs.backward_weight_s + accumulate_s)
-        self.backward_ends_s[stage].append(self._clock[rank])
+        self.completed.ends_s[stage].append(self._clock[rank])
 
     def _recompute(self, rank: int, backward: Backward | BackwardInput) -> None:
         if seconds := self.stages[backward.stage].recompute_s:

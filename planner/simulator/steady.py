@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 PERIODS = 4  # of the round-robin over replicas, after which a pipeline may repeat itself
@@ -19,19 +19,20 @@ class Completions:
     """When the stages of a run finished their units: microbatches, or minibatches that are not divided.
 
     Attributes:
-        ends_s: per stage, the ends of its backwards, ascending.
-        last_forward_s: per stage, the end of its last forward, after which an asynchronous pipeline drains; None for
-            synchronous schedules, which drain in every minibatch.
         replicas: per stage.
         microbatches: per minibatch.
         accumulate: minibatches per replica between two updates, under 1f1b.
+        asynchronous: whether the pipeline drains only at the end of the run, and not in every minibatch.
+        ends_s: per stage, the ends of its backwards.
+        last_forward_s: per stage, the end of its last forward, after which an asynchronous pipeline drains.
     """
 
-    ends_s: Sequence[Sequence[float]]
-    last_forward_s: Sequence[float] | None
     replicas: Sequence[int]
     microbatches: int
-    accumulate: int = 1
+    accumulate: int
+    asynchronous: bool
+    ends_s: list[list[float]]
+    last_forward_s: list[float]
 
     @cached_property
     def period(self) -> int:
@@ -54,6 +55,8 @@ def steady_state(completed: Completions, minibatches: int) -> Steady | None:
     The slowest stage sets the pace: in a short run others may still be working off what piled up before them, and seem
     faster. If the whole run repeats itself, the pace is exact; otherwise it is the mean between two completions.
     """
+    # Replicas finish in turn, but not always in order.
+    completed = replace(completed, ends_s=[sorted(ends) for ends in completed.ends_s])
     period = completed.period
     if completed.microbatches == 1 and 8 * period > minibatches:
         # Replicas of different numbers have a long common period. The longest round is a good approximation.
@@ -61,8 +64,7 @@ def steady_state(completed: Completions, minibatches: int) -> Steady | None:
     slowest: Steady | None = None
     lasts = []
     for stage, ends in enumerate(completed.ends_s):
-        before_drain = completed.last_forward_s
-        count = len(ends) if before_drain is None else bisect_right(ends, before_drain[stage])
+        count = bisect_right(ends, completed.last_forward_s[stage]) if completed.asynchronous else len(ends)
         first, last = steady_range(count, period)
         lasts.append(last)
         if first < last:

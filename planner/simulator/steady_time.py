@@ -8,7 +8,7 @@ from collections.abc import Callable
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.simulation import Simulation
-from planner.simulator.steady import Completions, repeating_s, steady_state
+from planner.simulator.steady import repeating_s, steady_state
 
 Stop = Callable[[int], bool]  # whether to end a simulation after this many instructions
 
@@ -39,21 +39,8 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None) -> float | None:
         stop(simulation.executed)
     if not finished:
         return math.inf
-    steady = steady_state(completions(simulation), minibatches)
+    steady = steady_state(simulation.completed, minibatches)
     return simulation.latest_s / minibatches if steady is None else steady.seconds_per_minibatch
-
-
-def completions(simulation: Simulation) -> Completions:
-    """Return when the stages of a finished simulation completed their units."""
-    shape = simulation.shape
-    return Completions(
-        # Replicas finish in turn, but not always in order.
-        ends_s=[sorted(ends) for ends in simulation.backward_ends_s],
-        last_forward_s=simulation.last_forward_s if shape.asynchronous else None,
-        replicas=[len(ranks) for ranks in shape.ranks],
-        microbatches=shape.microbatches,
-        accumulate=shape.accumulate,
-    )
 
 
 class _Watch:
@@ -63,12 +50,9 @@ class _Watch:
     """
 
     def __init__(self, simulation: Simulation, stop: Stop | None) -> None:
-        shape = simulation.shape
-        self._simulation, self._stop = simulation, stop
-        replicas = [len(ranks) for ranks in shape.ranks]
-        # The simulation appends to `backward_ends_s` while it runs.
-        self._completed = Completions(simulation.backward_ends_s, None, replicas, shape.microbatches, shape.accumulate)
-        self._from = 2 * shape.in_flight(0) * replicas[0] if shape.asynchronous else math.inf
+        shape, completed = simulation.shape, simulation.completed
+        self._simulation, self._completed, self._stop = simulation, completed, stop
+        self._from = 2 * shape.in_flight(0) * completed.replicas[0] if shape.asynchronous else math.inf
         self.seconds_per_unit: float | None = None
         self.stopped = False
 

@@ -100,7 +100,7 @@ def summarize(timeline: Timeline) -> Summary:
         schedule=timeline.schedule,
         minibatches=count,
         seconds=span,
-        start_up_s=table.first_through(),
+        start_up_s=min(table.completions(0), default=0.0),
         drain_s=span - table.last_forward(),
         steady=steady is not None,
         steady_from_s=start,
@@ -146,14 +146,10 @@ class _Table:
         counted = np.bincount(self.lane * size + self.row, inside, len(LANE_NAMES) * size)
         return np.asarray(counted.reshape(len(LANE_NAMES), size))
 
-    def completions(self, stage: int) -> Floats:
-        """List when a stage finished its units, in order."""
-        return np.sort(self.end_s[self.ends & (self.stage == stage)])
-
-    def first_through(self) -> float:
-        """Return when the first stage finished its first unit."""
-        through = self.end_s[self.ends & (self.stage == 0)]
-        return float(through.min()) if len(through) else 0.0
+    def completions(self, stage: int) -> list[float]:
+        """List when a stage finished its units."""
+        found: list[float] = self.end_s[self.ends & (self.stage == stage)].tolist()
+        return found
 
     def last_forward(self, stage: int = 0) -> float:
         """Return when a stage ended its last forward."""
@@ -163,11 +159,12 @@ class _Table:
 def _steady(timeline: Timeline, table: _Table) -> Steady | None:
     stages = range(len(timeline.ranks))
     completed = Completions(
-        ends_s=[table.completions(stage).tolist() for stage in stages],
-        last_forward_s=[table.last_forward(stage) for stage in stages] if timeline.schedule.asynchronous else None,
         replicas=[len(ranks) for ranks in timeline.ranks],
         microbatches=timeline.microbatches,
         accumulate=timeline.accumulate,
+        asynchronous=timeline.schedule.asynchronous,
+        ends_s=[table.completions(stage) for stage in stages],
+        last_forward_s=[table.last_forward(stage) for stage in stages],
     )
     return steady_state(completed, table.minibatches)
 

@@ -11,7 +11,6 @@ from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
 from planner.simulator.steady import steady_state
-from planner.simulator.steady_time import completions
 
 BYTES_PER_S = 10**12
 
@@ -65,11 +64,10 @@ def simulate_costs(costs: PipelineCosts, minibatches: int) -> Outcome:
     """Run so many minibatches; the pace is that of the steady state if there is one."""
     simulation = Simulation(costs, minibatches)
     finished = simulation.run()
-    completed = completions(simulation)
-    ends_s = tuple(completed.ends_s[-1])
+    ends_s = tuple(sorted(simulation.completed.ends_s[-1]))
     if not finished:
         return Outcome(True, ends_s, math.inf)
-    steady = steady_state(completed, minibatches)
+    steady = steady_state(simulation.completed, minibatches)
     pace_s = simulation.latest_s / minibatches if steady is None else steady.seconds_per_minibatch
     return Outcome(False, ends_s, pace_s)
 

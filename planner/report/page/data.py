@@ -81,19 +81,10 @@ def _memory(runs: Sequence[Timeline], workers: Sequence[int], digits: int) -> li
     strips = []
     for rank in workers:
         curves = [(run.source, curve) for run in runs for curve in run.memory if curve.rank == rank]
-        if curves:
-            strips.append(
-                {
-                    "rank": rank,
-                    "limit_bytes": curves[0][1].limit_bytes,
-                    "curves": [
-                        {
-                            "source": source,
-                            "time_s": [round(time_s, digits) for time_s in curve.time_s],
-                            "held_bytes": list(curve.held_bytes),
-                        }
-                        for source, curve in curves
-                    ],
-                }
-            )
+        drawn = [
+            {"source": source, "time_s": [round(s, digits) for s in curve.time_s], "held_bytes": list(curve.held_bytes)}
+            for source, curve in curves
+        ]
+        if drawn:
+            strips.append({"rank": rank, "limit_bytes": curves[0][1].limit_bytes, "curves": drawn})
     return strips

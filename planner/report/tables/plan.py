@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import Bottleneck, Plan, Stage
-from planner.report.tables.options import options_words
+from planner.formats.profile import Profile
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
@@ -97,6 +97,13 @@ def ranks_line(stage: Stage) -> str:
     ranks = stage.ranks
     consecutive = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
+
+
+def options_words(record: Profile | Plan) -> str:
+    """List the options that are set: "autocast to bfloat16, channels-last, compiled"; empty without any."""
+    autocast = f"autocast to {record.autocast}" if record.autocast else None
+    words = (autocast, record.memory_format, "compiled" if record.compiled else None)
+    return ", ".join(word for word in words if word)
 
 
 def gpus(plan: Plan) -> str:

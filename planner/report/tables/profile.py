@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from planner.formats.profile import Compiled, Layer, Profile
-from planner.report.tables.options import options_words
+from planner.report.tables.plan import options_words
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes, format_seconds
 
