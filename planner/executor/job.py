@@ -1,4 +1,4 @@
-"""What a training run is asked to do, and what it reports. Both are plain records that travel as JSON."""
+"""The records of a training run, which travel as JSON: what to do, and what came of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from planner.executor.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 
-LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment: tells workers whose children they are
+LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: the process that launched them
 BaselineName = Literal["data-parallel"]
 
 
 class TrainingOptions(Record):
-    """How to train, beside what the plan and the model file say."""
+    """How to train; plan and model file say the rest."""
 
     drop_last: bool = False  # leave out the last, smaller minibatch of an epoch
     evaluate_every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None does not evaluate
@@ -24,22 +24,22 @@ class TrainingOptions(Record):
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
     tensorboard: str | None = None  # folder for TensorBoard
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
-    deferred_batch_norm: bool = False  # running statistics of whole minibatches, however these are divided
+    deferred_batch_norm: bool = False  # update running statistics once per minibatch, not per microbatch
 
 
 class RunOptions(Record):
-    """How a run is looked after; nothing here changes what is trained."""
+    """How to supervise a run; nothing here changes what is trained."""
 
-    hang_timeout_s: Annotated[float, Field(gt=0)] = HANG_TIMEOUT_S  # beyond the slowest instruction
+    hang_timeout_s: Annotated[float, Field(gt=0)] = HANG_TIMEOUT_S  # on top of the slowest instruction so far
     trace: str | None = None  # file for a Chrome trace of what the workers did
     trace_minibatches: tuple[int, int] | int = TRACE_MINIBATCHES  # [first, end), or the last ones of the run
     interface: str | None = None  # network interface to use; loopback on one host, else what torch finds
     max_restarts: Annotated[int, Field(ge=0)] = 0  # after failures, from the last complete checkpoint
-    stop_on_nan: bool = False  # end when a loss is no finite number
+    stop_on_nan: bool = False  # end when a loss is not finite
 
 
 class CheckpointOptions(Record):
-    """Which checkpoints to write, and which to go on from."""
+    """Which checkpoints to write, and which to resume from."""
 
     every: Annotated[int, Field(ge=1)] | None = None  # minibatches; None writes none
     folder: str = CHECKPOINT_FOLDER
@@ -48,11 +48,10 @@ class CheckpointOptions(Record):
 
 
 class Job(Record):
-    """One training run; every worker gets the same.
+    """One training run, the same on every worker.
 
-    Exactly one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison:
-    "data-parallel" with DistributedDataParallel on as many workers as the plan has, reducing gradients once per
-    minibatch where the plan divides these.
+    At most one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison: "data-parallel"
+    with DistributedDataParallel on as many workers, see `planner.executor.data_parallel`.
     """
 
     model: str  # "model.py" or "model.py:builder"
@@ -64,14 +63,19 @@ class Job(Record):
     run_options: RunOptions = RunOptions()
     baseline: BaselineName | None = None
     save_weights: str | None = None
-    defer_weights: bool = False  # each worker makes the weights of its own stage alone
+    defer_weights: bool = False  # each worker makes the weights of its own stages only
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
-    predicted_samples_per_s: float | None = None  # where that is not the plan's, because of an option
-    run: str = ""  # tells runs apart; all starts of a run have the same
+    predicted_samples_per_s: float | None = None  # set if an option makes it differ from the plan's
+    run: str = ""  # identifies the run; the same for all its restarts
     started_again: bool = False  # after a failure
     result_path: str | None = None  # where rank 0 leaves the result for the launching process
-    failure_folder: str | None = None  # where a failing worker leaves its reason, and all of them what they do
+    failure_folder: str | None = None  # for the launching process: why a worker failed, and what each one does
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are scaled: the gradients of unscaled ones underflow in float16."""
+        return self.plan.autocast == "float16"
 
 
 class WorkerReport(Record):
@@ -80,58 +84,57 @@ class WorkerReport(Record):
     rank: int
     stage: int
     busy_share: float  # of the steady state, spent in forward, backward and update
-    samples_per_s: float  # in steady state, this replica's share
+    samples_per_s: float  # in steady state, through this replica
     peak_memory_bytes: int
     predicted_memory_bytes: int
     weight_versions: int
 
 
 class Loss(Record):
-    """Loss of one minibatch, before the update it caused; None where it is no finite number, which JSON cannot say."""
+    """Loss of one minibatch, before its update; None if it is not finite, which JSON cannot say."""
 
     minibatch: int
     loss: float | None
 
 
 class Evaluation(Record):
-    """Means over the samples of evaluation_dataset(); None where they are no finite numbers."""
+    """Means over the samples of evaluation_dataset(); None if they are not finite."""
 
-    minibatch: int  # minibatches trained until then
+    minibatch: int  # minibatches trained before
     samples: int
     loss: float | None
-    metrics: Mapping[str, float | None] = Field(default_factory=dict)  # what metrics(output, target) says
+    metrics: Mapping[str, float | None] = Field(default_factory=dict)  # from metrics(output, target)
 
 
 class TrainResult(Record):
-    """What a run measured, beside what the plan predicted.
+    """What a run measured, and what the plan predicted.
 
-    Where workers were started again, losses and evaluations are those of the whole run, and what is measured is since
-    the last start.
+    If workers were restarted, losses and evaluations are of the whole run, and measurements since the last restart.
     """
 
     config: str
     schedule: str  # the plan's schedule, or "data-parallel"
     workers: int
     minibatches: int  # trained in this run
-    first_minibatch: int = 0  # those before it were trained in earlier runs, or before the last restart
+    first_minibatch: int = 0  # earlier ones were trained by earlier runs, or before the last restart
     minibatch_size: int
     samples: int
     seconds: float  # the whole run, start-up and drain included
     samples_per_s: float  # steady state
     predicted_samples_per_s: float | None
-    random_data: bool  # no dataset(): batches are random, the loss means nothing
+    random_data: bool  # without dataset() batches are random, and losses mean nothing
     losses: tuple[Loss, ...]
     evaluations: tuple[Evaluation, ...] = ()
     reports: tuple[WorkerReport, ...]
     saved_weights: str | None = None
     resumed_from: str | None = None  # checkpoint
-    restarts: tuple[str, ...] = ()  # why the workers were started again
+    restarts: tuple[str, ...] = ()  # why the workers were restarted, each time
     checkpoint: str | None = None  # the newest that this run wrote
-    checkpoint_s: float = 0.0  # seconds in which worker 0 wrote checkpoints or waited for their other parts
+    checkpoint_s: float = 0.0  # seconds that worker 0 spent on checkpoints, waiting for the other workers included
 
 
 class Failure(Record):
-    """Why a worker ended: left in a file for the launching process."""
+    """Why a worker failed; left in a file for the launching process."""
 
     rank: int
     stage: int | None
@@ -140,5 +143,5 @@ class Failure(Record):
     hint: str
     exit_code: int
     traceback: str = ""
-    again: bool = True  # whether starting once more may help
-    consequence: bool  # a lost connection or the like: another worker failed first
+    again: bool = True  # whether a restart may help
+    consequence: bool  # whether another worker failed first, as a lost connection tells

@@ -1,4 +1,4 @@
-"""Starting the workers on this host through torchrun's own launcher, and saying why one failed."""
+"""Start the workers on this host through torchrun's launcher, and say why one failed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ from planner.executor.health.local_watch import LocalWatch
 from planner.executor.job import LAUNCHER_VARIABLE, Job, TrainResult
 from planner.formats.files import save_record
 
-SHUTDOWN_S = "10"  # seconds, from SIGTERM to SIGKILL for the workers left when one has failed
-
-
+SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
 WORKER_MODULE = "planner.cli.worker"
 
 
 def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
-    """Run `job` on this host, one process per worker; start them again where `job` says so.
+    """Run `job` on this host, one process per worker, and restart them after failures if `job` allows it.
 
     Args:
         job: the run.
-        on_restart: told why, each time before the workers start again from the last complete checkpoint.
+        on_restart: is told why, before each restart from the last complete checkpoint.
 
     Returns:
-        What rank 0 measured since the last start, with the losses of the whole run.
+        What the run measured since the last restart, with the losses of the whole run.
 
     Raises:
         PlannerError: why the first worker failed; all others have ended by then.
@@ -59,16 +57,10 @@ def launch(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainRe
 
 
 def _run(job: Job) -> TrainResult:
-    """Start the workers once.
+    """Start the workers once, as `launch` does.
 
     Args:
         job: the run; its `result_path` and `failure_folder` are set here.
-
-    Returns:
-        What rank 0 measured.
-
-    Raises:
-        PlannerError: why the first worker failed; all others have ended by then.
     """
     interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", rendezvous.LOOPBACK).split(",")[0]
     address = rendezvous.address_of(interface)
@@ -100,7 +92,7 @@ def _run(job: Job) -> TrainResult:
                 error = explain(exit_codes, Path(folder), job)
                 raise error from error.__cause__
             except SignalException as cause:
-                # The launcher has ended the workers; Ctrl-C ends this process as it would any other.
+                # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
                 if cause.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
                 raise WorkerError(f"training was ended by {cause.sigval.name}") from None
@@ -113,8 +105,8 @@ def _run(job: Job) -> TrainResult:
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Keep the launcher's own log lines off the screen: `launch` says what happened in one sentence."""
-    # Some of them have a level of their own, so their common parent's does not reach them.
+    """Silence torchrun's log: `launch` says in one sentence what happened."""
+    # Some of its loggers have a level of their own, which their parent's does not override.
     loggers = [
         logger
         for name, logger in logging.root.manager.loggerDict.items()
@@ -132,7 +124,7 @@ def _quiet_launcher() -> Iterator[None]:
 
 @contextmanager
 def _environment(interface: str) -> Iterator[None]:
-    """Environment of the workers, inherited from this process: one interface, and one thread unless asked."""
+    """Set the environment that the workers inherit: one network interface, and one thread unless it says otherwise."""
     wanted = dict.fromkeys(rendezvous.VARIABLES, interface)
     wanted[LAUNCHER_VARIABLE] = str(os.getpid())
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S}

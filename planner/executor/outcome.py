@@ -1,8 +1,8 @@
-"""What a run came to: each worker's report, and all of them on rank 0."""
+"""Summarise a run: each worker's report, and the result of all of them on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,42 +10,32 @@ import torch
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
-from planner.executor.job import Evaluation, Job, Loss, TrainResult, WorkerReport
+from planner.executor.job import Evaluation, Loss, TrainResult, WorkerReport
 from planner.executor.observe.measure import steady_state
 from planner.executor.observe.run_log import Past
-from planner.executor.run.data import BatchSource
-from planner.executor.run.replica import StageReplica
-from planner.executor.run.worker import Worker, WorkerLog
-from planner.formats.plan import Plan
+from planner.executor.run.context import Context, PipelineContext
+from planner.executor.run.worker import PipelineWorker, WorkerLog
 from planner.schedule.instructions import Unit
-from planner.schedule.schedule import PipelineShape
 
 
-def report_of(
-    plan: Plan,
-    shape: PipelineShape,
-    rank: int,
-    worker: Worker,
-    stages: Mapping[int, StageReplica],
-    peak_memory_bytes: int,
-) -> WorkerReport:
-    """What the worker `rank` measured of its `stages`."""
+def report_of(context: PipelineContext, worker: PipelineWorker, peak_memory_bytes: int) -> WorkerReport:
+    """Summarise what this worker measured of its stages."""
+    plan, shape, stages = context.plan, context.shape, worker.stages
     depth, first = shape.in_flight(0), min(stages)
     units = [Unit(0, microbatch) for microbatch in range(plan.microbatches)]
-    mine = sum(shape.rank_of(stage, unit) == rank for stage in stages for unit in units)
+    mine = sum(shape.rank_of(stage, unit) == context.rank for stage in stages for unit in units)
     steady = steady_state(
         worker.log.completions,
         start_up=2 * depth * len(stages),
         drain=depth * len(stages) if shape.asynchronous else 0,
         per_round=shape.accumulate if plan.schedule.stashes else mine,
     )
-    assert plan.microbatch_size is not None
     return WorkerReport(
-        rank=rank,
+        rank=context.rank,
         stage=first,
         busy_share=steady.busy_share,
         # Backwards of all the worker's stages are counted, and each unit has one in every stage.
-        samples_per_s=steady.units_per_s * plan.microbatch_size / len(stages),
+        samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
         peak_memory_bytes=peak_memory_bytes,
         predicted_memory_bytes=plan.memory_bytes(first),
         weight_versions=max(replica.versions.most_versions for replica in stages.values()),
@@ -54,30 +44,29 @@ def report_of(
 
 @dataclass(frozen=True)
 class Gathered:
-    """What all workers have to tell, on rank 0."""
+    """What all workers report, on rank 0."""
 
     reports: tuple[WorkerReport, ...]
     losses: tuple[Loss, ...]
     evaluations: tuple[Evaluation, ...]
 
     def result(
-        self, job: Job, data: BatchSource, first: int, seconds: float, checkpointer: Checkpointer | None
+        self, context: Context, first: int, seconds: float, checkpointer: Checkpointer | None = None
     ) -> TrainResult:
-        """The result of a run that was started at minibatch `first` and took `seconds` from there."""
-        plan, minibatches = job.plan, data.minibatches(job.steps, job.epochs)
+        """Return the result of a run that began at minibatch `first` and took `seconds` from there."""
+        job, plan, data = context.job, context.plan, context.data
         past = Past() if checkpointer is None else checkpointer.past
-        assert plan.microbatch_size is not None
-        last = plan.stages[-1].ranks
         return TrainResult(
             config=plan.config,
             schedule=plan.schedule.name,
             workers=len(self.reports),
-            minibatches=minibatches - first,
+            minibatches=context.minibatches - first,
             first_minibatch=first,
-            minibatch_size=plan.microbatch_size * plan.microbatches,
-            samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, minibatches)),
+            minibatch_size=context.minibatch_size,
+            samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)),
             seconds=seconds,
-            samples_per_s=sum(report.samples_per_s for report in self.reports if report.rank in last),
+            # Every sample passes the last stage once.
+            samples_per_s=sum(self.reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
             predicted_samples_per_s=job.predicted_samples_per_s or plan.predicted.samples_per_s,
             random_data=data.random,
             losses=(*past.losses, *self.losses),
@@ -93,7 +82,7 @@ class Gathered:
 def gather(
     report: WorkerReport, log: WorkerLog, evaluations: Sequence[Evaluation], wire: torch.device
 ) -> Gathered | None:
-    """Everything on rank 0, None elsewhere; all workers call it."""
+    """Gather what all workers report on rank 0, which returns it; None elsewhere. All workers call it."""
     reports = gather_bytes(report.model_dump_json().encode(), wire)
     losses = gather_bytes(encode_losses(log.losses), wire)
     lines = "\n".join(evaluation.model_dump_json() for evaluation in evaluations)

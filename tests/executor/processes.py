@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from planner.executor.job import Job, TrainResult
+from planner.executor.run.context import pipeline_context
 from planner.executor.run.setup import CPU, join_group
-from planner.executor.run.train import TrainingRun
+from planner.executor.run.train import train
 from planner.model.spec import load_model_file
 
 TIMEOUT_S = 240
@@ -46,11 +47,11 @@ def _worker(paths: Sequence[str]) -> None:
     joined = False
     for path in paths:
         job = Job.model_validate_json(Path(path).read_text("utf-8"))
-        run = TrainingRun(job, load_model_file(job.model), CPU)
+        context = pipeline_context(job, load_model_file(job.model), CPU)
         if not joined:
             join_group(CPU)
             joined = True
-        result = run.run(None)
+        result = train(context)
         if result is not None:
             Path(f"{path}.result").write_text(result.model_dump_json(), encoding="utf-8")
     torch.distributed.destroy_process_group()

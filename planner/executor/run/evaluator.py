@@ -1,17 +1,17 @@
-"""Evaluation between updates: the evaluation data passes forward through the pipeline, with the weights of that moment.
+"""Evaluate between updates: the evaluation data passes forward through the pipeline, with the newest weights.
 
-Every stage stops after its update of the same minibatch, so all evaluate what has seen the same data; the stages'
-streams go on afterwards as if nothing had been: what is between forward and backward stays so, and no weight is used
-for another minibatch than without evaluation. Messages have process groups of their own, because receives of training
-are posted ahead.
+Every stage stops after its update of the same minibatch, so the weights of all stages have seen the same data. Training
+then continues where it stopped: units in flight stay in flight, and every minibatch uses the weights that it would have
+used without evaluation. Messages have process groups of their own, because training has already posted receives on its
+groups.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,12 @@ from torch import Tensor
 from planner.executor.communication.collect import gather_bytes
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import LinkGroups, Links, SendLimits
-from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation
+from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches
-from planner.executor.run.setup import Place
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
-from planner.model.spec import TrainingSpec
-from planner.model.stage.evaluation import EvaluationStages
-from planner.model.stage.stage import StageModule
+from planner.model.stage.evaluation import EvaluationStages, separate_buffers, share_buffers
 from planner.schedule.instructions import (
     Forward,
     Instruction,
@@ -40,109 +37,80 @@ from planner.schedule.instructions import (
 from planner.schedule.parts.evaluation import evaluation_stream, group_size
 from planner.schedule.schedule import Channel, PipelineShape
 
-NewGroup = Callable[[Iterable[int] | None], dist.ProcessGroup]
-
-
-@dataclass(frozen=True)
-class ReplicatedBuffers:
-    """Buffers of a replicated stage in evaluation, such as BatchNorm's statistics, of which each replica has its own.
-
-    All evaluate with those of the first replica: they are what is saved, so the result is that of the saved model.
-
-    Args:
-        module: the stage in evaluation; on the first replica with training's buffers, elsewhere with others.
-        first: rank of the first replica.
-        group: the replicas.
-    """
-
-    module: StageModule
-    first: int
-    group: dist.ProcessGroup
-
-    def fetch(self) -> None:
-        """Take over the first replica's; all replicas call it."""
-        for _, buffer in sorted(self.module.named_buffers()):
-            dist.broadcast(buffer, self.first, self.group)
-
 
 class Evaluator:
-    """One worker's part of the evaluations of a run.
+    """One worker's part of the evaluations of a run; all workers make one together, because it makes process groups.
 
     Args:
-        stages: of the evaluation graph, those of this worker among them.
-        spec: for metrics(output, target).
-        data: what to evaluate on.
-        shape: of training's pipeline.
-        rank: this worker's.
-        place: where it computes.
-        new_group: makes a process group; all workers make an evaluator at the same time.
-        heartbeat: where the worker tells what it does.
-        buffers: of this worker's replicated stages.
+        context: of this worker; `evaluation` has its stages.
+        replicas: by stage, the process group of this worker's replicated stages.
     """
 
-    def __init__(
-        self,
-        stages: EvaluationStages,
-        spec: TrainingSpec,
-        data: EvaluationBatches,
-        shape: PipelineShape,
-        rank: int,
-        place: Place,
-        new_group: NewGroup,
-        heartbeat: Heartbeat,
-        buffers: Sequence[ReplicatedBuffers] = (),
-    ) -> None:
-        self._stages = stages
-        self._spec = spec
-        self._data = data
-        self._rank = rank
-        self._heartbeat = heartbeat
-        self._buffers = buffers
-        self._place = place
-        channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(stages.transfers))
-        self._shape = replace(shape, channels=channels)
-        self._groups = LinkGroups.create(self._shape, new_group, tags=place.backend == "gloo")
-        self._last_ranks = shape.ranks[stages.last]
-        self._last_group = new_group(self._last_ranks)
-        self._layouts = Layouts(stages.transfers, {}, data.size, with_scale=False)
+    def __init__(self, context: PipelineContext, replicas: Mapping[int, dist.ProcessGroup]) -> None:
+        assert context.evaluation is not None
+        self._context = context
+        self._stages = context.evaluation
+        self._replicas = replicas
+        _move(context, self._stages)
+        fixed = self._stages.graph.batch_size
+        self._data = EvaluationBatches(
+            context.spec.evaluation_dataset(), fixed or context.microbatch_size, drop_last=fixed is not None
+        )
+        channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
+        self._shape = replace(context.shape, channels=channels)
+        self._groups = LinkGroups.create(self._shape, context.new_group, tags=context.place.backend == "gloo")
+        self._last_ranks = self._shape.ranks[self._stages.last]
+        self._last_group = context.new_group(self._last_ranks)
+        self._layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
         self.done: list[Evaluation] = []  # on the first replica of the last stage
 
-    @property
-    def reports(self) -> bool:
-        """Whether this worker gets the results."""
-        return self._rank == self._last_ranks[0]
-
     def run(self, minibatch: int) -> Evaluation | None:
-        """Evaluate after `minibatch` minibatches; the result on the worker that `reports`."""
+        """Evaluate after `minibatch` minibatches.
+
+        Returns:
+            The result on the first replica of the last stage, None elsewhere.
+        """
         totals: dict[str, float] = {}
-        self._heartbeat.enter("preparing to evaluate", meeting=True)
-        for buffers in self._buffers:
-            buffers.fetch()
+        self._context.heartbeat.enter("preparing to evaluate", meeting=True)
+        self._fetch_buffers()
         with torch.no_grad(), torch.random.fork_rng(devices=self._cuda_devices()):
             for unit, batch, results, known in self._forwards():
                 if "loss" in results:
                     self._add(totals, unit, batch, results["loss"], known)
         return self._merge(minibatch, totals)
 
+    def _fetch_buffers(self) -> None:
+        """Copy the first replica's buffers, such as BatchNorm's statistics, which differ between replicas.
+
+        The first replica's are those that are saved, so the saved model has the results of this evaluation.
+        """
+        for number, module in self._stages.modules.items():
+            for _, buffer in sorted(module.named_buffers()) if number in self._replicas else ():
+                dist.broadcast(buffer, self._shape.ranks[number][0], self._replicas[number])
+
     def _forwards(self) -> Iterator[tuple[Unit, Batch | None, Mapping[str, Tensor], Mapping[str, Tensor]]]:
-        """Run this worker's stream; yields what each forward took and returned, and all values known at its stage."""
+        """Run this worker's stream.
+
+        Yields, for each forward: its unit, its batch if the stage reads one, its results, and all values that its stage
+        has received or made.
+        """
         links = Links(
             self._groups,
-            lambda: evaluation_stream(self._shape, self._rank, self._data.batches),
+            lambda: evaluation_stream(self._shape, self._context.rank, self._data.batches),
             self._layouts.of,
             SendLimits(2 * group_size(self._shape)),
-            self._place,
+            self._context.place,
         )
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
-        for instruction in evaluation_stream(self._shape, self._rank, self._data.batches):
+        for instruction in evaluation_stream(self._shape, self._context.rank, self._data.batches):
             assert isinstance(instruction, (ReceiveActivation, Forward, SendActivation))
-            self._heartbeat.begin(instruction, evaluating=True)
+            self._context.heartbeat.begin(instruction, evaluating=True)
             values = known.setdefault((instruction.stage, instruction.unit), {})
             match instruction:
                 case ReceiveActivation():
                     values.update(links.receive(instruction))
                 case Forward(stage=stage, unit=unit):
-                    # The one before is sent: its values are not needed any more.
+                    # The values of the unit before have been sent: free them.
                     for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
                         del known[key]
                     batch = self._batch(stage, unit)
@@ -155,16 +123,16 @@ class Evaluator:
         links.drain()
 
     def _batch(self, stage: int, unit: Unit) -> Batch | None:
-        """The samples, where the stage's layers or metrics(output, target) read them."""
+        """Return the samples, if the stage's layers or metrics(output, target) read them."""
         module = self._stages.modules.get(stage)
         needed = (module is not None and module.needs_batch) or (
-            stage == self._stages.last and self._spec.defines("metrics")
+            stage == self._stages.last and self._context.spec.defines("metrics")
         )
-        return self._data.batch(unit).to(self._place.compute) if needed else None
+        return self._data.batch(unit).to(self._context.place.compute) if needed else None
 
     def _forward(self, stage: int, batch: Batch | None, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         module = self._stages.modules.get(stage)
-        if module is None:  # all its layers are for training only
+        if module is None:  # all of the stage's layers are for training only
             return {}
         results: dict[str, Tensor] = module(batch, values)
         return results
@@ -174,19 +142,19 @@ class Evaluator:
     ) -> None:
         samples = self._data.size(unit)
         found = {"loss": float(loss)}
-        if self._spec.defines("metrics"):
+        if self._context.spec.defines("metrics"):
             assert batch is not None
-            with autocasting(self._place.compute.type, self._stages.autocast):
-                found |= self._spec.metrics(self._stages.output(known, batch), batch.target)
+            with autocasting(self._context.place.compute.type, self._stages.autocast):
+                found |= self._context.spec.metrics(self._stages.output(known, batch), batch.target)
         for name, value in found.items():
             totals[name] = totals.get(name, 0.0) + value * samples
 
     def _merge(self, minibatch: int, totals: dict[str, float]) -> Evaluation | None:
-        """Add up what the last stage's replicas have."""
-        if self._rank not in self._last_ranks:
+        """Gather the sums of the last stage's replicas on the first of them, which returns the means."""
+        if self._context.rank not in self._last_ranks:
             return None
         content = json.dumps(totals).encode()
-        parts = gather_bytes(content, self._place.wire, self._last_group, self._last_ranks)
+        parts = gather_bytes(content, self._context.place.wire, self._last_group, self._last_ranks)
         if not parts:
             return None
         sums: dict[str, float] = {}
@@ -199,13 +167,25 @@ class Evaluator:
         return evaluation
 
     def _cuda_devices(self) -> list[torch.device]:
-        return [self._place.compute] if self._place.compute.type == "cuda" else []
+        return [self._context.place.compute] if self._context.place.compute.type == "cuda" else []
+
+
+def _move(context: PipelineContext, stages: EvaluationStages) -> None:
+    """Move the stages to where this worker computes, with training's buffers on first replicas."""
+    for number, module in stages.modules.items():
+        module.to(context.place.compute)
+        if context.is_first_replica(number):
+            # Moving a module may replace its buffers, which cuts the tie to those of training.
+            share_buffers(module, context.stages[number].module)
+        else:
+            separate_buffers(module)
 
 
 def evaluation_points(shape: PipelineShape, first: int, last: int, every: int) -> list[int]:
-    """Minibatches after which to evaluate between `first` (exclusive) and `last`, where the pipeline is drained.
+    """Return the minibatches after which to evaluate, between `first` (exclusive) and `last`.
 
-    Every `every` minibatches of the run, or as soon after as all stages end a round at once; and at `last`.
+    They are the multiples of `every` in the run, each moved on to where all stages end a round, or to `last`, where the
+    pipeline drains.
     """
     period = math.lcm(*(shape.minibatches_per_update(stage) for stage in range(len(shape.ranks))))
     due = range((first // every + 1) * every, last + 1, every)
@@ -213,7 +193,7 @@ def evaluation_points(shape: PipelineShape, first: int, last: int, every: int) -
 
 
 def until_updated(instructions: Iterator[Instruction], updates: Mapping[int, int]) -> Iterator[Instruction]:
-    """Pass `instructions` on until each of a worker's stages has had so many more updates."""
+    """Yield from `instructions` until each of a worker's stages has had so many more updates."""
     left = {stage: count for stage, count in updates.items() if count}
     while left:
         instruction = next(instructions)

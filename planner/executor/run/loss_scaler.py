@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: float16 has no small numbers, so gradients are computed of a loss that is made larger.
+"""Dynamic loss scaling: small gradients underflow in float16, so backward starts from a loss times a large factor.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are those of torch.amp.GradScaler.
 """
@@ -9,15 +9,15 @@ from typing import Any
 
 FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
-GROWTH_INTERVAL = 2000  # updates without an overflow, after which a larger scale is tried
-SCALE = "loss scale"  # under which a message of gradients says what theirs is; no operation's name has a space
+GROWTH_INTERVAL = 2000  # updates without an overflow before a larger scale is tried
+SCALE = "loss scale"  # the sender's scale, as a value of a message of gradients; no operation's name has a space
 
 
 class LossScaler:
-    """The factor on the loss of one stage's gradients: a power of two, so that it comes off again exactly.
+    """The loss scale of one stage: a power of two, so that unscaling is exact.
 
-    Each stage has one, the same on all its replicas. A gradient from a later stage with another scale is brought to
-    this one.
+    Every stage has its own, equal on all its replicas. Gradients from a later stage are rescaled to it when they
+    arrive.
     """
 
     def __init__(self, scale: float = FIRST_SCALE, growth_interval: int = GROWTH_INTERVAL) -> None:
@@ -26,7 +26,7 @@ class LossScaler:
         self._clean = 0  # updates since the last change
 
     def update(self, finite: bool) -> None:
-        """After the gradients of an update turned out `finite`, or not, in which case it is left out."""
+        """Adapt the scale after an update, whose gradients were all `finite`, or which was skipped."""
         self._clean = self._clean + 1 if finite else 0
         if not finite:
             self.scale *= BACKOFF
@@ -35,9 +35,9 @@ class LossScaler:
             self._clean = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return what a checkpoint keeps."""
         return {"scale": self.scale, "clean": self._clean}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Continue from what `state_dict` returned."""
         self.scale, self._clean = float(state_dict["scale"]), int(state_dict["clean"])

@@ -1,8 +1,8 @@
-"""The running statistics of deferred BatchNorms: updated with each update of the weights, by a whole minibatch's.
+"""Update the running statistics of deferred BatchNorms once per minibatch, with the update of its weights.
 
-A stage's forwards come minibatch by minibatch, but under 2bw those of the next minibatch begin before the update of
-this one. So what was gathered is put aside when another minibatch begins. The replicas of a stage gather what their own
-microbatches give, and add it up with the update: afterwards they have the same running statistics.
+Forwards of a stage come minibatch by minibatch, but under 2bw those of the next minibatch begin before the update for
+this one. So the statistics gathered so far are put aside when another minibatch begins. Each replica of a stage gathers
+them from its own microbatches; with the update all replicas combine theirs, and have equal running statistics again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from planner.model.stage.stage import StageModule
 
 
 class MinibatchStatistics:
-    """Those of one stage replica; nothing to do where the stage has no deferred BatchNorm.
+    """The statistics that one stage replica gathers; does nothing if the stage has no deferred BatchNorm.
 
     Args:
         stage: the layers, on their device.
-        replicas: of the stage; None without others.
+        replicas: process group of the stage's replicas; None for a single one.
     """
 
     def __init__(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> None:
@@ -31,25 +31,27 @@ class MinibatchStatistics:
         self._replicas = replicas
         self._norms = stage.deferred_norms
         self._current: int | None = None
-        self._gathered: dict[int, Tensor] = {}  # by minibatch: all norms' statistics, one behind the other
+        self._gathered: dict[int, Tensor] = {}  # by minibatch: `_packed` statistics
 
     def begin(self, minibatch: int) -> None:
-        """A forward of `minibatch` comes."""
+        """Prepare for a forward of `minibatch`."""
         if self._norms and minibatch != self._current:
             self._put_aside()
             self._current = minibatch
 
     def commit(self, minibatch: int) -> None:
-        """Update the running statistics by those of `minibatch`; all replicas of the stage call it."""
+        """Update the running statistics with those of `minibatch`; all replicas of the stage call it."""
         if not self._norms:
             return
         if minibatch == self._current:
             self._put_aside()
         gathered = self._gathered.pop(minibatch, None)
-        if gathered is None:  # all microbatches that came here were empty
+        if gathered is None:  # all of its microbatches on this replica were empty
             gathered = torch.zeros_like(_packed(self._norms))
         rows = [gathered]
         if self._replicas is not None:
+            # Statistics of two samples combine, but do not add. So all-reduce a table with a row per replica, zero in
+            # the others' rows; then all replicas combine the rows in the same order, to the same bits.
             table = gathered.new_zeros(dist.get_world_size(self._replicas), gathered.numel())
             table[dist.get_rank(self._replicas)] = gathered
             dist.all_reduce(table, group=self._replicas)
@@ -76,7 +78,7 @@ class MinibatchStatistics:
 
     def _update(self, running: RunningStatistics, minibatch: Statistics) -> None:
         values, mean, deviations = minibatch
-        ran = values > 0  # unless the model went around it for every microbatch
+        ran = values > 0  # false if the model skipped the layer in every microbatch
         counter = None if running.count is None else self._stage.get_buffer(running.count)
         if counter is not None:
             counter += ran
@@ -91,5 +93,5 @@ class MinibatchStatistics:
 
 
 def _packed(norms: Sequence[DeferredNorm]) -> Tensor:
-    """Counts, means and deviations one behind the other, in doubles, which hold all counts."""
+    """Concatenate counts, means and deviations, as float64, which holds every count exactly."""
     return torch.cat([value.reshape(-1).double() for norm in norms for value in norm.statistics])

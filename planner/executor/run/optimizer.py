@@ -1,15 +1,15 @@
-"""After the last backward of a round: gradients are clipped, and the optimizer of the user steps."""
+"""Update the parameters of a stage: unscale and clip the gradients of a round, and step the user's optimizer."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from planner.executor.run.loss_scaler import LossScaler
@@ -17,33 +17,39 @@ from planner.model.spec import TrainingSpec
 
 
 class StageOptimizer:
-    """The optimizer of one stage's parameters, with all that belongs to its steps.
+    """The user's optimizer for one stage's trained parameters, with its scheduler, loss scaler and clipping.
 
     Args:
-        parameters: of the stage, those that are trained.
-        optimizer: the user's; None where nothing is trained.
-        scheduler: of its learning rate.
-        learning_rate_factor: by which the rates of both are larger than the user's.
+        spec: makes the optimizer and the scheduler.
+        module: a stage, or the whole model.
+        learning_rate_factor: multiplies the learning rate of every group, before the scheduler sees it.
         clip_grad_norm: the largest norm of the gradients.
-        scaler: of the loss, for float16.
+        scale_loss: whether the loss is scaled, for float16.
+
+    Attributes:
+        parameters: those that are trained.
+        optimizer: None without `parameters`.
+        skipped: updates that were left out because a gradient was not finite.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        optimizer: Optimizer | None,
-        scheduler: LRScheduler | None = None,
+        spec: TrainingSpec,
+        module: nn.Module,
         *,
         learning_rate_factor: float = 1.0,
         clip_grad_norm: float | None = None,
-        scaler: LossScaler | None = None,
+        scale_loss: bool = False,
     ) -> None:
-        self.learning_rate_factor = learning_rate_factor
-        self.parameters = list(parameters)
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.scaler = scaler
-        self.skipped = 0  # updates left out because a gradient was no finite number
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.parameters = list(trained.values())
+        self.learning_rate_factor = learning_rate_factor if trained else 1.0
+        self.optimizer = spec.optimizer(trained) if trained else None
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["lr"] = group["lr"] * learning_rate_factor
+        self.scheduler = None if self.optimizer is None else spec.scheduler(self.optimizer)
+        self.scaler = LossScaler() if scale_loss else None
+        self.skipped = 0
         self._clip_grad_norm = clip_grad_norm
         self._overflow = False  # in a gradient that was sent on
         self._unscaled = False
@@ -55,12 +61,12 @@ class StageOptimizer:
         return {name: each for name, each in both.items() if each is not None}
 
     def note_sent(self, gradients: Iterable[Tensor]) -> None:
-        """A stage without parameters sees an overflow only in what it sends on."""
+        """Look for an overflow in `gradients`: a stage without parameters has no other gradients to find it in."""
         if self.scaler is not None and not self.parameters:
             self._overflow |= not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
     def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
-        """The square of the norm of all gradients, their scale taken off; infinite or no number after an overflow."""
+        """Unscale all gradients and return their squared norm; inf or nan after an overflow."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if self.scaler is not None and not self._unscaled and gradients:
             torch._foreach_mul_(gradients, 1 / self.scaler.scale)
@@ -70,14 +76,14 @@ class StageOptimizer:
         left_out = set(leave_out)
         counted = [parameter for parameter in self.parameters if parameter not in left_out]
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        # The float32 that the norm was is the exact root of this.
+        # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_ would use it.
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
 
     def step(self, squared_norm: float | None) -> None:
-        """Take the scale off the gradients, clip them, and step; or leave the step out where they overflowed.
+        """Unscale and clip the gradients, and step; after an overflow, skip the step.
 
         Args:
-            squared_norm: of the gradients that are clipped together; of this stage's own when None.
+            squared_norm: of all gradients that are clipped together; None for this stage's own.
         """
         if self.scaler is not None or self._clip_grad_norm is not None:
             own = self.squared_norm()
@@ -95,44 +101,29 @@ class StageOptimizer:
             self.optimizer.step()
 
     def advance(self, minibatches: int) -> None:
-        """Let the learning rate follow `minibatches` more."""
+        """Step the scheduler once for each of `minibatches`."""
         if self.scheduler is not None:
             for _ in range(minibatches):
                 with warnings.catch_warnings():
-                    # Of a first update left out: the schedule follows the data, not the updates.
+                    # PyTorch warns when the first update was skipped; the schedule follows the data, not the updates.
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                     self.scheduler.step()
 
 
-def make_optimizer(
-    spec: TrainingSpec,
-    module: nn.Module,
-    *,
-    learning_rate_factor: float = 1.0,
-    clip_grad_norm: float | None = None,
-    scale_loss: bool = False,
-) -> StageOptimizer:
-    """The user's optimizer and scheduler for the parameters of `module` that are trained.
+class JointNorm:
+    """Sums squared gradient norms over all workers, under synchronous schedules, where all stages update together.
 
     Args:
-        spec: the user's.
-        module: a stage.
-        learning_rate_factor: on the learning rate of every group, before the scheduler sees it.
-        clip_grad_norm: as for `StageOptimizer`.
-        scale_loss: for float16.
+        group: of all workers.
+        device: where the group's messages are made.
     """
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    scaler = LossScaler() if scale_loss else None
-    if not trained:
-        return StageOptimizer([], None, scaler=scaler)
-    optimizer = spec.optimizer(trained)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * learning_rate_factor
-    return StageOptimizer(
-        list(trained.values()),
-        optimizer,
-        spec.scheduler(optimizer),
-        learning_rate_factor=learning_rate_factor,
-        clip_grad_norm=clip_grad_norm,
-        scaler=scaler,
-    )
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def sum(self, squared_norm: float) -> float:
+        """Return the sum of all workers' `squared_norm`; each calls it once per update."""
+        total = torch.tensor(squared_norm, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=self._group)
+        return float(total)

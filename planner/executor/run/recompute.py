@@ -1,8 +1,7 @@
-"""Running a stage's forward a second time, for its backward, exactly as the first time.
+"""Activation recomputation: keep what the second forward of a unit needs to compute exactly the same as its first.
 
-The weights and the random key are the caller's. This module sees to the buffers: a second forward must see those that
-the first one saw, and must leave those that later forwards made. Which buffers change at all shows in the first
-forward.
+The caller restores weights and random numbers. This module restores buffers: the second forward must read those that
+the first one read, and must not undo what later forwards wrote. The first forward shows which buffers change at all.
 """
 
 from __future__ import annotations
@@ -17,27 +16,31 @@ Buffers = dict[str, Tensor]
 
 
 class ChangingBuffers:
-    """The buffers of a stage that its forwards write, such as BatchNorm's statistics."""
+    """The buffers of a stage that its forwards write, such as BatchNorm's statistics.
+
+    Args:
+        stage: the layers, on their device.
+    """
 
     def __init__(self, stage: nn.Module) -> None:
         self._all = dict(stage.named_buffers())
-        self._changing: list[str] | None = None  # not known before the first forward
+        self._changing: list[str] | None = None  # unknown before the first forward
 
     @contextmanager
     def recorded(self) -> Iterator[Buffers]:
-        """For a first forward: what the buffers were before it, where that matters."""
+        """Yield the changing buffers as they were before the first forward of a unit, which runs inside."""
         before = self._copies(self._all if self._changing is None else self._changing)
         yield before
         if self._changing is None:
             changed = {_owner(name) for name, value in before.items() if not torch.equal(value, self._all[name])}
-            # With all others of their modules: one may have been given the value that it had.
+            # Take all buffers of a module that changed one: another may have been written with the value it had.
             self._changing = [name for name in before if _owner(name) in changed]
             for name in before.keys() - set(self._changing):
                 del before[name]
 
     @contextmanager
     def restored(self, before: Buffers) -> Iterator[None]:
-        """For a second forward and its backward: the buffers are as they were `before`, and afterwards as now."""
+        """Set the buffers to `before` for a second forward and its backward, then back to what they are now."""
         if not before:
             yield
             return
@@ -58,5 +61,5 @@ class ChangingBuffers:
 
 
 def _owner(buffer: str) -> str:
-    """The path of the module that it is of."""
+    """Return the path of the buffer's module."""
     return buffer.rpartition(".")[0]

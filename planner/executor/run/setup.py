@@ -1,4 +1,4 @@
-"""What a worker must find before it trains: its device, the other workers, and a plan whose streams fit together."""
+"""Check what a worker needs before it trains: its device, the other workers, and a plan that cannot deadlock."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from planner.formats.plan_shape import deadlock, shape_of
 from planner.schedule.check import ScheduleError, check_streams
 from planner.version import __version__
 
-TIMEOUT = timedelta(minutes=10)  # for one message, at least; a dead peer is noticed at once, a hung one by heartbeats
+TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker computes, and where its messages are made: NCCL takes them from the GPU, gloo from the CPU."""
+    """The device that a worker computes on, and the one that its messages are made on.
+
+    NCCL sends from the GPU, gloo from the CPU.
+    """
 
     compute: torch.device
     wire: torch.device
 
     @property
     def backend(self) -> str:
-        """Of torch.distributed."""
+        """The backend of torch.distributed."""
         return "nccl" if self.wire.type == "cuda" else "gloo"
 
 
@@ -39,42 +42,40 @@ CPU = Place(torch.device("cpu"), torch.device("cpu"))
 
 
 def local_place() -> Place:
-    """A GPU for each local worker and NCCL, where there are so many; else the workers share them, over gloo."""
+    """Choose a GPU and NCCL, if there is one for each local worker; otherwise they share the GPUs, with gloo."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 0:
         return CPU
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    # NCCL refuses two processes on one GPU.
+    # NCCL does not allow two processes on one GPU.
     shared = gpus < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Place(device, torch.device("cpu") if shared else device)
 
 
 def message_timeout(hang_timeout_s: float) -> timedelta:
-    """How long a message may take: longer than heartbeats need to find who is stuck."""
+    """Return how long a message may take: longer than it takes to find out by heartbeats which worker hangs."""
     return max(TIMEOUT, timedelta(seconds=5 * hang_timeout_s))
 
 
 def join_group(place: Place, timeout: timedelta = TIMEOUT) -> None:
-    """Join the group that torchrun's environment describes.
-
-    Given ranks and a master, torchrun keeps its store when it starts workers again, with the addresses of those that
-    have ended: each start has keys of its own.
-    """
+    """Join the process group that torchrun's environment describes."""
     store, rank, world = next(rendezvous("env://", timeout=timeout))
+    # With static rendezvous torchrun keeps its store when it restarts the workers, and in it the addresses of those
+    # that have ended. So each start uses its own keys.
     start = PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(place.backend, store=start, rank=rank, world_size=world, timeout=timeout)
 
 
 def check_same_job(job: Job, wire: torch.device) -> None:
-    """All workers must run the same job: all-reduces carry no header, and pair by their order alone.
+    """Check that all workers run the same job: messages carry no headers, and match by their order alone.
 
     Raises:
-        PlanError: when hosts were given different plans or options.
+        PlanError: when hosts were given different plans, options or versions.
     """
     own: dict[str, bool | set[str]] = dict.fromkeys(
         ("model", "run", "result_path", "failure_folder", "show_progress"), True
     )
-    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # which each host may have its own of
+    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # may differ between hosts
     text = f"{__version__} {torch.__version__} {job.model_dump_json(exclude=own)}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     mine = torch.tensor([digest], dtype=torch.int64, device=wire)
@@ -89,10 +90,10 @@ def check_same_job(job: Job, wire: torch.device) -> None:
 
 
 def check_world(plan: Plan) -> None:
-    """The processes started must be those planned for.
+    """Check that as many processes were started as the plan has workers.
 
     Raises:
-        PlanError: otherwise.
+        PlanError: when they were not.
     """
     world, needed = int(os.environ["WORLD_SIZE"]), plan.workers
     if world != needed:
@@ -103,10 +104,10 @@ def check_world(plan: Plan) -> None:
 
 
 def check_schedule(plan: Plan) -> None:
-    """The plan's depths must let its streams run: a plan edited by hand may deadlock.
+    """Check that the plan's streams run to their end: with depths edited by hand they may deadlock.
 
     Raises:
-        PlanError: when they do not.
+        PlanError: when they do.
     """
     deepest = max(stage.in_flight for stage in plan.stages)
     try:

@@ -1,16 +1,17 @@
-"""A backward in two parts: first the gradients that earlier stages wait for, later those of the weights.
+"""Split a backward in two parts: first the gradients that earlier stages wait for, later those of the weights.
 
 Source: Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. Calling autograd twice would
-compute much of the first part twice. Instead the first part notes the gradients that reach the operations where a
-weight joins the path from the stage's outputs back to what it received, and the second starts from there:
+compute much of the first part twice. Instead the first part notes the gradients that reach each operation where a
+weight joins the path from the stage's outputs back to what it received, and the second part starts from there:
 
     received <- ... <- operation <- operation <- ... <- output        first part, along this path
                           |              |
                         weight         weight                         second part, from each operation to its weights
 
-PyTorch's operations compute the gradient of an input only when it is asked for, so nothing is computed twice but
-where one is a `torch.autograd.Function` of the user's. A weight that joins the path at several operations, or beside
-the path, is done in the first part: from one operation autograd would find the way to it through the others, too.
+PyTorch's operations compute only the input gradients that are asked for, so nothing is computed twice, except in a
+user's `torch.autograd.Function`, which computes all of them each time. The gradient of a weight that joins the path at
+several operations, or not on the path at all, is computed in the first part: started at one operation, autograd would
+also reach the weight through the others.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass
 class WeightGradients:
-    """The second part of a unit's backward: the operations where weights join, and the gradients that reached them."""
+    """The second part of a unit's backward: operations where weights join, with the gradients that reached them."""
 
     _pending: list[_Joint] = field(default_factory=list)
 
     def run(self) -> None:
-        """Add the gradients of the weights to their `.grad`, and free what they needed."""
+        """Accumulate the gradients of the weights in `.grad`, and free the graph."""
         for joint in self._pending:
             edges = [GradientEdge(joint.node, index) for index, g in enumerate(joint.gradients) if g is not None]
             if not edges:
-                continue  # no gradient came this way
+                continue  # no gradient reached this operation
             arrived = [gradient for gradient in joint.gradients if gradient is not None]
             found = torch.autograd.grad(edges, joint.weights, arrived, allow_unused=True)
             reached = [(weight, g) for weight, g in zip(joint.weights, found, strict=True) if g is not None]
             if reached:
-                # A backward that begins at the weights: it adds up as every other does, and calls their hooks.
+                # A backward that starts at the weights accumulates as every other does, and calls their hooks.
                 torch.autograd.backward([weight for weight, _ in reached], [gradient for _, gradient in reached])
         self._pending.clear()
 
 
 @dataclass
 class _Joint:
-    """An operation on the path and the weights that join it there."""
+    """An operation on the path, with the weights that join there."""
 
     node: Node
     weights: list[Tensor]
@@ -60,16 +61,16 @@ class _Joint:
 def input_gradients(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], received: Sequence[Tensor], weights: Iterable[Tensor]
 ) -> WeightGradients:
-    """The first part: leaves the gradients of `received` in their `.grad`, and those of few weights.
+    """Run the first part: accumulate the gradients of `received`, and of some weights, in `.grad`.
 
     Args:
-        roots: what the backward starts from.
-        gradients: there; None for a loss.
-        received: leaves that the graph of `roots` begins at, which all want gradients.
+        roots: the tensors that the backward starts from.
+        gradients: of `roots`; None for a loss.
+        received: leaves of the graph of `roots`, all of which require gradients.
         weights: parameters in that graph, and perhaps others.
 
     Returns:
-        The second part; until it has run, the graph of `roots` must live.
+        The second part, which needs the graph of `roots` until it has run.
     """
     joints, others = _joints([root.grad_fn for root in roots if root.grad_fn is not None], received, weights)
     handles = [joint.node.register_prehook(joint.note) for joint in joints]
@@ -84,12 +85,12 @@ def input_gradients(
 def _joints(
     roots: Sequence[Node], received: Sequence[Tensor], weights: Iterable[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    """The operations at which exactly one way leads to some weights, and the weights for which that is not so."""
+    """Return the operations to continue from, each with weights that join there only, and all other weights."""
     wanted = {id(weight) for weight in weights if weight.requires_grad}
     ends = {id(tensor) for tensor in received}
     order = _topological(roots)
     on_path: set[Node] = set()
-    joined: defaultdict[Node, dict[int, Tensor]] = defaultdict(dict)  # weights that a node beside the path leads to
+    joined: defaultdict[Node, dict[int, Tensor]] = defaultdict(dict)  # weights behind nodes that are not on the path
     for node in reversed(order):  # children first
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
@@ -108,7 +109,7 @@ def _joints(
     uses: defaultdict[int, int] = defaultdict(int)
     for node in [*at, *(root for root in dict.fromkeys(roots) if root not in on_path)]:
         for key in joined.get(node, {}):
-            # From a root beside the path there is no second part to wait for.
+            # Nothing on the path stands for a root beside it: count such a weight as one that joins twice.
             uses[key] += 1 if node in on_path else 2
     found = {key: weight for nodes in joined.values() for key, weight in nodes.items()}
     joints = [_Joint(node, [w for key, w in joined[node].items() if uses[key] == 1]) for node in at]
@@ -116,7 +117,7 @@ def _joints(
 
 
 def _topological(roots: Sequence[Node]) -> list[Node]:
-    """All nodes of the graph, each before those that its gradients flow to."""
+    """Return all nodes of the graph, each before those that its gradients flow to."""
     done: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

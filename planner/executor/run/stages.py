@@ -1,4 +1,4 @@
-"""Plan + model file -> the modules of a worker's stages."""
+"""Build the modules of a worker's stages from the plan and the model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared import separate_copies, use_parameters
-from planner.executor.job import TrainingOptions
+from planner.executor.job import Job
 from planner.formats.plan import Plan, Transfer
-from planner.formats.shared_weights import obstacle, shared_weights
+from planner.formats.shared_weights import SharedWeight, obstacle, shared_weights
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.load import capture_file
 from planner.model.options import module_options
@@ -20,73 +20,66 @@ from planner.model.stage.deferred_weights import build_deferred, materialize
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.stage import StageModule, build_stage
 
-Shared = Mapping[tuple[int, int], Collection[str]]  # by two stages, the trained weights that both hold
+SharedNames = Mapping[tuple[int, int], Collection[str]]  # for two stages, the trained weights that both hold
 
 
 @dataclass(frozen=True)
 class Modules:
-    """A worker's stages by number; `evaluation` has those of the evaluation graph, with the same weights.
+    """A worker's stages.
 
-    `shared`: what any two stages of the plan share, be they this worker's or not.
+    Attributes:
+        training: by number.
+        evaluation: the same stages of the evaluation graph, with the same parameters; None without evaluation.
+        shared: the weights that any two stages of the plan share, on this worker or not.
     """
 
     training: dict[int, StageModule]
     evaluation: EvaluationStages | None
-    shared: Shared
+    shared: SharedNames
 
 
-def build_modules(
-    plan: Plan,
-    stages: Sequence[int],
-    spec: TrainingSpec,
-    seed: int,
-    *,
-    defer_weights: bool,
-    evaluate: bool = False,
-    defer_batch_norm: bool = False,
-) -> Modules:
-    """Build the model, capture it, and keep the layers of `stages`; with `defer_weights`, make no other weights.
+def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec) -> Modules:
+    """Build the model, capture it, and keep the layers of `stages`.
 
     Args:
-        plan: whose model it must be.
+        job: with the plan, whose model it must be.
         stages: of this worker.
         spec: the user's.
-        seed: of the initial weights.
-        defer_weights: make the weights of `stages` alone.
-        evaluate: make the stages of the evaluation graph, too.
-        defer_batch_norm: let BatchNorms in training gather their statistics; see `MinibatchStatistics`.
 
     Raises:
         PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
             stages share a weight whose copies the schedule cannot keep equal.
     """
+    plan = job.plan
     if not plan.trainable or plan.microbatch_size is None:
         raise PlanError(
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",
         )
-    torch.manual_seed(seed)
-    model = build_deferred(spec.build_model, seed) if defer_weights else spec.build_model()
+    # All workers build from the same seed, so replicas of a stage begin with equal weights.
+    torch.manual_seed(job.seed)
+    defer, options = job.defer_weights, module_options(plan)
+    model = build_deferred(spec.build_model, job.seed) if defer else spec.build_model()
     example = spec.example_batch(plan.microbatch_size)
-    graph = capture_file(spec, example, model, options=module_options(plan))
+    graph = capture_file(spec, example, model, options=options)
     if graph.hash != plan.graph_hash:
         raise PlanError(
             f"the plan was made for another model than '{spec.origin}': graph {plan.graph_hash} in the plan, "
             f"{graph.hash} captured",
             hint="profile and solve again: plan profile, plan solve",
         )
-    shared = _shared(plan, graph)
+    shared = _shared(job, graph, spec)
     evaluation = None
-    if evaluate:
-        evaluation = capture_file(spec, example, model, training=False, options=module_options(plan))
-    if defer_weights:
+    if job.options.evaluate_every is not None:
+        evaluation = capture_file(spec, example, model, training=False, options=options)
+    if defer:
         own = {name for stage in stages for name in plan.stages[stage].layers}
         wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
-        materialize(graph.model, spec.build_model, seed, set(graph.names_of(wanted)))
+        materialize(graph.model, spec.build_model, job.seed, set(graph.names_of(wanted)))
+    # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
+    defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
     modules = {
-        stage: build_stage(
-            graph, plan.stages[stage].layers, compile_=bool(plan.compiled), defer_batch_norm=defer_batch_norm
-        )
+        stage: build_stage(graph, plan.stages[stage].layers, compile_=bool(plan.compiled), defer_batch_norm=defer_norms)
         for stage in stages
     }
     separate_copies(list(modules.values()))
@@ -99,11 +92,11 @@ def build_modules(
     return Modules(modules, evaluated, shared)
 
 
-def _shared(plan: Plan, graph: LayerGraph) -> Shared:
+def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
     trained = {name for name, parameter in graph.model.named_parameters() if parameter.requires_grad}
-    layers = [stage.layers for stage in plan.stages]
+    layers = [stage.layers for stage in job.plan.stages]
     weights = list(shared_weights(layers, {each.name: trained.intersection(each.parameters) for each in graph.layers}))
-    if problem := obstacle(plan, weights):
+    if problem := obstacle(job.plan, weights) or _different_steps(job, weights, spec):
         raise PlanError(problem[0], hint=problem[1])
     found: dict[tuple[int, int], set[str]] = {}
     for weight in weights:
@@ -111,30 +104,30 @@ def _shared(plan: Plan, graph: LayerGraph) -> Shared:
     return found
 
 
-def check_shared(plan: Plan, shared: Shared, spec: TrainingSpec, options: TrainingOptions) -> None:
-    """The copies of a shared weight must all take the same steps.
-
-    Raises:
-        PlanError: where options or the model file would have them take others.
-    """
-    if not shared or not plan.schedule.asynchronous:
-        return
-    (stages, names), *_ = sorted(shared.items())
-    sentence = f"stages {stages[0]} and {stages[1]} share the weight '{min(names)}' under {plan.schedule}"
-    hint = "take a schedule that drains, such as 1f1b-flush; or keep the weight in one stage with --colocate"
-    if options.clip_grad_norm is not None:
-        raise PlanError(f"{sentence}, whose stages clip their gradients each by its own norm", hint=hint)
-    if plan.schedule.stashes and spec.defines("scheduler"):
-        raise PlanError(
-            f"{sentence}, whose stages are at different steps of scheduler() when they update it", hint=hint
-        )
+def _different_steps(job: Job, shared: Sequence[SharedWeight], spec: TrainingSpec) -> tuple[str, str] | None:
+    """Say why the copies of a shared weight would not all take the same steps, and a hint; None if they do."""
+    schedule = job.plan.schedule
+    if not shared or not schedule.asynchronous:
+        return None
+    if job.options.clip_grad_norm is not None:
+        why = "whose stages clip their gradients each by its own norm"
+    elif job.scales_loss:
+        why = "whose stages scale float16 losses each by its own factor"
+    elif schedule.stashes and spec.defines("scheduler"):
+        why = "whose stages are at different steps of scheduler() when they update it"
+    else:
+        return None
+    return (
+        shared[0].sentence(f" under {schedule}, {why}"),
+        f"{shared[0].together}; or take a schedule that drains, such as 1f1b-flush",
+    )
 
 
 def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
-    """The stages must be able to take microbatches of `sizes` samples.
+    """Check that the stages accept microbatches of `sizes` samples.
 
     Raises:
-        ModelFileError: when they are not.
+        ModelFileError: when they do not.
     """
     for module in modules:
         for size in sorted(set(sizes) - {0}):
@@ -142,21 +135,21 @@ def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
                 raise ModelFileError(
                     f"the model takes microbatches of {module.fixed_batch_size} samples only, and the last minibatch "
                     f"of an epoch has some of {size}",
-                    hint="train with --drop-last, which leaves it out",
+                    hint="leave it out with `drop_last`",
                 )
             if size < module.least_batch_size:
                 raise ModelFileError(
                     f"the last minibatch of an epoch has microbatches of {size} sample, of which BatchNorm cannot take "
                     "the variance",
-                    hint="train with --drop-last, which leaves it out",
+                    hint="leave it out with `drop_last`",
                 )
 
 
 def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[int, int], list[ValueSpec]]:
-    """By (source, target) stage, the values that travel to and from the stages in `modules`.
+    """Return, by (source, target) stage, the values that travel to and from the stages in `modules`.
 
     Raises:
-        PlanError: when the plan sends what the stages do not exchange.
+        PlanError: when the plan sends a value that the stages do not exchange.
     """
     return {
         (t.source, t.target): _specs_of(t, [modules[stage] for stage in (t.source, t.target) if stage in modules])

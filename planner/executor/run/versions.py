@@ -1,14 +1,14 @@
-"""Weight stashing: a backward sees the weights its forward saw (PipeDream, SOSP'19, section 3.3).
+"""Weight stashing: a backward sees the weights that its forward saw (PipeDream, SOSP'19, section 3.3).
 
-Each version is storage of its own. A forward notes the version it used; its backward points the parameters'
-`data` at that version for as long as it runs. A schedule may also have a forward use an older version than the newest.
-An update writes in place when nobody else needs the current version, otherwise into fresh storage, recycled from
-versions that have had their day. So at most as many versions exist as there are distinct ones among the units in
-flight and the forwards to come that do not use the newest, plus the newest.
+Each version has its own storage. A forward notes the version that it uses, the newest or an older one; its backward
+points the parameters' `data` at that version while it runs. An update writes in place if nothing else needs the newest
+version, otherwise into other storage, recycled from a version that nothing needs any more. So there are never more
+versions than the newest, plus those that units in flight and forwards yet to come use.
 
-Autograd guards saved tensors with version counters, which in-place writes to *other* storage must not trip:
-the update runs inside `_unsafe_preserve_version_counter`. What that guard would have caught cannot happen
-here, because storage with a forward in flight is never written.
+Autograd checks at a backward, by a counter per tensor, that no tensor saved by its forward has been written since.
+An update bumps the parameters' counters whichever storage they point at, and would fail every unit in flight. So it
+runs inside `_unsafe_preserve_version_counter`. What the check guards against cannot happen here, because storage that
+a unit in flight uses is never written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ class _Version:
 
 
 class WeightVersions:
-    """The versions of `parameters` that units in flight, or forwards yet to come, still need.
+    """The versions of a stage's weights that units in flight, or forwards yet to come, still need.
 
-    A version is known by the number of updates it has had.
+    A version's number is the number of updates it has had.
 
     Args:
-        parameters: distinct parameters of a stage.
+        parameters: of the stage, each once.
+
+    Attributes:
+        most_versions: the most that ever existed at once.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -44,10 +47,10 @@ class WeightVersions:
         self._used: dict[object, int] = {}
         self._kept: frozenset[int] = frozenset()
         self._free: list[list[Tensor]] = []
-        self.most_versions = 1  # the most that ever existed at once
+        self.most_versions = 1
 
     def restart(self) -> None:
-        """Number the versions from 0 again; nothing may be in flight."""
+        """Number the versions from 0 again; no unit may be in flight."""
         assert not self._used, self._used
         self._kept = frozenset()
         self._drop_unneeded()
@@ -55,14 +58,14 @@ class WeightVersions:
         self._newest = 0
 
     def stash(self, unit: object, number: int | None = None) -> None:
-        """Note that the forward of `unit` uses version `number`; the newest when None."""
+        """Note that the forward of `unit` uses version `number`; None for the newest."""
         number = self._newest if number is None else number
         self._versions[number].users += 1
         self._used[unit] = number
 
     @contextmanager
     def at(self, unit: object) -> Iterator[None]:
-        """For the forward or backward of `unit`: the parameters hold the version that was stashed for it."""
+        """Let the parameters hold the version stashed for `unit`, while its forward or backward runs."""
         number = self._used[unit]
         if number != self._newest:
             self._point_at(number)
@@ -74,7 +77,7 @@ class WeightVersions:
 
     @contextmanager
     def restored(self, unit: object) -> Iterator[None]:
-        """For the backward of `unit`: the parameters hold what its forward saw; afterwards it is forgotten."""
+        """Let the parameters hold what the forward of `unit` saw, while its backward runs; then forget the unit."""
         try:
             with self.at(unit):
                 yield
@@ -86,12 +89,13 @@ class WeightVersions:
         """Run `step`, which writes the parameters in place, on storage that nothing else needs.
 
         Args:
-            step: of the optimizer.
+            step: the optimizer's.
             kept: older versions that forwards yet to come use.
         """
         self._kept = frozenset(kept)
         self._drop_unneeded()
         current = self._versions[self._newest]
+        # Copy only if someone still needs the weights from before the step: the copy costs a pass over all weights.
         if current.users or self._newest in self._kept:
             fresh = self._free.pop() if self._free else [torch.empty_like(data) for data in current.data]
             torch._foreach_copy_(fresh, current.data)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions
+from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource, make_batches
 from planner.executor.run.setup import CPU
-from planner.executor.run.train import TrainingRun
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule
@@ -227,5 +227,5 @@ def test_copies_that_would_differ_are_refused(
     path = write_model(tmp_path, "tied", "sgd")
     job = Job(model=str(path), plan=plan_for(tmp_path, replicas, schedule), steps=1, options=options)
     with pytest.raises(PlanError, match=complaint) as raised:
-        TrainingRun(job, load_model_file(path), CPU)
+        pipeline_context(job, load_model_file(path), CPU)
     assert "`together=" in raised.value.hint

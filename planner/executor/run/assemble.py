@@ -1,0 +1,98 @@
+"""Connect a worker with the others: process groups, messages, checkpoints; in the joined group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from planner.errors import InputError
+from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
+from planner.executor.checkpoint.write_parts import Restorable
+from planner.executor.communication.layouts import Layouts
+from planner.executor.communication.links import LinkGroups, Links, SendLimits
+from planner.executor.run.context import PipelineContext
+from planner.executor.run.optimizer import JointNorm
+from planner.executor.run.replica import StageReplica
+from planner.executor.run.worker import Observers, PipelineWorker
+from planner.schedule.instructions import Instruction
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that every pipeline needs; `replicas` has one for each replicated stage."""
+
+    links: LinkGroups
+    replicas: Mapping[int, dist.ProcessGroup]
+
+    @classmethod
+    def create(cls, context: PipelineContext) -> Groups:
+        """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
+        links = LinkGroups.create(context.shape, context.new_group, tags=context.place.backend == "gloo")
+        stages = enumerate(context.plan.stages)
+        return cls(links, {index: context.new_group(stage.ranks) for index, stage in stages if stage.replicas > 1})
+
+
+def make_worker(
+    context: PipelineContext, groups: Groups, observers: Observers, instructions: Callable[[], Iterable[Instruction]]
+) -> PipelineWorker:
+    """Connect this worker's stages with their replicas and neighbours.
+
+    Args:
+        context: of this worker.
+        groups: all workers' process groups.
+        observers: are told what the worker does.
+        instructions: makes a copy of the worker's stream, as far as it is known, to post receives ahead.
+    """
+    held = context.stages
+    shared = {number: stage.shared for number, stage in held.items()}
+    layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss)
+    in_flight = max(context.shape.in_flight(stage) for stage in range(len(context.plan.stages)))
+    links = Links(groups.links, instructions, layouts.of, SendLimits(in_flight, context.shape.lag), context.place)
+    stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
+    stop_on_nan = context.job.run_options.stop_on_nan
+    return PipelineWorker(stages, links, observers, stop_on_nan=stop_on_nan, joint_norm=_joint_norm(context))
+
+
+def _joint_norm(context: PipelineContext) -> JointNorm | None:
+    """Make the norm over all stages, if they clip or scale; under asynchronous schedules each stage is by itself."""
+    needed = context.job.options.clip_grad_norm is not None or context.job.scales_loss
+    if not needed or context.shape.asynchronous:
+        return None
+    return JointNorm(context.new_group(None), context.place.wire)
+
+
+def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
+    """Resume from the job's checkpoint, if there is one.
+
+    Returns:
+        The checkpointer, None for a job without checkpoints; and the number of minibatches done before.
+
+    Raises:
+        InputError: when the checkpoint does not fit the run.
+    """
+    job, data = context.job, context.data
+    if job.checkpoints.every is None and job.checkpoints.resume is None:
+        return None, 0
+    own = [
+        Restorable(
+            number,
+            context.plan.stages[number].ranks.index(context.rank),
+            stage.module,
+            stage.optimizer.optimizer,
+            stage.optimizer.learning_rate_factor,
+            stage.optimizer.extras,
+        )
+        for number, stage in context.stages.items()
+    ]
+    per_epoch = None if data.random else data.minibatches(None, 1)
+    checkpointer = Checkpointer(job, own, DataPosition(context.minibatch_size, per_epoch), context.heartbeat)
+    first = checkpointer.restore()
+    if first > context.minibatches:
+        raise InputError(
+            f"the checkpoint '{checkpointer.resumed_from}' is of a run of {first} minibatches, and the whole run is "
+            f"to have {context.minibatches}",
+            hint="`steps` and `epochs` count from the beginning of the first run",
+        )
+    return checkpointer, first

@@ -1,0 +1,186 @@
+"""Build what a worker needs before it joins the others: one frozen record that every later builder takes whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from planner.executor.communication.shared import SharedGradients, shared_parameters
+from planner.executor.health.heartbeat import Heartbeat
+from planner.executor.job import Job
+from planner.executor.run.data import BatchSource, make_batches
+from planner.executor.run.optimizer import StageOptimizer
+from planner.executor.run.setup import Place, message_timeout
+from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
+from planner.formats.plan import Plan
+from planner.formats.plan_shape import shape_of
+from planner.model.capture.graph import ValueSpec
+from planner.model.spec import TrainingSpec
+from planner.model.stage.compiling import check_compiler
+from planner.model.stage.evaluation import EvaluationStages
+from planner.model.stage.stage import StageModule
+from planner.model.stage.warmup import warm_up
+from planner.schedule.instructions import Instruction
+from planner.schedule.parts.segments import segment_stream, segments
+from planner.schedule.schedule import PipelineShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One worker's view of a job, with a pipeline or without.
+
+    Attributes:
+        job: the same on all workers.
+        spec: the model that `job.model` names.
+        place: where this worker computes.
+        rank: of this worker.
+        heartbeat: is told what this worker does.
+        data: the training data.
+        minibatches: in the whole run.
+    """
+
+    job: Job
+    spec: TrainingSpec
+    place: Place
+    rank: int
+    heartbeat: Heartbeat
+    data: BatchSource
+    minibatches: int
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the job."""
+        return self.job.plan
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of a whole microbatch."""
+        assert self.plan.microbatch_size is not None  # or making the context had failed
+        return self.plan.microbatch_size
+
+    @property
+    def minibatch_size(self) -> int:
+        """Samples of a whole minibatch."""
+        return self.microbatch_size * self.data.microbatches
+
+    def new_group(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
+        """Make a process group of `ranks`, or of all; all workers call it, in the same order, members or not."""
+        timeout = message_timeout(self.job.run_options.hang_timeout_s)
+        group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout)
+        return group
+
+
+@dataclass(frozen=True)
+class HeldStage:
+    """A stage that this worker holds, on the device where it computes."""
+
+    number: int
+    module: StageModule
+    optimizer: StageOptimizer
+    shared: SharedGradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineContext(Context):
+    """One worker's view of a job that trains a plan.
+
+    Attributes:
+        shape: of the pipeline.
+        stages: of this worker, by number: one, or several chunks.
+        transfers: by (source, target) stage, the values that travel to and from `stages`.
+        evaluation: the same stages of the evaluation graph; None for a job without evaluation.
+    """
+
+    shape: PipelineShape
+    stages: Mapping[int, HeldStage]
+    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
+    evaluation: EvaluationStages | None
+
+    def stream(self, first: int, last: int) -> Iterator[Instruction]:
+        """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
+        return segment_stream(self.shape, min(self.stages), self.rank, first, last)
+
+    def segments(self, first: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of the run from minibatch `first` on: before each checkpoint the pipeline runs empty."""
+        return segments(first, self.minibatches, self.job.checkpoints.every)
+
+    def is_first_replica(self, stage: int) -> bool:
+        """Return whether this worker speaks for all replicas of `stage`."""
+        return self.rank == self.plan.stages[stage].ranks[0]
+
+
+def pipeline_context(
+    job: Job, spec: TrainingSpec, place: Place, heartbeat: Heartbeat | None = None, data: BatchSource | None = None
+) -> PipelineContext:
+    """Build this worker's stages, with their optimizers and data.
+
+    Args:
+        job: the same on all workers.
+        spec: the model that `job.model` names.
+        place: where this worker computes.
+        heartbeat: is told what this worker does.
+        data: replaces the model file's dataset.
+
+    Raises:
+        PlannerError: when the model, the plan and the options do not fit together.
+    """
+    plan, rank = job.plan, int(os.environ["RANK"])
+    built = build_modules(job, [number for number, stage in enumerate(plan.stages) if rank in stage.ranks], spec)
+    transfers = transferred(plan, built.training)
+    for module in built.training.values():
+        module.to(place.compute)
+    assert plan.microbatch_size is not None  # or building the modules had failed
+    if data is None:
+        # After the model: dataset() may draw random numbers, which must not change the initial weights.
+        data = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=job.options.drop_last)
+    check_sizes(built.training.values(), data.last_sizes)
+    shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
+    context = PipelineContext(
+        job=job,
+        spec=spec,
+        place=place,
+        rank=rank,
+        heartbeat=heartbeat or Heartbeat(),
+        data=data,
+        minibatches=data.minibatches(job.steps, job.epochs),
+        shape=shape,
+        stages=_held_stages(job, built, spec, shape),
+        transfers=transfers,
+        evaluation=built.evaluation,
+    )
+    if plan.compiled:
+        _compile(context)
+    return context
+
+
+def _held_stages(job: Job, built: Modules, spec: TrainingSpec, shape: PipelineShape) -> dict[int, HeldStage]:
+    stages = {}
+    for number, module in built.training.items():
+        optimizer = StageOptimizer(
+            spec,
+            module,
+            learning_rate_factor=shape.minibatches_per_update(number) if job.options.scale_lr else 1,
+            clip_grad_norm=job.options.clip_grad_norm,
+            scale_loss=job.scales_loss,
+        )
+        shared = SharedGradients(number, shared_parameters(number, module, built.shared))
+        stages[number] = HeldStage(number, module, optimizer, shared)
+    return stages
+
+
+def _compile(context: PipelineContext) -> None:
+    """Compile the stages for all sizes of microbatches.
+
+    Before the run, because a worker that compiles in the middle of it looks as if it hung.
+    """
+    context.heartbeat.enter("compiling its stages")
+    check_compiler(context.place.compute.type)
+    with torch.random.fork_rng():
+        for size in {context.microbatch_size, *filter(None, context.data.last_sizes)}:
+            batch = context.spec.example_batch(size).to(context.place.compute)
+            for stage in context.stages.values():
+                warm_up(stage.module, batch)

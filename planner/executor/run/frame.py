@@ -1,0 +1,73 @@
+"""What frames every worker's training, with a pipeline or without: start, join, train together, leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.executor.health.heartbeat import Heartbeat
+from planner.executor.job import Job
+from planner.executor.observe.memory import PeakMemory
+from planner.executor.run.context import Context
+from planner.executor.run.setup import check_same_job, check_world, join_group, message_timeout
+from planner.schedule.instructions import Unit
+
+
+def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
+    """Check and set up this process; return its heartbeat.
+
+    Raises:
+        PlanError: when the plan needs another number of workers.
+    """
+    check_world(job.plan)
+    torch.set_num_threads(job.plan.device.threads or 1)
+    heartbeat = heartbeat or Heartbeat()
+    heartbeat.enter("building its model")
+    return heartbeat
+
+
+@contextmanager
+def joined(context: Context) -> Iterator[None]:
+    """Join the other workers, and leave them at the end.
+
+    Raises:
+        PlanError: when they were started with another job.
+    """
+    context.heartbeat.enter("joining the other workers", meeting=True)
+    join_group(context.place, message_timeout(context.job.run_options.hang_timeout_s))
+    try:
+        check_same_job(context.job, context.place.wire)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def peak_memory(context: Context, modules: Iterable[nn.Module]) -> PeakMemory:
+    """Measure from now on how much memory training needs, beside the weights and buffers of `modules`."""
+    tensors = (tensor for module in modules for tensor in module.state_dict().values())
+    state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return PeakMemory(context.place.compute, already_bytes=state_bytes)
+
+
+def make_random_batches(context: Context, units: Iterable[Unit]) -> None:
+    """Make the random batches of `units` before the start: made at first use, they would count as training time."""
+    if context.data.random:
+        context.heartbeat.enter("making random data")
+        for unit in units:
+            context.data.batch(unit)
+
+
+def train_together(context: Context, train: Callable[[], None]) -> float:
+    """Call `train` on all workers at the same time, and return the seconds until the last one is done."""
+    context.heartbeat.enter("waiting for the others to start", meeting=True)
+    dist.barrier()
+    start = time.perf_counter()
+    train()
+    context.heartbeat.enter("waiting for the last worker", meeting=True)
+    dist.barrier()
+    return time.perf_counter() - start
