@@ -93,7 +93,6 @@ def main() -> None:
             MICROBATCH_SIZE,
             seed=arguments.seed,
             recompute=RECOMPUTE[index],
-            compile_=options.compiled,
         ).to(device)
         for index in range(worker, len(STAGES), WORKERS)
     }

@@ -1,1 +1,1 @@
-"""A user's model file -> nn.Module -> LayerGraph; LayerGraph + cut -> stage modules."""
+"""The user's model file -> nn.Module -> LayerGraph; LayerGraph + cut -> stage modules."""

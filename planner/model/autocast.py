@@ -1,4 +1,7 @@
-"""Mixed precision: torch.autocast around each stage, because a captured graph does not record it."""
+"""Mixed precision: torch.autocast around each stage, because a captured graph does not record it.
+
+Devices differ in which operations they cast: CUDA keeps softmax and norms in float32, the CPU does not.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,24 @@ _NAMES = {
 
 
 def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast to `dtype`; nothing where it is None."""
+    """Return the context of torch.autocast to `dtype`; one without effect for None."""
     if dtype is None:
         return nullcontext()
     return torch.autocast("cuda" if device_type == "cuda" else "cpu", dtype)
 
 
 def autocast_name(dtype: torch.dtype | None) -> Autocast | None:
-    """The name of such a type in a profile."""
+    """Return the name that profiles give to an autocast dtype."""
     if dtype is None:
         return None
     return "bfloat16" if dtype == torch.bfloat16 else "float16"
 
 
 def autocast_dtype(name: str | None) -> torch.dtype | None:
-    """The type of that name; None for float32, which needs no autocast.
+    """Return the dtype called `name`; None for float32, which needs no autocast.
 
     Raises:
-        InputError: for types that training cannot use.
+        InputError: for dtypes that training cannot use.
     """
     if name in (None, "float32", "fp32"):
         return None

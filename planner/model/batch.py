@@ -1,4 +1,4 @@
-"""A batch of training data: what the model is called with, and what its output is compared to."""
+"""A batch of training data: the model's arguments and the target that its output is compared with."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from planner.model.memory_format import channels_last
 
 @dataclass(frozen=True)
 class Batch:
-    """`model(*args, **kwargs)` gives the output that the loss compares with `target`.
+    """A batch; the loss compares the output of `model(*args, **kwargs)` with `target`.
 
-    Tensors may be nested in lists, tuples and dicts. Every tensor with dimensions has the samples along the first
-    one; tensors without dimensions and other objects belong to the whole batch.
+    Tensors may be nested in lists, tuples and dicts. The samples are the first dimension of every tensor; tensors
+    without dimensions and other objects belong to the whole batch.
     """
 
     args: tuple[Any, ...]
@@ -44,17 +44,17 @@ class Batch:
 
     @property
     def device_type(self) -> str:
-        """Where the batch is: "cpu" or "cuda"."""
+        """The kind of device that holds the batch: "cpu" or "cuda"."""
         tensors = [leaf for leaf in tree_leaves(self._tree()) if isinstance(leaf, Tensor)]
         return tensors[0].device.type if tensors else "cpu"
 
     def flatten(self) -> tuple[list[Any], TreeSpec]:
-        """Leaves in a fixed order (arguments, keyword arguments by name, target), and the structure around them."""
+        """Return the leaves (arguments, keyword arguments by name, target) and the structure around them."""
         leaves, spec = self._flat
         return list(leaves), spec
 
     def split(self, parts: int) -> list[Batch]:
-        """`parts` batches of consecutive samples, whose sizes differ by one at most; larger ones first.
+        """Return `parts` batches of consecutive samples, whose sizes differ by one at most; larger ones first.
 
         Raises:
             ModelFileError: when there are fewer samples than parts.
@@ -72,7 +72,7 @@ class Batch:
         return [_batch_of(spec.unflatten(list(part))) for part in zip(*pieces, strict=True)]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         leaves, spec = self._flat
         moved = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if all(new is old for new, old in zip(moved, leaves, strict=True)):
@@ -80,14 +80,14 @@ class Batch:
         return _batch_of(spec.unflatten(moved))
 
     def channels_last(self) -> Batch:
-        """The same batch with the model's images laid out pixel by pixel; the target stays as it is."""
+        """Return the same batch with the model's inputs in channels-last format; the target keeps its format."""
         args, kwargs = tree_map(
             lambda leaf: channels_last(leaf) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
         )
         return Batch(args, kwargs, self.target)
 
     def doubled(self) -> Batch:
-        """Every sample twice."""
+        """Return a batch with every sample twice."""
         return self.repeated(2 * self.size)
 
     def repeated(self, size: int) -> Batch:
@@ -100,7 +100,7 @@ class Batch:
         return _batch_of(tree_map(repeat, self._tree()))
 
     def distinct(self) -> Batch:
-        """The same batch, in which no two leaves are one tensor, as inputs and labels of a language model may be."""
+        """Return the same batch without a tensor that occurs twice, as inputs and labels of language models may."""
         seen: set[int] = set()
 
         def distinct(leaf: Any) -> Any:
@@ -113,7 +113,7 @@ class Batch:
 
     @cached_property
     def _flat(self) -> tuple[list[Any], TreeSpec]:
-        """Worked out once: every microbatch asks for it, and it takes longer than to send a message."""
+        """The leaves and their structure, cached because flattening takes longer than to send a message."""
         return tree_flatten(self._tree())
 
     def _tree(self) -> PyTree:
@@ -125,7 +125,7 @@ def make_batch(returned: Any, place: str) -> Batch:
 
     Args:
         returned: args are a tuple or one tensor.
-        place: where it comes from, for the error message.
+        place: where the batch comes from, for the error message.
 
     Raises:
         ModelFileError: when it is anything else.
@@ -150,7 +150,7 @@ def make_batch(returned: Any, place: str) -> Batch:
 
 
 def collate(items: Sequence[Any]) -> Batch:
-    """The batch of a map-style dataset's `items`, each (args, target) or (args, kwargs, target) of one sample.
+    """Return the batch of a dataset's `items`, each (args, target) or (args, kwargs, target) of one sample.
 
     Raises:
         ModelFileError: when the items cannot be stacked.
@@ -158,13 +158,13 @@ def collate(items: Sequence[Any]) -> Batch:
     samples = [make_batch(item, "an item of dataset()") for item in items]
     try:
         args, kwargs = default_collate([(sample.args, sample.kwargs) for sample in samples])
-        # None is no tensor, and default_collate refuses it: a model that makes its own loss may have no target.
+        # A model that makes its own loss may have no target, and default_collate refuses None.
         targets = [sample.target for sample in samples]
         target = None if all(target is None for target in targets) else default_collate(targets)
     except (TypeError, RuntimeError, KeyError) as cause:
         raise ModelFileError(
             f"items of dataset() cannot be stacked into a batch: {str(cause).splitlines()[0]}",
-            hint="items of one shape each, of tensors, numbers, tuples and dicts, can be",
+            hint="give all items the same structure of tensors, numbers, tuples and dicts, and the same shapes",
         ) from cause
     return Batch(tuple(args), kwargs, target)
 

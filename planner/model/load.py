@@ -1,4 +1,4 @@
-"""Model file -> LayerGraph: by capture, or of the blocks that the file names."""
+"""Capture the model of a TrainingSpec: as a traced graph, or as the blocks that the user names."""
 
 from __future__ import annotations
 
@@ -23,30 +23,29 @@ def capture_file(
     training: bool = True,
     options: ModuleOptions = PLAIN,
 ) -> LayerGraph:
-    """The graph of the file's model.
+    """Return the graph of a model with its loss.
 
     Args:
-        spec: whose loss, and blocks where it names them, are used.
+        spec: with the loss, and the blocks if the user names them.
         batch: example.
-        model: from the file, perhaps deferred; None builds a new one.
-        training: whether the model is in training or evaluation mode.
+        model: built from `spec`, its weights perhaps deferred; None builds a new one.
+        training: whether the model is captured in training mode or in evaluation mode; it is left in that mode.
         options: of the stages.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
     """
-    model = spec.build_model() if model is None else model
-    loss = spec.loss
-    if is_deferred(model):
-        if spec.defines("blocks"):
+    model = (spec.build_model() if model is None else model).train(training)
+    if spec.defines("blocks"):
+        if is_deferred(model):
             raise ModelFileError(
                 f"'{spec.origin}' names blocks, which are run to be captured, and so need their weights",
-                hint="train without --defer-weights",
+                hint="train without `defer_weights`",
             )
-        if options.channels_last:
-            lay_out(model)  # now, because without storage nothing can be copied
-        with without_storage(model):
-            return capture(model, batch, loss, training=training, options=options)
-    if spec.defines("blocks"):
-        return capture_blocks(model, spec.blocks(model), batch, loss, training=training, options=options)
-    return capture(model, batch, loss, training=training, options=options)
+        return capture_blocks(model, spec.blocks(model), batch, spec.loss, options=options)
+    if not is_deferred(model):
+        return capture(model, batch, spec.loss, options=options)
+    if options.channels_last:
+        lay_out(model)  # now, because without storage nothing can be copied
+    with without_storage(model):
+        return capture(model, batch, spec.loss, options=options)

@@ -215,7 +215,7 @@ class TrainingSpec:
         """
         if not self.defines("evaluation_dataset"):
             raise ModelFileError(
-                f"'{self.origin}' has no evaluation_dataset(), which --evaluate-every needs",
+                f"'{self.origin}' has no evaluation_dataset(), which `evaluate_every` needs",
                 hint="define it as dataset(), with samples that are not trained on",
             )
         return self._dataset("evaluation_dataset")

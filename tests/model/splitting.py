@@ -15,6 +15,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import as_tree
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.loss import LossFunction, loss_of
+from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 
 
@@ -49,7 +50,7 @@ def run_split(
         parameter.grad = None
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     keep = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
-    stages = [build_stage(graph, names, keep=keep, compile_=compile_) for names in cut]
+    stages = [build_stage(graph, names, keep=keep, variant=Variant(compiled=compile_)) for names in cut]
     received, results = _forward(stages, batch, key)
     _backward(stages, received, results, batch.size)
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -70,8 +71,8 @@ def run_model(graph: LayerGraph, batch: Batch, loss: LossFunction | None) -> Ste
     for parameter in model.parameters():
         parameter.grad = None
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    batch = batch.channels_last() if graph.channels_last else batch
-    with autocasting("cpu", graph.autocast):
+    batch = batch.channels_last() if graph.options.channels_last else batch
+    with autocasting("cpu", graph.options.autocast):
         output = model(*batch.args, **batch.kwargs)
         value = loss_of(output, batch.target, loss)
     value.backward()  # type: ignore[no-untyped-call]

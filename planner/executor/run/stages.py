@@ -18,6 +18,7 @@ from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
 from planner.model.stage.deferred_weights import build_deferred, materialize
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
+from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 
 SharedNames = Mapping[tuple[int, int], Collection[str]]  # for two stages, the trained weights that both hold
@@ -78,10 +79,8 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec) -> Module
         materialize(graph.model, spec.build_model, job.seed, set(graph.names_of(wanted)))
     # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
     defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
-    modules = {
-        stage: build_stage(graph, plan.stages[stage].layers, compile_=bool(plan.compiled), defer_batch_norm=defer_norms)
-        for stage in stages
-    }
+    variant = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms)
+    modules = {stage: build_stage(graph, plan.stages[stage].layers, variant=variant) for stage in stages}
     separate_copies(list(modules.values()))
     if evaluation is None:
         return Modules(modules, None, shared)

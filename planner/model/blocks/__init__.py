@@ -1,1 +1,1 @@
-"""Models made of repeated blocks: capture one block, check that the others are equal, build stages of blocks."""
+"""TrainingSpec with blocks(model) -> LayerGraph: run the blocks that the user names instead of tracing the model."""

@@ -1,8 +1,8 @@
-"""A model as a sequence of modules that its file names: for what no tracer captures, such as an `if` on a tensor.
+"""Capture a model as a sequence of modules that its file names: for what no tracer captures, such as `if` on a tensor.
 
-The blocks run as they are, so they may do anything; what crosses from one to the next is found by running them on the
-example batch. The graph made of it has one opaque operation per block, and everything behind it works as on a
-captured graph: cuts, stages, plans, schedules.
+The blocks run as they are, so they may do anything. Running them on the example batch shows what crosses from one to
+the next. The resulting graph has one opaque operation per block, so cuts, stages, plans and schedules work as on a
+traced graph.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ def capture_blocks(
     batch: Batch,
     loss: LossFunction | None,
     *,
-    training: bool = True,
     options: ModuleOptions = PLAIN,
 ) -> LayerGraph:
-    """The graph of `blocks`, each a layer, with the loss behind them.
+    """Return the graph of `blocks`, each a layer, followed by the loss.
 
-    They are run on `batch`, and on twice as many samples to see which sizes follow the batch; weights, buffers and
-    random state are left as they were. A block that changes its input in place joins the block that made it, and blocks
-    that share a module with buffers join each other.
+    The blocks are run on `batch`, and on twice as many samples to see which sizes depend on the batch; weights, buffers
+    and random state are left as they were. A block that changes its input in place shares a layer with the block that
+    made it, and so do blocks that share a buffer.
 
     Args:
-        model: what the blocks are parts of; its loss must be theirs.
-        blocks: the first takes the batch's arguments, each other one what the one before returned, the loss (or the
-            output that has it) comes from the last.
+        model: with the blocks as parts, in training or evaluation mode; it must compute the same loss as they do.
+        blocks: the first takes the batch's arguments, each other one takes what the one before it returned, and the
+            last returns the model's output.
         batch: example.
         loss: as for `capture`.
-        training: mode of the modules.
         options: as for `capture`.
 
     Raises:
@@ -55,13 +53,12 @@ def capture_blocks(
     if options.channels_last:
         lay_out(model)
         example = example.channels_last()
-    model.train(training)
     named = _named(model, blocks)
     with state_kept(model), autocasting(example.device_type, options.autocast):
         joined = [*joined_by_writes(named, example), *joined_by_buffers(named)]
         small, large = (run_blocks(named, sample, loss) for sample in (example, example.doubled()))
         check_loss(model, example, loss, small[-1])
-    return BlockGraph(model, named, example, loss, training, options).graph(small, large, joined)
+    return BlockGraph(model, named, example, loss, options).build(small, large, joined)
 
 
 def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -93,7 +90,7 @@ def _check_owned(index: int, block: nn.Module, model: nn.Module) -> None:
         if part in modules:
             continue
         foreign = [name for name, p in part._parameters.items() if p is not None and id(p) not in parameters]
-        # The same buffer in a second module would be left behind when the stage moves to a device.
+        # Refused even if the model has it too: moving the stage to a device would leave this module's buffer behind.
         foreign += [name for name, buffer in part._buffers.items() if buffer is not None]
         if foreign:
             name = f"{path}.{foreign[0]}" if path else foreign[0]

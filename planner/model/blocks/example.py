@@ -1,4 +1,4 @@
-"""Blocks run on the example batch: what each returns, and which must stay together."""
+"""Run blocks on the example batch: what each returns, and which must share a layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONTRACT = "each block takes what the one before it returned, as in nn.Sequenti
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers and random state back afterwards."""
+    """Restore buffers and random state afterwards."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng():
@@ -31,7 +31,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _call(name: str, block: nn.Module, value: Any, batch: Batch | None) -> Any:
-    """Run a block: on the batch's arguments where one is given."""
+    """Run a block on `value`, or on the arguments of `batch` if one is given."""
     try:
         return block(*batch.args, **batch.kwargs) if batch is not None else block(value)
     except Exception as cause:  # whatever the user's forward raises
@@ -40,15 +40,15 @@ def _call(name: str, block: nn.Module, value: Any, batch: Batch | None) -> Any:
 
 
 def joined_by_writes(named: Sequence[tuple[str, nn.Module]], batch: Batch) -> list[tuple[int, int]]:
-    """Spans of blocks of which the last writes into memory that the first made."""
+    """Return spans of blocks whose last one writes into memory that the first one made."""
     spans: list[tuple[int, int]] = []
     makers: dict[int, int] = {}
-    alive: list[Any] = []  # memory that is freed would be given to another value
+    alive: list[Any] = []  # freed memory would be given to another value, and look shared
     value: Any = None
     with torch.random.fork_rng():
         for index, (name, block) in enumerate(named):
             taken = tensors_of(value)
-            versions = [tensor._version for tensor in taken]
+            versions = [tensor._version for tensor in taken]  # PyTorch counts in-place changes here
             value = _call(name, block, value, None if index else batch)
             for tensor, version in zip(taken, versions, strict=True):
                 if tensor._version != version:
@@ -60,7 +60,7 @@ def joined_by_writes(named: Sequence[tuple[str, nn.Module]], batch: Batch) -> li
 
 
 def joined_by_buffers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, int]]:
-    """Spans of blocks that share a buffer: its state must stay in one stage."""
+    """Return spans of blocks that share a buffer, whose state must stay in one stage."""
     users: dict[int, list[int]] = {}
     for index, (_, block) in enumerate(named):
         for buffer in block.buffers():
@@ -69,7 +69,7 @@ def joined_by_buffers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[int,
 
 
 def run_blocks(named: Sequence[tuple[str, nn.Module]], batch: Batch, loss: LossFunction | None) -> list[Any]:
-    """What each block returns, and the loss."""
+    """Return what each block returns, and the loss."""
     results: list[Any] = []
     torch.manual_seed(0)
     for index, (name, block) in enumerate(named):
@@ -78,10 +78,10 @@ def run_blocks(named: Sequence[tuple[str, nn.Module]], batch: Batch, loss: LossF
 
 
 def check_loss(model: nn.Module, batch: Batch, loss: LossFunction | None, found: Tensor) -> None:
-    """The blocks' loss must be one, and the model's.
+    """Check that the blocks' loss is a number that can be trained, and equals the model's.
 
     Raises:
-        CaptureError: where it is not.
+        CaptureError: otherwise.
     """
     if found.dim() or not found.requires_grad:
         what = "does not depend on the model's parameters" if not found.dim() else "is not a single number"

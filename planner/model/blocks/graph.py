@@ -1,9 +1,10 @@
-"""The graph of a sequence of blocks, with one opaque operation for each layer, of what they returned on two batches."""
+"""Build the graph of a sequence of blocks, one opaque operation per layer, from what they returned on two batches."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -13,8 +14,14 @@ from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.block_layers import BlockChain, BlockLayer, Structure, structure_of, tensors_of
 from planner.model.capture.digest import graph_digest
-from planner.model.capture.fake_run import memory_order
-from planner.model.capture.graph import GraphLayer, Input, LayerGraph, ValueSpec
+from planner.model.capture.graph import (
+    GraphLayer,
+    Input,
+    LayerGraph,
+    ValueSpec,
+    expanded_dimensions,
+    memory_order,
+)
 from planner.model.capture.names import Names
 from planner.model.capture.size import BATCH, Size, SizeReader
 from planner.model.loss import LossFunction
@@ -22,12 +29,12 @@ from planner.model.options import ModuleOptions
 
 
 def block(*_: Any) -> Any:
-    """Stands for a block in the graph; a stage runs the module itself."""
+    """Stand for a block in the graph; a stage runs the module itself."""
     raise AssertionError("a graph of blocks is not executed")
 
 
 class BlockGraph:
-    """Makes the graph of what the blocks returned."""
+    """Builder of the LayerGraph of the blocks `named`."""
 
     def __init__(
         self,
@@ -35,75 +42,67 @@ class BlockGraph:
         named: Sequence[tuple[str, nn.Module]],
         batch: Batch,
         loss: LossFunction | None,
-        training: bool,
         options: ModuleOptions,
     ) -> None:
-        self._options = options
-        self._model, self._named, self._batch, self._loss, self._training = model, named, batch, loss, training
+        self._model, self._named, self._batch, self._loss, self._options = model, named, batch, loss, options
         self._graph = fx.Graph()
         self._specs: dict[fx.Node, ValueSpec] = {}
 
-    def graph(self, small: list[Any], large: list[Any], joined: Sequence[tuple[int, int]]) -> LayerGraph:
-        """The graph.
+    def build(self, small: list[Any], large: list[Any], joined: Sequence[tuple[int, int]]) -> LayerGraph:
+        """Return the graph.
 
         Args:
             small: the blocks' results and the loss on the batch.
-            large: the same on one twice as large.
+            large: the same on a batch twice as large.
             joined: spans of blocks that share a layer.
 
         Raises:
-            CaptureError: where something that must travel cannot.
+            CaptureError: where something that crosses a cut cannot be sent.
         """
         leaves, batch_spec = self._batch.flatten()
         doubled = self._batch.doubled().flatten()[0]
         inputs = tuple(self._input(i, *pair) for i, pair in enumerate(zip(leaves, doubled, strict=True)))
-        # The last block's output reaches the loss within one layer where it cannot travel.
-        inside = structure_of(small[-2]) is None
+        arguments = len(inputs) - len(tree_flatten(self._batch.target)[0])  # the targets are the last leaves
         last = len(self._named) - 1
-        starts = self._starts([*joined, (last, last + 1)] if inside else joined)
-        asked = len(tree_flatten(self._batch.target)[0])
+        if structure_of(small[-2]) is None:
+            joined = [*joined, (last, last + 1)]  # an output that cannot be sent stays in one layer with the loss
         names = Names(self._model, fx.GraphModule(nn.Module(), fx.Graph()))
         graph_layers: list[GraphLayer] = []
         layers: list[BlockLayer] = []
-        takes, taken = None, [leaf.node for leaf in inputs[: len(inputs) - asked]]
-        held: set[str] = set()
+        takes, taken = None, [leaf.node for leaf in inputs[:arguments]]
+        starts = self._starts(joined)
         for start, end in zip(starts, [*starts[1:], last + 2], strict=True):
             has_loss = end == last + 2
             blocks = tuple(self._named[start : min(end, last + 1)])
             if has_loss:
-                taken = [*taken, *(leaf.node for leaf in inputs[len(inputs) - asked :])]
+                taken = [*taken, *(leaf.node for leaf in inputs[arguments:])]
             node = self._graph.call_function(block, (_description(blocks), *taken))
             gives = None if has_loss else self._structure(small[end - 1], large[end - 1], blocks[-1][0])
             made = self._values(node, small[end - 1], large[end - 1]) if gives is not None else []
-            layers.append(BlockLayer(blocks, takes, gives, tuple(value.name for value in made), has_loss))
-            nodes = (node, *made)
+            layers.append(BlockLayer(blocks, takes, gives, tuple(value.name for value in made)))
             if has_loss:
                 self._specs[node] = _spec(node.name, small[-1], large[-1], self._batch.size)
-            graph_layers.append(self._layer(blocks, nodes, names, held))
+            graph_layers.append(self._layer(blocks, (node, *made)))
             takes, taken = gives, made
-        self._graph.output(nodes[0])
-        # The last layer's own results are those that the loss alone sees.
-        outputs = () if layers[-1].blocks else tuple(n for n in taken if n in self._specs and n.op != "placeholder")
+        self._graph.output(node)
         result = LayerGraph(
             model=self._model,
             module=fx.GraphModule(nn.Module(), self._graph),
             names=names,
             reader=SizeReader([]),
-            layers=self._with_the_rest(graph_layers, names, held),
+            layers=_with_unused(graph_layers, names),
             specs=self._specs,
             inputs=inputs,
             batch_spec=batch_spec,
-            outputs=outputs,
-            output_spec=tree_flatten(list(outputs))[1],
-            loss=nodes[0],
+            outputs=(),  # the output's values are those that the layer before the loss gives: see `blocks`
+            output_spec=tree_flatten([])[1],
+            loss=node,
             tied_parameters=names.tied,
             batch_size=None,
-            hash="",
-            blocks=BlockChain(tuple(layers), self._loss, self._training),
-            autocast=self._options.autocast,
-            channels_last=self._options.channels_last,
+            options=self._options,
+            blocks=BlockChain(tuple(layers), self._loss, self._model.training),
         )
-        return result.with_hash(graph_digest(result))
+        return replace(result, hash=graph_digest(result))
 
     def _input(self, index: int, leaf: Any, doubled: Any) -> Input:
         node = self._graph.placeholder(f"batch_{index}")
@@ -112,7 +111,7 @@ class BlockGraph:
         return Input(node, self._specs.get(node))
 
     def _starts(self, joined: Sequence[tuple[int, int]]) -> list[int]:
-        """First blocks of the layers; the loss counts as one block more."""
+        """Return the index of each layer's first block; the loss counts as one block more."""
         inside = {index for first, last in joined for index in range(first + 1, last + 1)}
         return [index for index in range(len(self._named) + 1) if index not in inside]
 
@@ -134,29 +133,26 @@ class BlockGraph:
             made.append(value)
         return made
 
-    def _layer(
-        self, blocks: Sequence[tuple[str, nn.Module]], nodes: tuple[fx.Node, ...], names: Names, held: set[str]
-    ) -> GraphLayer:
+    def _layer(self, blocks: Sequence[tuple[str, nn.Module]], nodes: tuple[fx.Node, ...]) -> GraphLayer:
         tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
         parameters = tuple(n for n, p in self._model.named_parameters() if id(p) in tensors)
         buffers = tuple(n for n, b in self._model.named_buffers() if id(b) in tensors)
-        held.update(parameters, buffers)
         kinds = [type(module).__name__ for _, module in blocks] or ["loss"]
         op = "+".join(kinds if len(kinds) <= 3 else [*kinds[:3], "..."])
         return GraphLayer(blocks[0][0] if blocks else "loss", op, nodes, parameters, buffers)
 
-    def _with_the_rest(self, layers: list[GraphLayer], names: Names, held: set[str]) -> tuple[GraphLayer, ...]:
-        """What no block uses stays with the first, so that the stages' weights are all the model's."""
-        parameters, buffers = ([name for name in all_names if name not in held] for all_names in names.all())
-        first = layers[0]
-        first = GraphLayer(
-            first.name, first.op, first.nodes, (*first.parameters, *parameters), (*first.buffers, *buffers)
-        )
-        return (first, *layers[1:])
+
+def _with_unused(layers: list[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
+    """Give the first layer the weights that no block uses, so that the stages' weights are all the model's."""
+    used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
+    parameters, buffers = ([name for name in group if name not in used] for group in names.all())
+    first = layers[0]
+    first = replace(first, parameters=(*first.parameters, *parameters), buffers=(*first.buffers, *buffers))
+    return (first, *layers[1:])
 
 
 def _description(blocks: Sequence[tuple[str, nn.Module]]) -> str:
-    """What tells blocks of different models apart: the classes within them."""
+    """Describe blocks by the classes within them, so that graphs of different models differ."""
     return "; ".join(
         f"{name}: " + ", ".join(f"{path} {type(part).__name__}" for path, part in module.named_modules())
         for name, module in blocks
@@ -164,20 +160,20 @@ def _description(blocks: Sequence[tuple[str, nn.Module]]) -> str:
 
 
 def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:
-    """What is known of a value from its look for `samples` samples and for twice as many."""
+    """Return the spec of a value, given the value for `samples` samples and for twice as many."""
     if small.dim() != large.dim() or small.dtype != large.dtype or small.requires_grad != large.requires_grad:
         raise CaptureError(
             f"value '{name}' is {small.dtype} of {small.dim()} dimensions for {samples} samples, but {large.dtype} of "
             f"{large.dim()} for {2 * samples}",
-            hint="what crosses from block to block must be of one kind for every batch",
+            hint="what crosses from block to block must have the same type for every batch",
         )
     sizes = tuple(_size(*pair, samples) for pair in zip(small.shape, large.shape, strict=True))
-    expanded = tuple(d for d, size in enumerate(small.shape) if size > 1 and small.stride(d) == 0)
-    return ValueSpec(name, small.dtype, small.requires_grad, sizes, memory_order(small), expanded)
+    order, expanded = memory_order(small), expanded_dimensions(small)
+    return ValueSpec(name, small.dtype, small.requires_grad, sizes, order, expanded)
 
 
 def _size(small: int, large: int, samples: int) -> Size:
-    """The linear function of the batch size through both."""
+    """Return the linear function of the batch size that gives both sizes."""
     if small == large:
         return small
     per_sample, rest = divmod(large - small, samples)

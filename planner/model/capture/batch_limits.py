@@ -1,4 +1,4 @@
-"""Numbers of samples that a model cannot be trained on."""
+"""The fewest samples that layers can be trained on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import fx
 
 from planner.model.capture.graph import GraphLayer
 
-_TRAINING = 5  # argument of aten.batch_norm
+_TRAINING = 5  # position of this argument of aten.batch_norm
 
 
 def least_batch_size(layers: Iterable[GraphLayer]) -> int:
-    """2 where a BatchNorm has one value per channel and sample, whose variance one sample does not give; else 1."""
+    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
     return 2 if any(_needs_two(node) for layer in layers for node in layer.nodes) else 1
 
 

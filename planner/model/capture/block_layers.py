@@ -1,4 +1,4 @@
-"""What travels from block to block, and the layers made of blocks."""
+"""Layers made of the blocks that a user names, and the structure of what they exchange."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from planner.errors import CaptureError
 from planner.model.loss import LossFunction
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-_TENSOR = object()  # a leaf that travels
+_TENSOR = object()  # stands for a tensor among the leaves
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a block returns: tensors within lists, tuples and dicts, beside numbers and strings, which are constant."""
+    """The structure of what a block returns.
+
+    Tensors stand within lists, tuples and dicts, beside numbers and strings, which must be the same for every batch.
+    """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
 
     def tensors(self, value: Any, block: str) -> list[Tensor]:
-        """Those in `value`.
+        """Return the tensors in `value`.
 
         Raises:
             CaptureError: when it has another structure than this one.
@@ -39,13 +42,13 @@ class Structure:
         return tensors_of(value)
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
-        """What the next block takes."""
+        """Return what the next block takes, given the tensors in it."""
         rest = iter(tensors)
         return self.spec.unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
 
 def structure_of(value: Any) -> Structure | None:
-    """The structure of what a block returned; None where something in it cannot travel."""
+    """Return the structure of what a block returned; None where something in it cannot be sent."""
     leaves, spec = tree_flatten(value)
     if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return None
@@ -54,26 +57,29 @@ def structure_of(value: Any) -> Structure | None:
 
 @dataclass(frozen=True, eq=False)
 class BlockLayer:
-    """Blocks that share a layer, the loss perhaps behind them.
+    """Blocks that share a layer; the last layer computes the loss, perhaps without any block.
 
     Attributes:
-        blocks: with their names.
-        takes: what the layer before returns; None for the first one, which takes the batch.
-        gives: what the layer after takes; None for the last one.
+        blocks: modules with their names.
+        takes: structure of what the layer before returns; None for the first layer, which takes the batch.
+        gives: structure of what the layer after takes; None for the last layer.
         values: names of the tensors in `gives`.
-        has_loss: whether it computes the loss.
     """
 
     blocks: tuple[tuple[str, nn.Module], ...]
     takes: Structure | None
     gives: Structure | None
     values: tuple[str, ...]
-    has_loss: bool
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it is the last layer, which computes the loss."""
+        return self.gives is None
 
 
 @dataclass(frozen=True)
 class BlockChain:
-    """What the layers of a graph of blocks run; `training` is the mode that they are put into."""
+    """The modules that a graph of blocks runs; `training` is the mode that they are put into."""
 
     layers: tuple[BlockLayer, ...]
     loss: LossFunction | None
@@ -81,5 +87,5 @@ class BlockChain:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in what a block returned."""
+    """Return the tensors in what a block returned."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,9 +1,8 @@
-"""Model and example batch -> LayerGraph, through torch.export with a dynamic batch dimension."""
+"""Capture a model and its loss as a LayerGraph, through torch.export with a dynamic batch dimension."""
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,71 +22,56 @@ from planner.model.capture.failure import (
     refuse_untrainable,
     silent_tracer,
 )
-from planner.model.capture.fake_run import Observed, observe
-from planner.model.capture.graph import Input, LayerGraph, ValueSpec
-from planner.model.capture.layers import group_layers
+from planner.model.capture.fake_run import TensorFacts, fake_run
+from planner.model.capture.graph import LOSS, Input, LayerGraph, ValueSpec
+from planner.model.capture.layers import FlatGraph, group_layers
 from planner.model.capture.names import MODEL, Names
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.loss import LossFunction, loss_of
 from planner.model.memory_format import lay_out
 from planner.model.options import PLAIN, ModuleOptions
 
-# Checks of the tracer's assumptions, each of which pins a device or costs time. A stage checks its inputs itself.
+# The tracer's checks of its assumptions pin a device or cost time. A stage checks its inputs itself.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
-def capture(
-    model: nn.Module,
-    batch: Batch,
-    loss: LossFunction | None,
-    *,
-    training: bool = True,
-    options: ModuleOptions = PLAIN,
-) -> LayerGraph:
-    """The forward of `model` on batches like `batch`, up to the loss.
+def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, options: ModuleOptions = PLAIN) -> LayerGraph:
+    """Return the graph of `model` on batches like `batch`, up to the loss.
 
     Args:
-        model: put into training mode, or into evaluation mode; its parameters become the stages' own, they are not
-            copied. So the two graphs of one model share them.
-        batch: example; the graph is good for other numbers of samples too, unless the model pins it.
+        model: in training or evaluation mode, which is fixed in the graph. Its parameters become the stages' own, they
+            are not copied: the training and the evaluation graph of one model share them.
+        batch: example; the graph is valid for other numbers of samples too, unless the model pins it.
         loss: (output, target) -> 0-dimensional loss; None where the model's output has a `.loss` or ["loss"].
-        training: the mode; what a graph does in it cannot be changed afterwards.
-        options: of the stages. Under autocast, values between layers have its type, too; for channels-last, the
+        options: of the stages. Under autocast, values between layers are of its dtype, too; for channels-last, the
             model's weights are laid out so, in place.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
     """
     refuse_untrainable(model)
-    # A size of one would be taken for a constant, and a tensor that occurs twice for one input.
+    # The tracer takes a size of one for a constant, and a tensor that occurs twice for one input.
     example = (batch.doubled() if batch.size == 1 else batch).distinct()
     if options.channels_last:
         lay_out(model)
         example = example.channels_last()
-    forward = _ForwardToLoss(model.train(training), loss)
+    forward = _ForwardToLoss(model, loss)
     module = _export(forward, example)
     _clean(module)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    try:
-        with autocasting(example.device_type, options.autocast):
-            observed = observe(module, example.flatten()[0])
-    except Exception as cause:  # whatever the tracer's operations raise on tensors without data
-        raise capture_failure(cause, model) from cause
+    facts = _facts(module, model, example, options.autocast)
     names = Names(model, module)
-    _check_weights_unchanged(module, names, observed)
+    _check_weights_unchanged(module, names, facts)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     reader = SizeReader(placeholders)
     operations = [node for node in module.graph.nodes if node.op == "call_function" and not _is_number(node, reader)]
-    specs = {node: spec for node in (*placeholders, *operations) if (spec := _spec(node, reader, observed)) is not None}
+    specs = {node: spec for node in (*placeholders, *operations) if (spec := _spec(node, reader, facts)) is not None}
     loss_node, outputs = _outputs(module, forward, specs)
-    # In evaluation the stages have the weights that training gave them, read or not.
-    grouping = partial(group_layers, adopt_unused=training)
-    layers = grouping(module, model, names, observed, operations, specs.__contains__, loss_node)
     graph = LayerGraph(
         model=model,
         module=module,
         names=names,
         reader=reader,
-        layers=layers,
+        layers=group_layers(FlatGraph(model, module, names, facts, operations, specs, loss_node)),
         specs=specs,
         inputs=tuple(Input(node, specs.get(node)) for node in placeholders),
         batch_spec=example.flatten()[1],
@@ -96,15 +80,13 @@ def capture(
         loss=loss_node,
         tied_parameters=names.tied,
         batch_size=None if reader.dynamic else example.size,
-        hash="",
-        autocast=options.autocast,
-        channels_last=options.channels_last,
+        options=options,
     )
-    return graph.with_hash(graph_digest(graph))
+    return dataclasses.replace(graph, hash=graph_digest(graph))
 
 
 class _ForwardToLoss(nn.Module):
-    """The model with the loss behind it, so that both are captured together."""
+    """The model followed by the loss, so that both are captured together."""
 
     def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
         super().__init__()
@@ -122,7 +104,7 @@ class _ForwardToLoss(nn.Module):
 
 
 class _Output:
-    """The model's output as it was while traced. Not in the module itself, whose attributes the tracer restores."""
+    """The model's output while it was traced: outside the module, whose attributes the tracer restores."""
 
     def __init__(self) -> None:
         self.leaves: list[Any] = []
@@ -130,7 +112,7 @@ class _Output:
 
 
 def as_tree(output: Any) -> Any:
-    """Dataclasses become dicts by field: only those registered with PyTorch's trees can be taken apart."""
+    """Return `output` with dataclasses as dicts by field, because PyTorch's trees know registered ones only."""
     if not tree_is_leaf(output):
         return tree_map(as_tree, output, is_leaf=lambda part: part is not output)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
@@ -153,7 +135,16 @@ def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:
     return module
 
 
+def _facts(module: fx.GraphModule, model: nn.Module, example: Batch, autocast: torch.dtype | None) -> TensorFacts:
+    try:
+        with autocasting(example.device_type, autocast):
+            return fake_run(module, example.flatten()[0])
+    except Exception as cause:  # whatever the tracer's operations raise on tensors without data
+        raise capture_failure(cause, model) from cause
+
+
 def _clean(module: fx.GraphModule) -> None:
+    """Remove the tracer's checks and unused attributes, and keep the name "loss" for the stage's result."""
     graph = module.graph
     for node in reversed(list(graph.nodes)):
         check = node.op == "call_module" or (
@@ -162,31 +153,31 @@ def _clean(module: fx.GraphModule) -> None:
         if check or (node.op == "get_attr" and not node.users):
             graph.erase_node(node)
     for node in graph.nodes:
-        if node.name == "loss":  # the key under which a stage returns the loss
+        if node.name == LOSS:
             node._rename("loss_value")
 
 
 def _is_number(node: fx.Node, reader: SizeReader) -> bool:
-    """Whether `node` computes a number from the batch size alone, which every stage can do itself."""
+    """Return whether `node` computes a number from the batch size alone, which every stage can do itself."""
     value = node.meta.get("val")
     return is_symbolic(value) and reader.expression(value) is not None
 
 
-def _spec(node: fx.Node, reader: SizeReader, observed: Observed) -> ValueSpec | None:
+def _spec(node: fx.Node, reader: SizeReader, facts: TensorFacts) -> ValueSpec | None:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided or node not in observed.orders:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or node not in facts.orders:
         return None
     sizes = reader.sizes(value)
     if sizes is None:
         return None
-    requires_grad, order = observed.requires_grad[node], observed.orders[node]
-    return ValueSpec(node.name, observed.dtypes[node], requires_grad, sizes, order, observed.expanded[node])
+    requires_grad, order = facts.requires_grad[node], facts.orders[node]
+    return ValueSpec(node.name, facts.dtypes[node], requires_grad, sizes, order, facts.expanded[node])
 
 
 def _outputs(
     module: fx.GraphModule, forward: _ForwardToLoss, specs: dict[fx.Node, ValueSpec]
 ) -> tuple[fx.Node, list[Any]]:
-    """The loss, and the leaves of the model's output with nodes in place of tensors."""
+    """Return the loss, and the leaves of the model's output with nodes in place of tensors."""
     returned = module.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
     loss, *tensors = returned
@@ -200,15 +191,15 @@ def _outputs(
     return loss, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in forward.output.leaves]
 
 
-def _check_weights_unchanged(module: fx.GraphModule, names: Names, observed: Observed) -> None:
+def _check_weights_unchanged(module: fx.GraphModule, names: Names, facts: TensorFacts) -> None:
     parameters = {
         storage: name
         for node in module.graph.nodes
         if (name := names.parameter(node)) is not None
-        for storage in observed.storages[node]
+        for storage in facts.storages[node]
     }
     for node in module.graph.nodes:
-        for storage in observed.writes[node]:
+        for storage in facts.writes[node]:
             if storage in parameters:
                 raise CaptureError(
                     f"parameter '{parameters[storage]}' is changed in forward, by {node.target}",

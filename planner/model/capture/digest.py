@@ -1,4 +1,4 @@
-"""A hash of the captured graph: a plan is only run on the model it was made for."""
+"""Hash a captured graph, so that a plan is only run on the model that it was made for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def graph_digest(graph: LayerGraph) -> str:
-    """SHA-256 of operations, arguments, shapes, dtypes, parameter names and layers.
+    """Return the SHA-256 of operations, arguments, shapes, dtypes, parameter names and layers.
 
-    Independent of the process, the device and, unless the model pins it, the batch size.
+    It does not depend on the process, the device or, unless the model pins it, the batch size.
     """
     sha = hashlib.sha256()
     for line in _lines(graph):
@@ -36,8 +36,9 @@ def _lines(graph: LayerGraph) -> list[str]:
         for name, buffer in graph.model.named_buffers(remove_duplicate=False)
     ]
     lines += [f"tied {group}" for group in graph.tied_parameters]
-    lines += [f"autocast {graph.autocast}"] if graph.autocast is not None else []
-    lines += ["channels-last"] if graph.channels_last else []
+    # Added when they are set only, so that the hashes of graphs without them stay as they were.
+    lines += [f"autocast {graph.options.autocast}"] if graph.options.autocast is not None else []
+    lines += ["channels-last"] if graph.options.channels_last else []
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
         spec = graph.specs.get(node)
@@ -61,7 +62,7 @@ def _target(graph: LayerGraph, node: fx.Node) -> str:
 
 
 def _plain(target: Any) -> str:
-    # The default text of a function holds its address.
+    # The default text of a function contains its address, which differs between processes.
     return str(target) if isinstance(target, (str, torch._ops.OpOverload)) else type(target).__name__
 
 

@@ -1,4 +1,4 @@
-"""Why a model cannot be captured, in the terms of the user's source."""
+"""Explain, in terms of the user's source, why a model cannot be captured or an operation of it fails."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import CaptureError, LayerError, PlannerError
+from planner.model.capture.names import scope_of
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch._export")
 _FUNCTION_HINTS = {
     "CheckpointFunction": "call torch.utils.checkpoint.checkpoint with use_reentrant=False",
@@ -28,7 +29,7 @@ _DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape
 
 
 def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
-    """The error for a model whose tracing raised `cause`."""
+    """Return the error for a model whose tracing raised `cause`."""
     inner = _planner_error(cause)
     if inner is not None:
         return inner
@@ -45,8 +46,8 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
     if (unsupported := re.search(r"Unsupported input type <class '([^']+)'>", reason)) is not None:
         return CaptureError(
             f"example_batch() gives the model a {unsupported[1].rpartition('.')[2]}, which no graph can take",
-            hint="give tensors, numbers, strings and None, within tuples, lists and dicts, and make anything else of "
-            "them in forward",
+            hint="give tensors, numbers, strings and None, within tuples, lists and dicts, and make anything else "
+            "of them in forward",
         )
     return CaptureError(
         f"{what}: {type(cause).__name__}: {reason}",
@@ -55,25 +56,26 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
 
 
 def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError | None:
-    """The error for a captured operation that raised `cause` while the model trained.
+    """Return the error for a captured operation that raised `cause` while the model trained.
 
     Args:
         cause: as raised.
-        places: by name of a value in the generated code, where the user's file makes it.
+        places: where the user's file makes each value of the generated code, by the value's name.
 
     Returns:
-        None for what the user's own code raised, in a block: the frames of `cause` are its place.
+        None when the user's own code raised it, in a block: then the frames of `cause` lead to the user's line.
     """
     generated = [
         frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename.startswith("<eval_with")
     ]
     if not generated:
         return None
+    # A line of generated code begins with the value that it makes: "linear_1 = torch.nn.functional.linear(...)".
     name = re.match(r"\w+", generated[-1].line or "")
     reason = (str(cause).strip().splitlines() or [""])[0]
     hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
     if isinstance(cause, torch.OutOfMemoryError):
-        hint = "plan with less --memory, or with --recompute auto"
+        hint = "plan with less `memory_bytes`, or with `recompute=auto`"
     return LayerError(
         f"{type(cause).__name__}: {reason}",
         hint=hint,
@@ -82,16 +84,22 @@ def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError
 
 
 def user_place(node: fx.Node) -> str | None:
-    """Where the user's code asked for the operation, "model.py:12"; "loss()" for what the loss is made of."""
+    """Return where the user's code asked for the operation: "model.py:12".
+
+    For operations that only library code asked for, "module 'path'" or "loss()" says in which part they are.
+    """
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in frames if not any(Path(file).is_relative_to(part) for part in _LIBRARIES)]
     if own:
         return f"{own[-1][0]}:{own[-1][1]}"
-    return "loss()" if any(Path(file).name == "capture.py" for file, _ in frames) else None
+    scope = scope_of(node)
+    if scope is None:
+        return "loss()" if frames else None
+    return f"module '{scope}'" if scope else None
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Raise for models of which it can be told beforehand that nothing can be captured or trained."""
+    """Raise for models that are known before tracing to be impossible to capture or to train."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
@@ -114,12 +122,12 @@ def refuse_untrainable(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def refuse_custom_autograd() -> Iterator[None]:
-    """Raise when a model uses its own torch.autograd.Function: tracing would drop its backward without a word."""
+    """Raise when a model uses its own torch.autograd.Function: tracing would silently drop its backward."""
 
     apply = torch.autograd.Function.__dict__["apply"]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch._library"):  # the backward of a registered operation, which is kept
+        if cls.__module__.startswith("torch._library"):  # a registered operation keeps its backward
             return apply.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(
             f"the model uses the autograd function '{cls.__name__}', whose backward cannot be captured",
@@ -136,7 +144,7 @@ def refuse_custom_autograd() -> Iterator[None]:
 def refuse_assignments(model: nn.Module) -> Iterator[None]:
     """Raise when the traced forward replaces a tensor that `model` holds: tracing would drop the new one.
 
-    Tensors under new names, kept for somebody to look at, are taken away again: they are the tracer's.
+    Tensors under new names are removed again: they are the tracer's, without data, and of no use to later code.
     """
     before = _held_tensors(model)
     yield
@@ -153,13 +161,13 @@ def refuse_assignments(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_kept_tensors() -> Iterator[None]:
-    """Raise when the tracer warns of tensors put into lists and the like that outlive the forward."""
+    """Raise when the tracer warns that a container which outlives the forward, such as a list, holds its tensors."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     for warning in caught:
         text = str(warning.message)
-        # LSTM and GRU rebuild the list of their weights in forward; the weights themselves are parameters.
+        # LSTM and GRU rebuild the list of their weights in forward; that is harmless, the weights are parameters.
         kept = [name for name in re.findall(r"self\.model\.([\w.\[\]]+)", text) if "_flat_weights" not in name]
         if "assigned during export" in text:
             if kept:
@@ -182,7 +190,7 @@ def _held_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
 
 @contextlib.contextmanager
 def silent_tracer() -> Iterator[None]:
-    """Keep the tracer's own reports off the terminal: what matters of them is in the error."""
+    """Keep the tracer's own reports off the terminal; the error says what matters of them."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -204,7 +212,7 @@ def _planner_error(cause: BaseException | None) -> PlannerError | None:
 
 
 def _user_frame(cause: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither ours, PyTorch's nor generated."""
+    """Return the innermost frame that is not the planner's, PyTorch's or generated."""
     frames = [
         frame
         for frame in traceback.extract_tb(cause.__traceback__)

@@ -1,13 +1,13 @@
-"""What export does not record, from one run of the graph on tensors without data.
+"""Find what torch.export does not record, by one run of the graph on tensors without data.
 
-Export traces under no_grad, so which values carry a gradient is not in the graph; and it does not say which
-values share memory, without which an in-place operation could be cut from the value it changes.
+Export traces under no_grad, so the graph does not tell which values need a gradient. Nor does it tell which values
+share memory, without which a cut could separate an in-place operation from the value that it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,74 +16,70 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
+from planner.model.capture.graph import expanded_dimensions, memory_order
+from planner.model.capture.names import nested_graph
+
 # Their schemas do not say that they write these arguments: running mean and variance.
 _WRITES_SILENTLY = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
 
 
-@dataclass(frozen=True)
-class Observed:
-    """By node: whether its value carries a gradient, the memory it lies in, and the memory it writes.
+@dataclass
+class TensorFacts:
+    """What the values of a graph are like, by node.
 
-    `orders` gives the dimensions of a value that can be sent, from the outermost in memory to the innermost, and
-    `expanded` those that hold one element for all.
+    Attributes:
+        requires_grad: whether the value needs a gradient.
+        dtypes: element type; like `orders` and `expanded`, only of values that another stage could receive.
+        orders: dimensions from the outermost in memory to the innermost.
+        expanded: dimensions along which the memory holds one element for all.
+        storages: the memory that the value lies in.
+        writes: the memory that the operation writes in place.
     """
 
-    requires_grad: Mapping[fx.Node, bool]
-    dtypes: Mapping[fx.Node, torch.dtype]
-    orders: Mapping[fx.Node, tuple[int, ...]]
-    expanded: Mapping[fx.Node, tuple[int, ...]]
-    storages: Mapping[fx.Node, frozenset[int]]
-    writes: Mapping[fx.Node, frozenset[int]]
+    requires_grad: Mapping[fx.Node, bool] = field(default_factory=dict)
+    dtypes: dict[fx.Node, torch.dtype] = field(default_factory=dict)
+    orders: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    expanded: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
 
-def observe(module: fx.GraphModule, leaves: list[Any]) -> Observed:
+def fake_run(module: fx.GraphModule, leaves: list[Any]) -> TensorFacts:
     """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects.
 
-    Its weights may be FakeTensors: of a model that is not there.
+    The module's weights may be FakeTensors already, those of a model that is never built.
     """
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
-        observer = _Observer(module, mode)
+        run = _FakeRun(module, mode)
         fake = [_fake(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            observer.run(*fake, enable_io_processing=False)
-    return Observed(
-        requires_grad=observer.requires_grad(),
-        dtypes=observer.dtypes,
-        orders=observer.orders,
-        expanded=observer.expanded,
-        storages=observer.storages,
-        writes=observer.writes,
-    )
+            run.run(*fake, enable_io_processing=False)
+    # Read at the end: an in-place operation can make a value made before it need a gradient.
+    run.facts.requires_grad = {
+        node: any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+        for node, value in run.env.items()
+    }
+    return run.facts
 
 
-class _Observer(fx.Interpreter):
+class _FakeRun(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
-        # Values are kept to the end: memory that is freed would be given to another value.
+        # All values are kept to the end, because freed memory would be given to another value, and look shared.
         super().__init__(module, garbage_collect_values=False)
         self._mode = mode
         self._attributes: dict[int, Tensor] = {}
-        self.dtypes: dict[fx.Node, torch.dtype] = {}
-        self.orders: dict[fx.Node, tuple[int, ...]] = {}
-        self.expanded: dict[fx.Node, tuple[int, ...]] = {}
-        self.storages: dict[fx.Node, frozenset[int]] = {}
-        self.writes: dict[fx.Node, frozenset[int]] = {}
+        self.facts = TensorFacts()
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
+        facts = self.facts
         if isinstance(value, Tensor) and not _is_wrapped(value) and not _depends_on_data(value):
-            self.dtypes[n] = value.dtype
-            self.orders[n] = memory_order(value)
-            self.expanded[n] = tuple(d for d, size in enumerate(value.shape) if size > 1 and value.stride(d) == 0)
-        self.storages[n] = _storages(value)
-        self.writes[n] = _storages([self.env[node] for node in _written_nodes(n, self.module)])
+            facts.dtypes[n] = value.dtype
+            facts.orders[n] = memory_order(value)
+            facts.expanded[n] = expanded_dimensions(value)
+        facts.storages[n] = _storages(value)
+        facts.writes[n] = _storages([self.env[node] for node in _written_nodes(n, self.module)])
         return value
-
-    def requires_grad(self) -> dict[fx.Node, bool]:
-        """As it is when all has run: an in-place operation can give a gradient to a value made before it."""
-        return {
-            node: any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
-            for node, value in self.env.items()
-        }
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -96,18 +92,9 @@ class _Observer(fx.Interpreter):
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     if not isinstance(tensor, FakeTensor):
         return mode.from_tensor(tensor, static_shapes=True)
-    # Of another mode.
+    # A FakeTensor of another mode cannot be converted, so an equal one is made in this mode.
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
-
-
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Dimensions from the outermost in memory to the innermost."""
-    # Sizes of one have any stride, expanded dimensions none: where they stand does not matter, so they stay in place.
-    strides: tuple[int, ...] = tuple(tensor.stride())
-    moved = [d for d, size in enumerate(tensor.shape) if size > 1 and strides[d] > 0]
-    outermost_first = iter(sorted(moved, key=lambda d: (-strides[d], d)))
-    return tuple(next(outermost_first) if d in moved else d for d in range(tensor.dim()))
 
 
 def _storages(value: Any) -> frozenset[int]:
@@ -116,7 +103,7 @@ def _storages(value: Any) -> frozenset[int]:
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor exists inside torch.vmap or torch.func only."""
+    """Return whether a tensor exists inside torch.vmap or torch.func only."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
@@ -131,10 +118,11 @@ def _depends_on_data(tensor: Tensor) -> bool:
 
 
 def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
+    """Yield the arguments that `node` writes in place; of a nested graph that writes anything, all."""
     if node.op != "call_function":
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        graphs = [getattr(module, str(arg.target)) for arg in node.all_input_nodes if _is_graph(arg, module)]
+        graphs = [graph for argument in node.all_input_nodes if (graph := nested_graph(argument, module)) is not None]
         if any(next(_written_nodes(inner, graph), None) for graph in graphs for inner in graph.graph.nodes):
             yield from node.all_input_nodes
         return
@@ -147,7 +135,3 @@ def _written_nodes(node: fx.Node, module: torch.nn.Module) -> Iterator[fx.Node]:
         if writes or index in silent:
             given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
-
-
-def _is_graph(node: fx.Node, module: torch.nn.Module) -> bool:
-    return node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule)

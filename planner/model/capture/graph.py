@@ -1,4 +1,4 @@
-"""The LayerGraph: a captured training forward, loss included, as a chain of layers and the values between them."""
+"""LayerGraph: a captured training forward with its loss, as a chain of layers and the values between them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from torch.utils._pytree import TreeSpec
 
 from planner.model.capture.names import Names
 from planner.model.capture.size import Size, SizeReader, evaluate
+from planner.model.options import ModuleOptions
 
 if TYPE_CHECKING:
     from planner.model.capture.block_layers import BlockChain
 
+LOSS = "loss"  # the key under which a stage returns the loss
+
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """A tensor that one layer makes and later ones use.
+    """A tensor that one layer makes and later layers use.
 
     Attributes:
         name: in the graph.
@@ -29,9 +32,9 @@ class ValueSpec:
         requires_grad: whether a gradient returns.
         sizes: of the dimensions.
         order: dimensions from the outermost in memory to the innermost; (0, 1, ...) where it is contiguous. Kernels
-            sum in another order for other layouts, so a copy in another order gives other last digits downstream.
+            sum in another order for other layouts, so a copy in another order changes the last digits downstream.
         expanded: dimensions along which the memory holds one element for all (a mask, key-value heads that several
-            heads share). They travel once, and are expanded again.
+            heads share). Such an element is sent once, and the receiver expands it.
     """
 
     name: str
@@ -43,7 +46,7 @@ class ValueSpec:
 
     @property
     def of_gradient(self) -> ValueSpec:
-        """The gradient's: it differs along expanded dimensions too."""
+        """The same for the gradient, which differs along expanded dimensions."""
         return replace(self, expanded=())
 
     @cached_property
@@ -51,33 +54,47 @@ class ValueSpec:
         return self.order == tuple(range(len(self.order)))
 
     def shape(self, batch_size: int) -> tuple[int, ...]:
-        """Shape for a batch of `batch_size` samples."""
+        """Return the shape for a batch of `batch_size` samples."""
         return tuple(evaluate(size, batch_size) for size in self.sizes)
 
     def wire_shape(self, batch_size: int) -> tuple[int, ...]:
-        """Shape of what `to_wire` gives."""
+        """Return the shape of what `to_wire` returns."""
         shape = self.shape(batch_size)
         return tuple(1 if dimension in self.expanded else shape[dimension] for dimension in self.order)
 
     def to_wire(self, value: Tensor) -> Tensor:
-        """`value` seen in its memory order: what a message should copy."""
+        """Return a view of `value` in its memory order, without repetition: what a message should copy."""
         for dimension in self.expanded:
             value = value.narrow(dimension, 0, 1)
         return value if self._in_order else value.permute(self.order)
 
     def from_wire(self, copy: Tensor, batch_size: int) -> Tensor:
-        """The value again, from a contiguous copy of what `to_wire` gave."""
+        """Return the value, given a contiguous copy of what `to_wire` returned."""
         value = copy if self._in_order else copy.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
         return value.expand(self.shape(batch_size)) if self.expanded else value
 
     def size_bytes(self, batch_size: int) -> int:
-        """Bytes that travel for a batch of `batch_size` samples."""
+        """Return the bytes of a message for a batch of `batch_size` samples."""
         return math.prod(self.wire_shape(batch_size)) * self.dtype.itemsize
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of `tensor` from the outermost in memory to the innermost."""
+    # Sizes of one can have any stride, and expanded dimensions have none: both stay in place.
+    strides: tuple[int, ...] = tuple(tensor.stride())
+    moved = [d for d, size in enumerate(tensor.shape) if size > 1 and strides[d] > 0]
+    outermost_first = iter(sorted(moved, key=lambda d: (-strides[d], d)))
+    return tuple(next(outermost_first) if d in moved else d for d in range(tensor.dim()))
+
+
+def expanded_dimensions(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions along which the memory holds one element for all."""
+    return tuple(d for d, size in enumerate(tensor.shape) if size > 1 and tensor.stride(d) == 0)
 
 
 @dataclass(frozen=True)
 class Input:
-    """A leaf of the batch, in the order of `Batch.flatten`; `spec` is None where it is no tensor."""
+    """A leaf of the batch; `spec` is None where it is no tensor."""
 
     node: fx.Node
     spec: ValueSpec | None
@@ -90,13 +107,13 @@ class GraphLayer:
     name: str  # unique; the module path where there is one
     op: str  # for people: "Conv2d", "aten.add"
     nodes: tuple[fx.Node, ...]
-    parameters: tuple[str, ...]  # fully qualified names, the first of those of a tied parameter
+    parameters: tuple[str, ...]  # fully qualified names; the first one of a tied parameter
     buffers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ValueEdge:
-    """Layer `target` uses `value`, which layer `source` makes."""
+    """The use of a value of layer `source` by layer `target`."""
 
     source: str
     value: str
@@ -111,20 +128,19 @@ class LayerGraph:
         model: the user's; its parameters are the stages' parameters.
         module: the flat graph, with the constants and nested graphs it uses.
         names: of parameters and buffers, by the nodes that read them.
-        reader: what the graph's symbolic numbers come to.
+        reader: of the graph's symbolic numbers.
         layers: in execution order.
         specs: of every node whose value is a tensor that can be sent.
-        inputs: leaves of the batch.
+        inputs: leaves of the batch, in the order of `Batch.flatten`.
         batch_spec: structure of the batch.
         outputs: leaves of the model's output, nodes in place of tensors.
         output_spec: structure of the output.
         loss: the node that computes the loss.
         tied_parameters: groups of names of one and the same parameter.
-        batch_size: the only one the graph is good for; None when it is good for any.
+        batch_size: the only one that the graph is valid for; None when it is valid for any.
+        options: how its stages run.
         hash: of operations, arguments, shapes and parameter names; the same in every process and for every batch size.
-        blocks: what runs in place of the graph's operations, for a model whose file names its blocks.
-        autocast: the type that stages run under torch.autocast with.
-        channels_last: whether weights and images lie in memory pixel by pixel.
+        blocks: modules to run instead of the graph's operations, for a model whose file names its blocks.
     """
 
     model: nn.Module
@@ -140,18 +156,13 @@ class LayerGraph:
     loss: fx.Node
     tied_parameters: tuple[tuple[str, ...], ...]
     batch_size: int | None
-    hash: str
+    options: ModuleOptions
+    hash: str = ""
     blocks: BlockChain | None = None
-    autocast: torch.dtype | None = None
-    channels_last: bool = False
-
-    def with_hash(self, digest: str) -> LayerGraph:
-        """The same graph with its hash filled in."""
-        return replace(self, hash=digest)
 
     @cached_property
     def values(self) -> dict[str, ValueSpec]:
-        """What crosses from a layer to a later one, by name, in execution order."""
+        """The values that cross from a layer to a later one, by name, in execution order."""
         return {node.name: self.specs[node] for node in self.crossing}
 
     @cached_property
@@ -165,7 +176,7 @@ class LayerGraph:
         return {node: index for index, layer in enumerate(self.layers) for node in layer.nodes}
 
     def last_use(self, node: fx.Node) -> int:
-        """Index of the last layer that uses `node`; that of its own when none does."""
+        """Return the index of the last layer that uses `node`; of its own layer when no later one does."""
         return max((self.owner[user] for user in node.users if user in self.owner), default=self.owner[node])
 
     @cached_property
@@ -175,7 +186,7 @@ class LayerGraph:
 
     @cached_property
     def edges(self) -> tuple[ValueEdge, ...]:
-        """Which layer uses which value of which other one, each pair once."""
+        """The uses of values by later layers, each once, ordered by the source."""
         edges: dict[ValueEdge, None] = {}
         for node in self.crossing:
             source = self.owner[node]
@@ -187,7 +198,7 @@ class LayerGraph:
 
     @cached_property
     def loss_path(self) -> frozenset[fx.Node]:
-        """Operations that the loss is computed from."""
+        """Operations from which the loss is computed."""
         path: set[fx.Node] = set()
         pending = [self.loss]
         while pending:
@@ -198,6 +209,6 @@ class LayerGraph:
         return frozenset(path)
 
     def names_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
-        """`parameters` and every other name of those that are tied."""
+        """Return `parameters` with all other names of the tied ones among them."""
         groups = {name: group for group in self.tied_parameters for name in group}
         return tuple(dict.fromkeys(alias for name in parameters for alias in groups.get(name, (name,))))

@@ -1,34 +1,58 @@
-"""Operations of the flat graph -> layers.
+"""Group the operations of a flat graph into layers.
 
-A layer is what one call of a leaf module does. Operations that a larger module does itself start a layer of their own
-when they are heavy (a matrix product, attention, a pooling); light ones (activations, additions, reshapes) join the
-layer before them, behind which a cut is rarely worse. What must not be cut apart is joined afterwards.
+A layer is what one call of a leaf module computes. An operation that a larger module calls itself starts a layer of
+its own when it is heavy (a matrix product, attention, a pooling); a light one (an activation, an addition, a reshape)
+joins the layer before it, because a cut after it is rarely worse than one before. Layers that must not be cut apart are
+then joined: around values that cannot be sent, around in-place writes, and behind the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
 
-from planner.model.capture.fake_run import Observed
-from planner.model.capture.graph import GraphLayer
-from planner.model.capture.names import MODEL, Names
+from planner.model.capture.fake_run import TensorFacts
+from planner.model.capture.graph import GraphLayer, ValueSpec
+from planner.model.capture.names import Names, scope_of
 
-_LOSS = None  # the scope of what the loss function does
+_LOSS = None  # the scope of the loss function's operations
 
-# Light as well, though neither element-wise nor a view by their declaration.
+# Light as well, although they are declared neither as element-wise nor as views.
 _LIGHT = (
     "cat stack lift_fresh_copy dropout feature_dropout alpha_dropout hardswish mean sum masked_fill where type_as tril "
     "triu rsub empty_like zeros_like ones_like full_like new_full new_zeros new_ones repeat_interleave"
 )
 
 
+@dataclass(frozen=True)
+class FlatGraph:
+    """An exported forward, before its operations are grouped into layers.
+
+    Attributes:
+        model: the user's.
+        module: the flat graph.
+        names: of the model's parameters and buffers.
+        facts: which operations share memory.
+        operations: those that must be in a layer; the others are numbers that each stage computes itself.
+        specs: of the values that can be sent to another stage.
+        loss: the operation that computes the loss; no cut is possible after it.
+    """
+
+    model: nn.Module
+    module: fx.GraphModule
+    names: Names
+    facts: TensorFacts
+    operations: Sequence[fx.Node]
+    specs: Mapping[fx.Node, ValueSpec]
+    loss: fx.Node
+
+
 @dataclass
 class _Run:
-    """Consecutive operations on their way to a layer."""
+    """Consecutive operations that will make a layer."""
 
     scope: str | None
     call: str  # a module that is called twice makes two layers
@@ -37,48 +61,28 @@ class _Run:
     nodes: list[fx.Node]
 
 
-def group_layers(
-    module: fx.GraphModule,
-    model: nn.Module,
-    names: Names,
-    observed: Observed,
-    operations: Sequence[fx.Node],
-    can_cross: Callable[[fx.Node], bool],
-    loss: fx.Node,
-    *,
-    adopt_unused: bool = True,
-) -> tuple[GraphLayer, ...]:
-    """Layers in execution order; each operation is in one.
-
-    Args:
-        module: the flat graph.
-        model: the user's.
-        names: of its parameters and buffers.
-        observed: which operations share memory.
-        operations: those that must be in a layer; the others are numbers that each stage computes itself.
-        can_cross: whether the result of an operation can be sent to another stage.
-        loss: no cut is possible after it.
-        adopt_unused: whether weights that no operation reads belong to some layer as well.
-    """
-    runs = _runs(operations, model)
+def group_layers(flat: FlatGraph) -> tuple[GraphLayer, ...]:
+    """Return the layers in execution order; each operation is in one."""
+    runs = _runs(flat.operations, flat.model)
     owner = {node: index for index, run in enumerate(runs) for node in run.nodes}
     spans = [
-        *_spans_of_uncrossable(owner, can_cross),
-        *_spans_of_writes(module, owner, observed),
-        (owner[loss], len(runs) - 1),
+        *_spans_of_uncrossable(owner, flat.specs),
+        *_spans_of_writes(flat.module, owner, flat.facts),
+        (owner[flat.loss], len(runs) - 1),
     ]
     merged = _merge(runs, spans)
-    layers = [_layer(run, names) for run in _unique_names(merged)]
-    return _adopt_unused(layers, names) if adopt_unused else tuple(layers)
+    layers = [_layer(run, flat.names) for run in _unique_names(merged)]
+    # In evaluation the stages have the weights that training gave them, whether an operation reads them or not.
+    return _adopt_unused(layers, flat.names) if flat.model.training else tuple(layers)
 
 
 def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
-    scopes = {node: _scope(node) for node in operations}
+    scopes = {node: scope_of(node) for node in operations}
     last_of_model = max((i for i, node in enumerate(operations) if scopes[node] is not _LOSS), default=-1)
     inner = {scope for scope in scopes.values() if scope}
     leaves = {scope for scope in inner if not any(other.startswith(scope + ".") for other in inner)}
     runs: list[_Run] = []
-    pending: list[fx.Node] = []  # light operations that open a module: they go with what follows
+    pending: list[fx.Node] = []  # light operations at the start of a module: they join the layer after them
 
     def start(scope: str | None, name: str, op: str, node: fx.Node) -> None:
         runs.append(_Run(scope, _call(node), name, op, [*pending, node]))
@@ -109,15 +113,8 @@ def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
     return runs
 
 
-def _scope(node: fx.Node) -> str | None:
-    """Path of the innermost module that ran `node`; None for the loss function."""
-    paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    inside = [path for path in paths if path == MODEL or path.startswith(MODEL + ".")]
-    return inside[-1].removeprefix(MODEL).removeprefix(".").split("@")[0] if inside else _LOSS
-
-
 def _call(node: fx.Node) -> str:
-    """Which call of which module ran `node`: the tracer numbers them."""
+    """Return which call of which module ran `node`: the tracer numbers the calls."""
     return str(next(reversed(node.meta.get("nn_module_stack", {"": None}))))
 
 
@@ -132,7 +129,7 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Whether an operation is element-wise, a view, made from nothing, listed, or about indices and masks."""
+    """Return whether an operation is element-wise, a view, a constant, listed, or on indices and masks."""
     target = node.target
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
@@ -152,26 +149,29 @@ def _join(scope: str, name: str) -> str:
     return f"{scope}.{name}" if scope else name
 
 
-def _spans_of_uncrossable(owner: dict[fx.Node, int], can_cross: Callable[[fx.Node], bool]) -> Iterable[tuple[int, int]]:
-    """From each operation whose result cannot be sent to the last one that uses it."""
+def _spans_of_uncrossable(owner: dict[fx.Node, int], specs: Mapping[fx.Node, ValueSpec]) -> Iterable[tuple[int, int]]:
+    """Yield the span from each operation whose result cannot be sent to the last operation that uses it."""
     for node, index in owner.items():
         last = max((owner[user] for user in node.users if user in owner), default=index)
-        if last > index and not can_cross(node):
+        if last > index and node not in specs:
             yield index, last
 
 
 def _spans_of_writes(
-    module: fx.GraphModule, owner: dict[fx.Node, int], observed: Observed
+    module: fx.GraphModule, owner: dict[fx.Node, int], facts: TensorFacts
 ) -> Iterable[tuple[int, int]]:
-    """From each value to the last operation that writes its memory; for buffers and inputs, all that use it."""
-    held = {s for node in module.graph.nodes if node.op in ("get_attr", "placeholder") for s in observed.storages[node]}
-    for storage in {storage for node in owner for storage in observed.writes[node]}:
-        writers = [index for node, index in owner.items() if storage in observed.writes[node]]
+    """Yield the span from each value to the last operation that writes its memory.
+
+    For buffers and inputs, whose memory outlives the forward, the span covers all operations that use it.
+    """
+    held = {s for node in module.graph.nodes if node.op in ("get_attr", "placeholder") for s in facts.storages[node]}
+    for storage in {storage for node in owner for storage in facts.writes[node]}:
+        writers = [index for node, index in owner.items() if storage in facts.writes[node]]
         touching = [
             index
             for node, index in owner.items()
-            if storage in observed.storages[node]
-            or any(storage in observed.storages[argument] for argument in node.all_input_nodes)
+            if storage in facts.storages[node]
+            or any(storage in facts.storages[argument] for argument in node.all_input_nodes)
         ]
         yield min(touching), max(touching if storage in held else writers)
 
@@ -221,22 +221,23 @@ def _layer(run: _Run, names: Names) -> GraphLayer:
 
 
 def _adopt_unused(layers: list[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
-    """Give what no operation reads to the layer whose name is closest, so that all stages' states are the model's."""
-    parameters, buffers = names.all()
+    """Give each weight that no operation reads to the layer of the closest name.
+
+    Then the stages' states together are the model's.
+    """
     used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
-    adopted: dict[int, tuple[list[str], list[str]]] = {}
-    for kind, unused in enumerate((parameters, buffers)):
-        for name in unused:
-            if name not in used:
-                closest = max(range(len(layers)), key=lambda i: (_shared_parts(layers[i].name, name), -i))
-                adopted.setdefault(closest, ([], []))[kind].append(name)
+    parameters, buffers = ([name for name in group if name not in used] for group in names.all())
+    closest = {
+        name: max(range(len(layers)), key=lambda i: (_shared_parts(layers[i].name, name), -i))
+        for name in (*parameters, *buffers)
+    }
     return tuple(
-        GraphLayer(
-            layer.name, layer.op, layer.nodes, (*layer.parameters, *adopted[i][0]), (*layer.buffers, *adopted[i][1])
+        replace(
+            layer,
+            parameters=(*layer.parameters, *(name for name in parameters if closest[name] == index)),
+            buffers=(*layer.buffers, *(name for name in buffers if closest[name] == index)),
         )
-        if i in adopted
-        else layer
-        for i, layer in enumerate(layers)
+        for index, layer in enumerate(layers)
     )
 
 

@@ -14,15 +14,16 @@ BATCH = sympy.Symbol("batch", integer=True, positive=True)
 Size: TypeAlias = "int | sympy.Expr"
 
 
+# Stages evaluate sizes for every microbatch, and sympy takes longer than a small layer: hence the caches.
 @lru_cache(maxsize=4096)
 def evaluate(size: Size, batch_size: int) -> int:
-    """The size for a batch of `batch_size` samples."""
+    """Return the size for a batch of `batch_size` samples."""
     return size if isinstance(size, int) else int(size.subs(BATCH, batch_size))
 
 
 @lru_cache(maxsize=4096)
 def evaluate_number(expression: sympy.Expr, batch_size: int) -> int | float | bool:
-    """What a symbolic number of the graph comes to for a batch of `batch_size` samples."""
+    """Return the value of a symbolic number of the graph for a batch of `batch_size` samples."""
     number = expression.subs(BATCH, batch_size)
     if number in (sympy.true, sympy.false):
         return bool(number)
@@ -31,7 +32,7 @@ def evaluate_number(expression: sympy.Expr, batch_size: int) -> int | float | bo
 
 @lru_cache(maxsize=4096)
 def samples_in(size: Size, value: int) -> int | None:
-    """The batch size at which `size`, a multiple of it, comes to `value`; None when the size says nothing of it."""
+    """Return the batch size at which `size`, a multiple of it, is `value`; None for other sizes."""
     if isinstance(size, int):
         return None
     per_sample = size / BATCH
@@ -39,12 +40,15 @@ def samples_in(size: Size, value: int) -> int | None:
 
 
 def is_symbolic(value: object) -> bool:
-    """Whether `value` is a number that the graph computes from sizes."""
+    """Return whether `value` is a number that the graph computes from sizes."""
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 class SizeReader:
-    """Rewrites the tracer's symbols: those of the inputs' first dimensions are the batch, others have no size.
+    """Rewrite the tracer's symbols in terms of the batch size.
+
+    The symbols of the inputs' first dimensions are the batch size; any other symbol stands for a size that depends on
+    data.
 
     Args:
         placeholders: the graph's inputs.
@@ -60,18 +64,18 @@ class SizeReader:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the graph is good for any batch size."""
+        """Whether the graph is valid for any batch size."""
         return bool(self._symbols)
 
     def expression(self, value: Any) -> sympy.Expr | None:
-        """The expression of a symbolic number, or None when it depends on data."""
+        """Return the expression of a symbolic number; None when it depends on data."""
         expression = value.node.expr
         if not expression.free_symbols <= self._symbols.keys():
             return None
         return expression.xreplace(self._symbols)
 
     def sizes(self, tensor: torch.Tensor) -> tuple[Size, ...] | None:
-        """The tensor's shape, or None when it depends on data."""
+        """Return the tensor's shape; None when it depends on data."""
         sizes: list[Size] = []
         for size in tensor.shape:
             if isinstance(size, int):

@@ -1,1 +1,1 @@
-"""LayerGraph + cut -> the nn.Module of a stage."""
+"""LayerGraph + cut -> the nn.Module of each stage."""

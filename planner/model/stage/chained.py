@@ -1,4 +1,4 @@
-"""A stage for systems whose stages pass plain tensors to the next stage, and to no other."""
+"""Build stages for systems in which a stage passes plain tensors to the next stage and to no other."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph, ValueSpec
+from planner.model.stage.parts import Variant
 from planner.model.stage.stage import build_stage
 
 
 class ChainedStage(nn.Module):
-    """Consecutive layers; takes every value that crosses the cut before them, and returns those that cross the next.
+    """Consecutive layers that take all values crossing the cut before them, and return those crossing the cut after.
 
-    Values that only later stages use are handed on. Tensors are as they travel: contiguous, and without repetition.
-    The last stage returns the loss alone, shape (1,). Model inputs and targets do not travel: see `begin`.
+    Values that only later stages use are passed on. Tensors have the form of messages: contiguous, expanded dimensions
+    once. The last stage returns the loss alone, of shape (1,). Model inputs and targets are not passed: see `begin`.
 
     Args:
-        graph: of the model.
+        graph: of the model; it says whether the layers go through torch.compile.
         layers: of the stage, by name.
         microbatch_size: samples.
         seed: of the random numbers inside layers.
         recompute: keep only what was received for the backward.
-        compile_: put the layers through torch.compile.
     """
 
     def __init__(
@@ -36,10 +36,9 @@ class ChainedStage(nn.Module):
         *,
         seed: int = 0,
         recompute: bool = False,
-        compile_: bool = False,
     ) -> None:
         super().__init__()
-        self.stage = build_stage(graph, layers, compile_=compile_)
+        self.stage = build_stage(graph, layers, variant=Variant(compiled=graph.options.compiled))
         first, last = graph.position[layers[0]], graph.position[layers[-1]]
         self.received, self.sent = cut_values(graph, first), cut_values(graph, last + 1)
         self._size = microbatch_size
@@ -49,18 +48,18 @@ class ChainedStage(nn.Module):
 
     @property
     def input_args(self) -> tuple[Tensor, ...]:
-        """Tensors on the meta device like those that `forward` takes."""
+        """Examples, on the meta device, of the tensors that `forward` takes."""
         return tuple(self._example(spec) for spec in self.received)
 
     @property
     def output_args(self) -> tuple[Tensor, ...]:
-        """Tensors on the meta device like those that `forward` returns."""
+        """Examples, on the meta device, of the tensors that `forward` returns."""
         if self.stage.has_loss:
             return (torch.empty(1, device="meta").requires_grad_(),)
         return tuple(self._example(spec) for spec in self.sent)
 
     def begin(self, minibatch: int, batches: Mapping[int, Batch]) -> None:
-        """Say what the next calls of `forward` are for: the microbatches of `minibatch`, by number, in order."""
+        """Set the microbatches of `minibatch`, by number, that the next calls of `forward` run in order."""
         self._upcoming = [(minibatch, microbatch, batch) for microbatch, batch in batches.items()]
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -94,7 +93,7 @@ class ChainedStage(nn.Module):
 
 
 def cut_values(graph: LayerGraph, position: int) -> tuple[ValueSpec, ...]:
-    """The values that layers before `position` make and layers from there on use."""
+    """Return the values that layers before `position` make and layers from there on use."""
     return tuple(
         graph.specs[node]
         for node in graph.crossing

@@ -1,4 +1,4 @@
-"""torch.compile for stages: what it is told, and whether this machine can do it."""
+"""Compile stages with torch.compile, and check that this machine can."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ Code = Callable[..., Any]
 
 
 def compiled(code: Code) -> Code:
-    """`code` through torch.compile, which compiles it at its first call.
+    """Return `code` through torch.compile, which compiles it at its first call.
 
-    A layer that draws random numbers is seeded before it does (`randomness.reseed`); the compiled code ends there and
-    goes on behind, and draws with PyTorch's own kernels: the same numbers as without compilation.
+    The result draws the same random numbers as without compilation: compiled code is interrupted where a layer is
+    seeded (`randomness.reseed`), and `fallback_random` makes it draw with PyTorch's own kernels.
     """
     return torch.compile(code, dynamic=False, options={"fallback_random": True})
 
 
 def uncompiled(code: Code) -> Code:
-    """`code` as it is, where compiled code calls it."""
+    """Return `code` such that compiled code calls it as it is."""
     return cast(Code, torch.compiler.disable(code))  # type: ignore[no-untyped-call]
 
 
 @cache
 def check_compiler(device_type: str) -> None:
-    """Compile a trifle, so that what is missing on this machine is said in one sentence.
+    """Compile a tiny function, to report in one sentence what this machine lacks.
 
     Raises:
-        InputError: when it cannot be compiled for such devices.
+        InputError: when torch.compile does not work for devices of this type.
     """
     try:
-        compiled(_trifle)(torch.ones(8, device=device_type))
+        compiled(_tiny)(torch.ones(8, device=device_type))
     except Exception as cause:  # whatever the tracer, the code generator or the compiler behind it raises
         needed = "a C++ compiler (g++ or clang++) and Python's headers" if device_type == "cpu" else "Triton and gcc"
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
         raise InputError(
             f"torch.compile does not work for {device_type} on this machine: {lines[0]}",
-            hint=f"it needs {needed}; or profile without --compile",
+            hint=f"it needs {needed}; or profile without `compiled`",
         ) from cause
 
 
-def _trifle(x: torch.Tensor) -> torch.Tensor:
+def _tiny(x: torch.Tensor) -> torch.Tensor:
     return x.sin() + 1

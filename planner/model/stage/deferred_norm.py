@@ -1,9 +1,9 @@
-"""BatchNorm that gathers the statistics of a minibatch's parts, for running statistics of whole minibatches.
+"""BatchNorm that gathers the statistics of microbatches, for running statistics of whole minibatches.
 
 A microbatch is normalised by its own mean and variance, as always. But the running statistics are updated once per
-minibatch, by its own mean and variance, as if the layer had been given the whole of it: torchgpipe's DeferredBatchNorm
-(Kim et al. 2020, arXiv 2004.09910, and its documentation). Unlike there, the running variance is the
-unbiased one, as PyTorch's BatchNorm has it.
+minibatch, by the minibatch's mean and variance, as if the layer had been given all of it. This is the DeferredBatchNorm
+of torchgpipe (Kim et al. 2020, arXiv 2004.09910, and its documentation), but with an unbiased running variance, as in
+PyTorch's BatchNorm.
 """
 
 from __future__ import annotations
@@ -25,30 +25,27 @@ _COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class RunningStatistics:
-    """The buffers of a BatchNorm by their names in the model; without a `momentum` they are means of all minibatches.
-
-    `count` of minibatches: None where the model does not count them.
-    """
+    """The buffers of a BatchNorm, by their names in the model."""
 
     mean: str
     var: str
-    count: str | None
-    momentum: float | None
+    count: str | None  # of minibatches; None where the model does not count them
+    momentum: float | None  # None: the running statistics are means over all minibatches
 
 
-Statistics = tuple[Tensor, Tensor, Tensor]  # count of values, per channel their mean and squared deviations, summed
+Statistics = tuple[Tensor, Tensor, Tensor]  # count of values; per channel their mean and sum of squared deviations
 
 
 class DeferredNorm(nn.Module):
-    """Normalises microbatches, and adds up their statistics until somebody takes them.
+    """BatchNorm that accumulates the statistics of microbatches until `restart`.
 
-    What it adds up is in buffers, which a forward that is run a second time finds as the first one did (see
-    `planner.executor.run.recompute`), and which no state dict has. Applied several times in a forward, it counts all
+    It accumulates in buffers, so that a recomputed forward finds them as the first forward did (see
+    `planner.executor.run.recompute`); no state dict contains them. Applied several times in a forward, it counts all
     its inputs as one.
 
     Args:
         running: the buffers that the statistics are for.
-        like: one of them.
+        like: one of these buffers.
     """
 
     count: Tensor
@@ -62,10 +59,10 @@ class DeferredNorm(nn.Module):
         zeros = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=like.device), persistent=False)
         self.register_buffer("mean", zeros, persistent=False)  # per channel
-        self.register_buffer("deviations", zeros.clone(), persistent=False)  # squared, from the mean, summed
+        self.register_buffer("deviations", zeros.clone(), persistent=False)  # sum of squares, per channel
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, cudnn: bool) -> Tensor:
-        """`x` (N, C, ...) normalised per channel by its own statistics, in C·weight + bias.
+        """Return `x` (N, C, ...) normalised per channel by its own statistics, then scaled and shifted.
 
         Raises:
             ValueError: when there is one value per channel only, as PyTorch's BatchNorm does.
@@ -73,7 +70,7 @@ class DeferredNorm(nn.Module):
         values = x.numel() // x.shape[1]
         if values == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-        # With momentum 1 the operation leaves the batch's own statistics there, the unbiased variance among them.
+        # With momentum 1 the running statistics become the batch's own, the unbiased variance among them.
         mean, var = (torch.zeros_like(self.mean, dtype=self._dtype) for _ in range(2))
         normalised = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, eps, cudnn)
         with torch.no_grad():
@@ -84,17 +81,17 @@ class DeferredNorm(nn.Module):
 
     @property
     def statistics(self) -> Statistics:
-        """What has been added up."""
+        """The accumulated statistics."""
         return self.count, self.mean, self.deviations
 
     def restart(self) -> None:
-        """Add up from nothing on."""
+        """Accumulate from zero again."""
         for value in self.statistics:
             value.zero_()
 
 
 def combine(one: Statistics, other: tuple[Tensor | int, Tensor, Tensor]) -> Statistics:
-    """Of the values of both, without cancellation (Chan, Golub & LeVeque 1983)."""
+    """Return the statistics of both sets of values together, without cancellation (Chan, Golub & LeVeque 1983)."""
     (count, mean, deviations), (more, other_mean, other_deviations) = one, other
     total = count + more
     distance, share = other_mean - mean, more / total.clamp(min=1)
@@ -102,7 +99,7 @@ def combine(one: Statistics, other: tuple[Tensor | int, Tensor, Tensor]) -> Stat
 
 
 def running_statistics(node: fx.Node, names: Names) -> RunningStatistics | None:
-    """What the operation `node` of a captured graph updates, where it is a BatchNorm in training; else None."""
+    """Return the buffers that `node` updates, if it is a BatchNorm in training; else None."""
     if node.target is not _BATCH_NORM or not node.args[_TRAINING]:
         return None
     buffers = [names.buffer(source) if isinstance(source, fx.Node) else None for source in node.args[_MEAN : _VAR + 1]]
@@ -115,14 +112,19 @@ def running_statistics(node: fx.Node, names: Names) -> RunningStatistics | None:
     return RunningStatistics(mean, var, counter if counted else None, momentum)
 
 
+def deferred_name(place: str) -> str:
+    """Return the name, within a stage, of the DeferredNorm for the module or buffer at `place` in the model."""
+    return f"_deferred_{place.replace('.', '_')}"
+
+
 def counts_minibatches(node: fx.Node, names: Names, deferred: Collection[RunningStatistics]) -> bool:
-    """Whether `node` counts the minibatches of one of `deferred`, which are counted elsewhere."""
+    """Return whether `node` counts the minibatches of one of `deferred`, which are counted elsewhere."""
     name = _counts(node, names)
     return name is not None and name in {running.count for running in deferred}
 
 
 def _counts(node: fx.Node, names: Names) -> str | None:
-    """The counter that `node` adds 1 to, if that is all it does."""
+    """Return the counter that `node` adds 1 to, if that is all it does."""
     if node.target is not torch.ops.aten.add_.Tensor or node.args[1:] != (1,) or node.users:
         return None
     source = node.args[0]
@@ -131,16 +133,16 @@ def _counts(node: fx.Node, names: Names) -> str | None:
 
 
 def deferred_arguments(node: fx.Node) -> tuple[Argument, ...]:
-    """Of a BatchNorm's arguments those of `DeferredNorm.forward`."""
+    """Return the arguments of the BatchNorm `node` that `DeferredNorm.forward` takes."""
     return (*node.args[:_MEAN], node.args[_EPS], node.args[_CUDNN])
 
 
 def defer_module(path: str, module: nn.Module) -> DeferredNorm | None:
-    """Let a module of the user's, in training, gather its statistics with what is returned.
+    """Make a user's BatchNorm gather its statistics in training, by the DeferredNorm that is returned.
 
     Args:
         path: of the module in the model.
-        module: any; None is returned for all but PyTorch's own BatchNorms that have running statistics.
+        module: any; None is returned for all but PyTorch's own BatchNorms with running statistics.
     """
     if not isinstance(module, _BatchNorm) or type(module).forward is not _BatchNorm.forward:
         return None
@@ -149,7 +151,7 @@ def defer_module(path: str, module: nn.Module) -> DeferredNorm | None:
     prefix = f"{path}." if path else ""
     running = RunningStatistics(f"{prefix}running_mean", f"{prefix}running_var", f"{prefix}{_COUNTER}", module.momentum)
     norm = DeferredNorm(running, module.running_mean)
-    module.__dict__["forward"] = _forward_of(module, norm)  # of this object alone, before its class's
+    module.__dict__["forward"] = _forward_of(module, norm)  # of this object alone; it is found before the class's
     return norm
 
 

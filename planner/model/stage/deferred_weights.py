@@ -1,11 +1,11 @@
-"""Models larger than memory: built without memory for their weights, of which each stage then makes its own alone.
+"""Deferred weights, for models larger than memory: each stage makes its own weights and no others.
 
-The constructor is the user's own and runs twice. First with every parameter put on the meta device as soon as a module
-registers it: that model is captured and cut. Then once more with the parameters of one stage left where they are, so
-that they get the values that the constructor gives them. Buffers are small and always made.
+The user's constructor runs twice. In the first run every parameter goes to the meta device as soon as a module
+registers it; that model is captured and cut. In the second run the parameters of one stage stay where they are, and so
+get the values that the constructor gives them. Buffers are small and always made.
 
 Every operation that draws random numbers is seeded with its number in the construction. All of them run both times,
-those on the meta device without effect; so a weight has the same value in whatever stage it is, for any plan.
+those on the meta device without effect, so the value of a weight does not depend on the plan.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import ModelFileError, PlannerError
 from planner.model.stage.randomness import seed_of_number
 
-_NUMBER = "_planner_number"  # on a parameter: its place in the order of construction
-_SOURCE = "_planner_source"  # on a deep copy, as nn.TransformerEncoder makes of its layer: the number of the original
+_NUMBER = "_planner_number"  # on a parameter: its number in the order of construction
+# On a deep copy, which nn.TransformerEncoder makes of its layer: the numbers of the originals, which it needs as well.
+_SOURCE = "_planner_source"
 Build = Callable[[], nn.Module]
 
 
 def build_deferred(build: Build, seed: int) -> nn.Module:
-    """The model that `build` makes, its parameters without memory.
+    """Return the model that `build` makes, its parameters without memory.
 
     Raises:
         ModelFileError: when the constructor reads the weights that it makes.
@@ -38,11 +39,11 @@ def build_deferred(build: Build, seed: int) -> nn.Module:
 
 
 def materialize(model: nn.Module, build: Build, seed: int, names: Collection[str]) -> None:
-    """Give the parameters called `names` memory and the values that the constructor gives them.
+    """Give the parameters called `names` memory, and the values that the constructor gives them.
 
     Args:
         model: from `build_deferred` with the same `build` and `seed`.
-        build: the constructor; it is run once more.
+        build: the constructor, to run once more.
         seed: of all random numbers.
         names: any of the names of a tied parameter.
 
@@ -57,7 +58,7 @@ def materialize(model: nn.Module, build: Build, seed: int, names: Collection[str
     if missing:
         raise ModelFileError(
             f"parameter '{missing[0]}' is made from other parameters, which may be in another stage",
-            hint="give it its values in place, or train without --defer-weights",
+            hint="give it its values in place, or train without `defer_weights`",
         )
     by_number = {_number(parameter): parameter for parameter in made.values()}
     _replace(model, {number: by_number[number] for number in numbers})
@@ -65,9 +66,9 @@ def materialize(model: nn.Module, build: Build, seed: int, names: Collection[str
 
 @contextmanager
 def without_storage(model: nn.Module) -> Iterator[None]:
-    """Let a deferred model be captured: for that time its parameters are of the CPU, but hold no bytes.
+    """Let a deferred model be captured: within, its parameters are on the CPU, but hold no bytes.
 
-    Capture looks at shapes and strides alone; reading such a parameter would end the process.
+    Capture needs shapes, strides and the device alone; reading such a parameter would crash the process.
     """
     deferred = {_number(p): p for p in model.parameters() if p.is_meta}
     _replace(model, {number: _hollow(parameter) for number, parameter in deferred.items()})
@@ -78,12 +79,12 @@ def without_storage(model: nn.Module) -> Iterator[None]:
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether some of the model's parameters are still without memory."""
+    """Return whether some of the model's parameters have no memory yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _hollow(parameter: nn.Parameter) -> nn.Parameter:
-    data = torch.empty_like(parameter, device="cpu")  # no page of it is touched
+    data = torch.empty_like(parameter, device="cpu")  # the system gives no page before it is written
     data.untyped_storage().resize_(0)
     return _numbered(nn.Parameter(data, parameter.requires_grad), _number(parameter))
 
@@ -92,11 +93,11 @@ def _replace(model: nn.Module, by_number: dict[int, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and (new := by_number.get(_number(parameter))) is not None:
-                setattr(module, name, new)  # a recurrent module keeps a list of its weights up to date there
+                setattr(module, name, new)  # in recurrent modules this updates a list of their weights as well
 
 
 def _number(parameter: nn.Parameter) -> int:
-    """-1 where it came to its module by a way of its own: then it is always made."""
+    """Return the parameter's number; -1 if it was registered in another way, and so is always made."""
     number: int = getattr(parameter, _NUMBER, -1)
     return number
 
@@ -115,7 +116,7 @@ def _built(build: Build) -> nn.Module:
         reason = error.message if isinstance(error, PlannerError) else error
         raise ModelFileError(
             f"the model reads its weights while it is built, and cannot be built without them: {reason}",
-            hint="train without --defer-weights",
+            hint="train without `defer_weights`",
         ) from error
 
 
@@ -156,7 +157,7 @@ def _construction(seed: int, keep: Collection[int]) -> Iterator[None]:
 
 
 class _SeededOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds the generator before each operation that draws random numbers, with the operation's number."""
+    """Mode in which each operation that draws random numbers is first seeded with its number."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

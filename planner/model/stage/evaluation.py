@@ -1,7 +1,7 @@
-"""The cut of a training graph, carried over to the evaluation graph of the same model.
+"""Carry the cut of a training graph over to the evaluation graph of the same model.
 
-Dropout and BatchNorm do something else in evaluation, and a model may run other layers then; the train flag is baked
-into a graph. So evaluation needs a graph of its own, whose stages hold the weights that training left them.
+Dropout and BatchNorm behave differently in evaluation, and a model may run other layers; the mode is fixed in a graph.
+So evaluation needs a graph of its own, whose stages use the weights of the stages in training.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from planner.model.stage.stage import StageModule, build_stage
 
 
 def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:
-    """Layers of `evaluation` for each stage of `cut`; a stage may be left without any.
+    """Return the layers of `evaluation` for each stage of `cut`; a stage may get none.
 
-    A layer goes to the stage that holds its weights, or else to that of the layer of the same name, or else to that of
-    the layer before it.
+    A layer goes to the stage that holds its weights; without weights, to the stage of the layer of the same name; and
+    without such a layer, to the stage of the layer before it.
 
     Args:
         training: the graph that was cut.
         cut: names of its layers, stage by stage.
-        evaluation: of the same model, captured with `training=False`.
+        evaluation: the graph of the same model in evaluation mode.
 
     Raises:
-        CaptureError: when a layer comes before another one whose stage is earlier.
+        CaptureError: when the weights of a layer are in an earlier stage than the layers before it.
     """
     stage_of = {name: stage for stage, names in enumerate(cut) for name in names}
     holders: dict[str, set[int]] = {}
@@ -43,7 +43,8 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
     stages: list[list[str]] = [[] for _ in cut]
     current = 0
     for index, layer in enumerate(evaluation.layers):
-        # Names of weightless layers are less sure: a module that is called often numbers its calls.
+        # Names tell less than weights: a module that is called several times numbers its calls. So a weightless layer
+        # goes no further than the next layer with weights.
         ahead = next((stage for stage in fixed[index:] if stage is not None), len(cut) - 1)
         if ahead < current:
             raise CaptureError(
@@ -57,7 +58,10 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
 
 
 def _stage_of_weights(layer: GraphLayer, holders: dict[str, set[int]], named: int | None) -> int | None:
-    """The stage that holds all weights of `layer`; None for a layer without. Tied ones may be in several."""
+    """Return a stage that holds all weights of `layer`, if it can the one `named`; None for a layer without weights.
+
+    Tied weights may be in several stages.
+    """
     possible = [holders[name] for name in (*layer.parameters, *layer.buffers) if name in holders]
     if not possible:
         return None
@@ -72,12 +76,12 @@ def _stage_of_weights(layer: GraphLayer, holders: dict[str, set[int]], named: in
 
 @dataclass(frozen=True, eq=False)
 class EvaluationStages:
-    """The stages of an evaluation graph, and what they exchange.
+    """The stages of an evaluation graph, and the values that they exchange.
 
     Attributes:
-        modules: of the stages asked for, but for those without layers.
-        transfers: by (source, target) stage, the values that travel; each along the stages that use it.
-        last: the stage that has the loss, and gets the model's output.
+        modules: the wanted stages that have layers.
+        transfers: by (source, target) stage, the values sent; each is passed from user to user.
+        last: the stage that has the loss, and receives the model's output.
         graph: the evaluation graph.
     """
 
@@ -88,15 +92,15 @@ class EvaluationStages:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The type that the model runs under torch.autocast with."""
-        return self.graph.autocast
+        """The dtype that the model runs under torch.autocast with."""
+        return self.graph.options.autocast
 
     def output(self, known: Mapping[str, Tensor], batch: Batch) -> Any:
-        """The model's output, put together again from the values at the last stage.
+        """Return the model's output, assembled from the values at the last stage.
 
         Args:
-            known: by name, what was made there or arrived.
-            batch: that was evaluated.
+            known: by name, the values that the last stage made or received.
+            batch: the batch that was evaluated.
         """
         graph = self.graph
         if graph.blocks is not None:
@@ -115,17 +119,17 @@ class EvaluationStages:
 def build_evaluation(
     training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph, wanted: Sequence[int], *, output: bool
 ) -> EvaluationStages:
-    """The stages of `evaluation` that go with the stages of `cut`.
+    """Return the stages of `evaluation` that match the stages of `cut`.
 
     Args:
         training: the graph that was cut.
         cut: names of its layers, stage by stage.
-        evaluation: of the same model, captured with `training=False`.
+        evaluation: the graph of the same model in evaluation mode.
         wanted: the stages to build.
-        output: whether the model's output is wanted at the last stage.
+        output: whether the last stage receives the model's output.
 
     Raises:
-        CaptureError: when the evaluation graph cannot be divided like this, or has no output to hand on.
+        CaptureError: when the evaluation graph cannot be divided so, or its output cannot be sent.
     """
     stages = matching_cut(training, cut, evaluation)
     stage_of = {evaluation.position[name]: stage for stage, names in enumerate(stages) for name in names}
@@ -137,7 +141,7 @@ def build_evaluation(
         users = {stage_of[evaluation.owner[user]] for user in node.users if user in evaluation.owner}
         if node in outputs:
             users.add(last)
-        # A node with users in later stages has a spec, or its layer had been joined with theirs.
+        # A node with users in later stages has a spec: otherwise its layer would have been joined with theirs.
         for source, target in pairwise(sorted({stage_of[index], *users})):
             transfers.setdefault((source, target), []).append(evaluation.specs[node])
     modules = {stage: build_stage(evaluation, stages[stage], keep) for stage in wanted if stages[stage]}
@@ -145,7 +149,7 @@ def build_evaluation(
 
 
 def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[fx.Node]:
-    """The operations that make tensors of the model's output."""
+    """Return the operations that make the tensors of the model's output."""
     if graph.blocks is not None:
         if graph.blocks.layers[-1].blocks:
             raise CaptureError(
@@ -164,7 +168,7 @@ def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[
 
 
 def separate_buffers(evaluation: StageModule) -> None:
-    """Give a stage in evaluation buffers of its own, which may then differ from those of the stage in training."""
+    """Give a stage in evaluation copies of its buffers, which may then differ from those of the stage in training."""
     for module in evaluation.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -172,7 +176,7 @@ def separate_buffers(evaluation: StageModule) -> None:
 
 
 def share_buffers(evaluation: StageModule, training: StageModule) -> None:
-    """Let a stage in evaluation read the buffers of the stage in training, which moving to a device has replaced."""
+    """Let a stage in evaluation use the buffers of the stage in training, which moving to a device has replaced."""
     for name, buffer in training.named_buffers(remove_duplicate=False):
         path, _, last = name.rpartition(".")
         try:

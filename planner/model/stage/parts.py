@@ -1,4 +1,4 @@
-"""What a stage consists of, whatever its layers are made of: generated code or the user's own modules."""
+"""The parts of a stage, whether its layers are generated code or the user's own modules."""
 
 from __future__ import annotations
 
@@ -12,36 +12,122 @@ from torch.utils._pytree import TreeSpec
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
-from planner.model.capture.graph import GraphLayer, Input, LayerGraph, ValueSpec
+from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.capture.size import samples_in
 from planner.model.memory_format import channels_last
 from planner.model.stage.fast_calls import Registry
 
-LOSS = "loss"  # the key under which a stage returns the loss
+
+@dataclass(frozen=True)
+class Variant:
+    """How a stage's code departs from the operations as captured.
+
+    Attributes:
+        observable: whether the stage tells its observer of every layer.
+        compiled: whether torch.compile makes one piece of code of the layers, or of each block where the file names
+            blocks. It excludes `observable`, which would cut the code into pieces.
+        defer_batch_norm: whether BatchNorms in training gather the statistics of their inputs in `deferred_norms`,
+            instead of updating their running statistics.
+    """
+
+    observable: bool = False
+    compiled: bool = False
+    defer_batch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.observable and self.compiled), "what is compiled has no layers"
+
+
+AS_CAPTURED = Variant()
+OBSERVABLE = Variant(observable=True)
+COMPILED = Variant(compiled=True)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The values that layers first..last of a graph exchange with the rest.
+
+    Attributes:
+        layers: first..last.
+        used: every node that they read.
+        inputs: leaves of the batch, with their index there.
+        received: from earlier stages.
+        sent: to later stages, made here or received.
+        has_loss: whether the loss is made here.
+    """
+
+    first: int
+    last: int
+    layers: tuple[GraphLayer, ...]
+    used: tuple[fx.Node, ...]
+    inputs: tuple[tuple[int, Input], ...]
+    received: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
+    has_loss: bool
+
+
+def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
+    """Return the boundary of layers first..last; `keep` names further values made here that count as sent."""
+    layers = graph.layers[first : last + 1]
+    used = dict.fromkeys(source for layer in layers for node in layer.nodes for source in node.all_input_nodes)
+    inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf.node in used]
+    received = [node for node in graph.crossing if node in used and graph.owner[node] < first]
+    made = [node for layer in layers for node in layer.nodes]
+    sent = [node for node in (*received, *made) if graph.last_use(node) > last or node.name in keep]
+    if not _tell_batch_size(graph.specs.get(node) for node in (*received, *(leaf.node for _, leaf in inputs))):
+        # Layers that use no input may still depend on the size of the batch.
+        inputs += [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tell_batch_size([leaf.spec])][:1]
+    return Boundary(first, last, layers, tuple(used), tuple(inputs), tuple(received), tuple(sent), graph.loss in made)
+
+
+def _tell_batch_size(specs: Iterable[ValueSpec | None]) -> bool:
+    return any(samples_in(size, 0) is not None for spec in specs if spec is not None for size in spec.sizes)
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The function that computes a stage's layers, and what it takes besides values.
+
+    Attributes:
+        run: (weights, *registries, device, key, observer, *inputs, *received, *numbers) -> sent values, then the loss.
+        registries: of the modules that hold the weights.
+        numbers: expressions in the batch size.
+        places: where the user's file makes each value of the code, by the value's name.
+    """
+
+    run: Callable[..., tuple[Tensor, ...]]
+    registries: tuple[Registry, ...] = ()
+    numbers: tuple[Any, ...] = ()
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a stage consists of."""
+    """What a stage consists of. It keeps no reference to the graph, whose weights are the whole model's."""
 
     layers: tuple[GraphLayer, ...]
     weights: nn.Module
-    # (weights, *registries, device, key, observer, *inputs, *received, *numbers)
-    code: Callable[..., tuple[Tensor, ...]]
+    code: StageCode
     batch_spec: TreeSpec
     inputs: tuple[tuple[int, ValueSpec | None], ...]  # index among the batch's leaves
     received: tuple[ValueSpec, ...]
-    numbers: tuple[Any, ...]  # expressions in the batch size
     sent: tuple[ValueSpec, ...]
-    results: tuple[str, ...]
     has_loss: bool
     fixed_batch_size: int | None
     autocast: torch.dtype | None
     channels_last: bool
-    places: Mapping[str, str] = field(default_factory=dict)  # by name of a value in `code`, where the user makes it
-    registries: tuple[Registry, ...] = ()  # parts of `weights`
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of what the code returns."""
+        return (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
 
     def read_batch(self, batch: Batch | None) -> list[Any]:
+        """Return the leaves of the batch that the stage reads.
+
+        Raises:
+            ModelFileError: when there is no batch, or its structure is not that of the example batch.
+        """
         if batch is None:
             raise ModelFileError("this stage reads the batch, but got none", hint="pass the batch to every stage")
         leaves, spec = batch.flatten()
@@ -53,13 +139,14 @@ class StageParts:
             )
         if not self.channels_last:
             return [leaves[index] for index, _ in self.inputs]
-        of_model = len(leaves) - spec.children()[-1].num_leaves  # the target is no image of the model's
+        arguments = len(leaves) - spec.children()[-1].num_leaves  # targets keep their layout
         return [
-            channels_last(leaf) if index < of_model and isinstance(leaf := leaves[index], Tensor) else leaves[index]
+            channels_last(leaf) if index < arguments and isinstance(leaf := leaves[index], Tensor) else leaves[index]
             for index, _ in self.inputs
         ]
 
     def batch_size(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> int:
+        """Return the number of samples, as the values tell; 0 where nothing in the stage depends on it."""
         if self.fixed_batch_size is not None:
             return self.fixed_batch_size
         for spec, tensor in (*zip(self.received, received, strict=True), *self._input_specs(inputs)):
@@ -67,10 +154,14 @@ class StageParts:
                 samples = samples_in(size, value)
                 if samples is not None:
                     return samples
-        return 0  # the graph knows no batch
+        return 0
 
     def check(self, inputs: Sequence[Any], received: Sequence[Tensor], size: int) -> None:
-        """Wrong shapes must not reach the captured operations, which trust them."""
+        """Check dtypes and shapes, because the captured operations rely on them.
+
+        Raises:
+            ModelFileError: when an input is not like that of the example batch.
+        """
         for spec, tensor in self._input_specs(inputs):
             if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape(size):
                 raise ModelFileError(
@@ -87,72 +178,22 @@ class StageParts:
 
 
 def _outline(spec: TreeSpec) -> str:
-    """The structure with a star for each leaf: ((*, *), {'mask': *}, *)."""
+    """Return the structure with a star for each leaf: ((*, *), {'mask': *}, *)."""
     return repr(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
 
 
-def stage_parts(
-    graph: LayerGraph,
-    layers: tuple[GraphLayer, ...],
-    trade: Exchange,
-    weights: nn.Module,
-    code: Callable[..., tuple[Tensor, ...]],
-    numbers: Sequence[Any] = (),
-    places: Mapping[str, str] | None = None,
-    registries: tuple[Registry, ...] = (),
-) -> StageParts:
-    """The parts of the stage of `layers`, which `code` computes; it returns what is sent, and the loss last."""
-    has_loss = any(graph.loss in layer.nodes for layer in layers)
+def stage_parts(graph: LayerGraph, boundary: Boundary, weights: nn.Module, code: StageCode) -> StageParts:
+    """Return the parts of the stage within `boundary`, which `code` computes."""
     return StageParts(
-        layers=layers,
+        layers=boundary.layers,
         weights=weights,
         code=code,
         batch_spec=graph.batch_spec,
-        inputs=tuple((index, leaf.spec) for index, leaf in trade.inputs),
-        received=tuple(graph.specs[node] for node in trade.received),
-        numbers=tuple(numbers),
-        sent=tuple(graph.specs[node] for node in trade.sent),
-        results=(*(node.name for node in trade.sent), *([LOSS] if has_loss else [])),
-        has_loss=has_loss,
+        inputs=tuple((index, leaf.spec) for index, leaf in boundary.inputs),
+        received=tuple(graph.specs[node] for node in boundary.received),
+        sent=tuple(graph.specs[node] for node in boundary.sent),
+        has_loss=boundary.has_loss,
         fixed_batch_size=graph.batch_size,
-        autocast=graph.autocast,
-        channels_last=graph.channels_last,
-        places=places or {},
-        registries=registries,
+        autocast=graph.options.autocast,
+        channels_last=graph.options.channels_last,
     )
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What the layers first..last of a graph read and hand on.
-
-    Attributes:
-        used: every node that they read.
-        inputs: leaves of the batch, with their index there.
-        received: from earlier stages.
-        sent: to later stages, made here or received.
-    """
-
-    used: tuple[fx.Node, ...]
-    inputs: tuple[tuple[int, Input], ...]
-    received: tuple[fx.Node, ...]
-    sent: tuple[fx.Node, ...]
-
-
-def exchange(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Exchange:
-    """What layers first..last exchange; `keep` names further values made here that count as sent."""
-    layers = graph.layers[first : last + 1]
-    used = dict.fromkeys(source for layer in layers for node in layer.nodes for source in node.all_input_nodes)
-    inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf.node in used]
-    owner = graph.owner
-    received = [node for node in graph.crossing if node in used and owner[node] < first]
-    made = [node for layer in layers for node in layer.nodes]
-    sent = [node for node in (*received, *made) if graph.last_use(node) > last or node.name in keep]
-    if not _tell_batch_size(graph.specs.get(node) for node in (*received, *(leaf.node for _, leaf in inputs))):
-        # Layers that use no input may still ask how large the batch is.
-        inputs += [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tell_batch_size([leaf.spec])][:1]
-    return Exchange(tuple(used), tuple(inputs), tuple(received), tuple(sent))
-
-
-def _tell_batch_size(specs: Iterable[ValueSpec | None]) -> bool:
-    return any(samples_in(size, 0) is not None for spec in specs if spec is not None for size in spec.sizes)

@@ -1,4 +1,4 @@
-"""A step of the user's model as it is: neither captured nor cut."""
+"""The loss of the user's model as it is, neither captured nor cut."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from planner.model.spec import TrainingSpec
 
 
 def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: ModuleOptions) -> Tensor:
-    """The loss of a batch, with the precision and the memory order of `options`.
+    """Return the loss of a batch, with the precision and the memory format of `options`.
 
     Args:
-        model: that the file builds, or something that calls it.
-        spec: with the loss, unless the model's output has it.
+        model: built from `spec`, or something that calls it.
+        spec: with the loss function, unless the model's output has the loss.
         batch: on the model's device.
-        options: `compiled` is the caller's affair.
+        options: without `compiled`, which is up to the caller.
     """
     batch = batch.channels_last() if options.channels_last else batch
     with autocasting(batch.device_type, options.autocast):

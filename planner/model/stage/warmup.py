@@ -1,4 +1,4 @@
-"""A forward and a backward that leave no trace: what is compiled at the first call is compiled before time counts."""
+"""Warm up a stage: one forward and backward without effect, so that compilation at the first call is not timed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.model.stage.stage import StageModule
 
 
 def warm_up(stage: StageModule, batch: Batch) -> None:
-    """Run `stage` on zeros in place of what earlier stages send, and put buffers and random state back.
+    """Run `stage` on zeros instead of what earlier stages send, then restore buffers and random state.
 
     Args:
         stage: on its device, without gradients.
@@ -33,5 +33,6 @@ def warm_up(stage: StageModule, batch: Batch) -> None:
 
 
 def _zeros(spec: ValueSpec, batch_size: int, device: torch.device) -> Tensor:
+    # Through the wire, because compiled code depends on the strides that a received value has.
     wire = torch.zeros(spec.wire_shape(batch_size), dtype=spec.dtype, device=device)
     return spec.from_wire(wire, batch_size).requires_grad_(spec.requires_grad)

@@ -1,4 +1,4 @@
-"""A stage's share of the model's parameters and buffers."""
+"""Collect a stage's part of the model's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.model.capture.graph import GraphLayer, LayerGraph
 
 
 def weights_of(graph: LayerGraph, layers: Sequence[GraphLayer]) -> nn.Module:
-    """Bare modules that hold the layers' parameters and buffers under their names in the model, in its order."""
+    """Return a tree of bare modules that hold the layers' parameters and buffers, named and ordered as in the model."""
     root = nn.Module()
     add_missing(root, graph, [name for layer in layers for name in (*layer.parameters, *layer.buffers)])
     return root
@@ -39,7 +39,7 @@ def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def holder_of(root: nn.Module, path: str) -> nn.Module:
-    """The bare module at `path` below `root`, made where it is missing."""
+    """Return the bare module at `path` below `root`; make it if it is missing."""
     holder = root
     for part in path.split(".") if path else []:
         if part not in holder._modules:

@@ -14,12 +14,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch
 from planner.model.capture.failure import capture_failure
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.load import capture_file
 from planner.model.memory_format import lay_out
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.parts import LOSS
+from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.fake import fake_batch, fake_modules, make_fake, on_meta
@@ -159,7 +159,7 @@ def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
 
 
 def _whole(graph: LayerGraph) -> StageModule:
-    return build_stage(graph, [layer.name for layer in graph.layers], observable=True)
+    return build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE)
 
 
 class _Tracer:

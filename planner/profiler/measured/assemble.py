@@ -72,8 +72,8 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
     return Profile(
         model=model,
         graph_hash=graph.hash,
-        autocast=autocast_name(graph.autocast),
-        memory_format="channels-last" if graph.channels_last else None,
+        autocast=autocast_name(graph.options.autocast),
+        memory_format="channels-last" if graph.options.channels_last else None,
         compiled=None if measured.compiled is None else _compiled(graph, measured.compiled),
         device=device,
         dtype=_dtype(graph),

@@ -20,9 +20,9 @@ from statistics import median
 from torch import Tensor
 
 from planner.model.batch import Batch
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.stage.block_stage import made_last
-from planner.model.stage.parts import LOSS
+from planner.model.stage.parts import COMPILED
 from planner.model.stage.stage import LayerObserver, StageModule, build_stage
 from planner.profiler.measured.saved import saved_by
 from planner.profiler.measured.steps import Effort, Steps, StepTimes, repeat
@@ -80,7 +80,8 @@ class CompiledRuns:
         self._starts = starts
         names = [layer.name for layer in graph.layers]
         self._stages: list[StageModule] = [
-            build_stage(graph, [names[index] for index in span], compile_=True) for span in _spans(starts, len(names))
+            build_stage(graph, [names[index] for index in span], variant=COMPILED)
+            for span in _spans(starts, len(names))
         ]
 
     def measure(self, batch: Batch, uncompiled: StepTimes, steps: Steps, effort: Effort) -> CompiledTimes:
@@ -92,7 +93,7 @@ class CompiledRuns:
             steps: to run.
             effort: how long; it also reports the compilation, which takes up to minutes.
         """
-        everything = build_stage(self._graph, [layer.name for layer in self._graph.layers], compile_=True)
+        everything = build_stage(self._graph, [layer.name for layer in self._graph.layers], variant=COMPILED)
         times = CompiledTimes(
             starts=self._starts,
             runs=[StepTimes() for _ in self._starts],

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.batch import Batch
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.parts import LOSS
+from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import LayerObserver, build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer
@@ -44,7 +44,7 @@ class StepMeasurement:
         self._graph = graph
         self._batch = batch.to(device)
         self._device = device
-        self._stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True).to(device)
+        self._stage = build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE).to(device)
         self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
         self._clock = clock_for(device)
         self._accumulation = AccumulationTimer(self._clock, self._by_layer(self._parameters))
@@ -117,7 +117,7 @@ class StepMeasurement:
         self._stage(self._batch, {})[LOSS].backward()
 
     def _plain_forward(self) -> Tensor:
-        options = ModuleOptions(self._graph.autocast, self._graph.channels_last)
+        options = ModuleOptions(self._graph.options.autocast, self._graph.options.channels_last)
         return unsplit_loss(self._graph.model, self._spec, self._batch, options)
 
     def _marked_forward(self, observer: LayerObserver) -> Tensor:

@@ -14,11 +14,12 @@ from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
 from planner.formats.shared_weights import copied_layers
 from planner.model.batch import Batch
+from planner.model.capture.graph import LOSS
 from planner.model.load import capture_file
 from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
-from planner.model.stage.parts import LOSS
+from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.measured.clock import Clock, clock_for
 from planner.profiler.measured.contention import check_processes, contention
@@ -103,7 +104,7 @@ def _measured_s(
                 f"the profile, {graph.hash} captured",
                 hint="profile it again with: plan profile",
             )
-        modules = [build_stage(graph, names, compile_=options.compiled).to(target) for names in stages]
+        modules = [build_stage(graph, names, variant=Variant(compiled=options.compiled)).to(target) for names in stages]
         runs = _runs(modules, spec, batch.to(target))
         clock = clock_for(target)
         _return_gradients(runs, clock)

@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
-from planner.model.stage.parts import LOSS
+from planner.model.capture.graph import LOSS
 from planner.model.stage.stage import StageModule
 from planner.profiler.measured.clock import LayerMarks
 

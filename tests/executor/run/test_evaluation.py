@@ -142,7 +142,7 @@ def test_stopping_at_such_points_cannot_deadlock(replicas: tuple[int, ...]) -> N
 
 def test_evaluation_needs_data(tmp_path: Path) -> None:
     spec = load_model_file(write_model(tmp_path, "language", "sgd"))
-    with pytest.raises(ModelFileError, match=r"has no evaluation_dataset\(\), which --evaluate-every needs"):
+    with pytest.raises(ModelFileError, match=r"has no evaluation_dataset\(\), which `evaluate_every` needs"):
         spec.evaluation_dataset()
 
 

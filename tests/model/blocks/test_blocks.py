@@ -97,7 +97,7 @@ def _batch(batch_size: int) -> Batch:
 def _graph(*, training: bool = True, model: Net | None = None) -> LayerGraph:
     torch.manual_seed(1)
     model = model or Net()
-    return capture_blocks(model, _blocks(model), _batch(4), F.cross_entropy, training=training)
+    return capture_blocks(model.train(training), _blocks(model), _batch(4), F.cross_entropy)
 
 
 def test_layers_are_the_blocks() -> None:

@@ -21,7 +21,7 @@ def _graphs(name: str) -> tuple[LayerGraph, LayerGraph]:
     torch.manual_seed(1)
     model = case.build()
     training = capture(model, case.batch(4), case.loss)
-    return training, capture(model, case.batch(4), case.loss, training=False)
+    return training, capture(model.eval(), case.batch(4), case.loss)
 
 
 @pytest.mark.parametrize("batch_size", [4, 6])

@@ -93,7 +93,7 @@ def _graphs(name: str) -> tuple[LayerGraph, LayerGraph]:
     build, batch = MODELS[name]
     torch.manual_seed(1)
     model = build(**SAME_KERNEL)
-    return capture(model, batch(4), None), capture(model, batch(4), None, training=False)
+    return capture(model, batch(4), None), capture(model.eval(), batch(4), None)
 
 
 @pytest.mark.parametrize("batch_size", [4, 6])

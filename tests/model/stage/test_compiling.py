@@ -16,6 +16,7 @@ from planner.model.load import capture_file
 from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage import compiling
+from planner.model.stage.parts import COMPILED, Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.stage.warmup import warm_up
 from tests.executor.models import write_model
@@ -95,7 +96,7 @@ def test_weight_versions_under_compiled_code(tmp_path: Path) -> None:
     def run(compile_: bool) -> list[Tensor]:
         torch.manual_seed(1)
         graph = capture_file(file, file.example_batch(4))
-        stage = build_stage(graph, [layer.name for layer in graph.layers], compile_=compile_)
+        stage = build_stage(graph, [layer.name for layer in graph.layers], variant=Variant(compiled=compile_))
         return _stashing(stage, batches, depth=3)
 
     plain, compiled = run(False), run(True)
@@ -109,7 +110,7 @@ def test_the_same_code_serves_every_version(tmp_path: Path) -> None:
     """New storage behind a parameter is no reason to compile again."""
     file = load_model_file(write_model(tmp_path, "language", "sgd"))
     graph = capture_file(file, file.example_batch(4))
-    stage = build_stage(graph, [layer.name for layer in graph.layers], compile_=True)
+    stage = build_stage(graph, [layer.name for layer in graph.layers], variant=COMPILED)
     batch = file.example_batch(4)
     stage(batch, {})["loss"].backward()
     counts: Counter[str] = torch._dynamo.utils.counters["stats"]

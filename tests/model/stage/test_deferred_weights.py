@@ -159,4 +159,4 @@ def test_constructors_that_need_the_weights(change: Callable[[nn.Module], None],
 
     with pytest.raises(ModelFileError, match=words) as caught:
         materialize(build_deferred(build, SEED), build, SEED, {"copy"})
-    assert "--defer-weights" in caught.value.hint
+    assert "`defer_weights`" in caught.value.hint

@@ -10,6 +10,7 @@ from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
+from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
 from tests.model.models import CASES
 from tests.model.splitting import cut_evenly
@@ -100,7 +101,7 @@ def test_module_names_may_be_those_of_the_stage() -> None:
     batch = Batch((torch.randn(4, 6),), {}, torch.randint(0, 4, (4,)))
     graph = capture(Awkward(), batch, nn.functional.cross_entropy)
     names = [layer.name for layer in graph.layers]
-    stage = build_stage(graph, names, observable=True)
+    stage = build_stage(graph, names, variant=OBSERVABLE)
     stage.set_observer(None)
     assert list(stage.state_dict()) == list(graph.model.state_dict())
     assert list(stage(batch, {})) == ["loss"]
@@ -149,4 +150,4 @@ def test_a_stage_computes_in_generated_code() -> None:
     graph = _graph("vgg")
     stage = build_stage(graph, [layer.name for layer in graph.layers])
     assert not any(isinstance(module, torch.fx.GraphModule) for module in stage.modules())
-    assert "forward" in stage._parts.code.__name__
+    assert "forward" in stage._parts.code.run.__name__

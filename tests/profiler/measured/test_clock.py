@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
+from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.clock import CpuClock, LayerTimes
 
@@ -114,7 +115,7 @@ def test_a_stage_reports_each_layer_once_in_order() -> None:
     graph = capture(model, batch, nn.functional.cross_entropy)
     names = [layer.name for layer in graph.layers]
     recorder = Recorder()
-    stage = build_stage(graph, names[1:], observable=True)
+    stage = build_stage(graph, names[1:], variant=OBSERVABLE)
     stage.set_observer(recorder)
     with pytest.raises(KeyError):  # the value that the first layer makes
         stage(batch, {})

@@ -15,6 +15,7 @@ from planner.cost.work import working_bytes
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.spec import load_model_file
+from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.saved import saved_bytes
 from planner.profiler.measured.update import update_workspaces
@@ -52,7 +53,7 @@ class Branches(nn.Module):
 def measured(model: nn.Module, batch: Batch) -> tuple[list[str], list[int], list[int], list[int]]:
     """Layers, and by layer what is saved, the gradients of its weights, and its workspace."""
     graph = capture(model, batch, lambda output, target: ((output - target) ** 2).mean())
-    stage = build_stage(graph, [layer.name for layer in graph.layers], observable=True)
+    stage = build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     gradients = [sum(sizes[name] for name in layer.parameters) for layer in graph.layers]
     saved = saved_bytes(stage, batch)
