@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
-from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import LayerObserver, build_stage
@@ -117,8 +116,7 @@ class StepMeasurement:
         self._stage(self._batch, {})[LOSS].backward()
 
     def _plain_forward(self) -> Tensor:
-        options = ModuleOptions(self._graph.options.autocast, self._graph.options.channels_last)
-        return unsplit_loss(self._graph.model, self._spec, self._batch, options)
+        return unsplit_loss(self._graph.model, self._spec, self._batch, self._graph.options)
 
     def _marked_forward(self, observer: LayerObserver) -> Tensor:
         self._stage.set_observer(observer)
