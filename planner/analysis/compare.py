@@ -94,21 +94,23 @@ def _entries(given: GivenPlan) -> list[_Entry]:
     equal_time = baselines.equal_time(ledger, cluster.gpus)
     straight = question.fastest(ledger, [*baselines.straight(ledger, cluster), equal_time], cluster)
     assert straight is not None  # there is equal_time at least
-    table: list[tuple[str, Sequence[Candidate], Question]] = [
-        (DATA_PARALLEL, baselines.data_parallel(ledger, cluster.gpus), question),
-        ("straight pipeline", straight[1], question),
-        ("equal layers", baselines.equal_layers(ledger, cluster.gpus), question),
-        ("equal parameters", baselines.equal_parameters(ledger, cluster.gpus), question),
-        ("equal time", equal_time, question),
+
+    def entry(name: str, stages: Sequence[Candidate], how: Question = question) -> _Entry:
+        return _Entry(name, stages, how, how.price(ledger, stages, cluster))
+
+    entries = [
+        _Entry(CHOSEN, given.stages, given.question, given.price()),
+        entry(DATA_PARALLEL, baselines.data_parallel(ledger, cluster.gpus)),
+        entry("straight pipeline", straight[1]),
+        entry("equal layers", baselines.equal_layers(ledger, cluster.gpus)),
+        entry("equal parameters", baselines.equal_parameters(ledger, cluster.gpus)),
+        entry("equal time", equal_time),
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
         gpipe = replace(question, schedule=GPIPE, microbatches=microbatches, cost_model="resource")
-        table.append(("gpipe, same cut", given.stages, gpipe))
-    return [
-        _Entry(CHOSEN, given.stages, given.question, given.price()),
-        *(_Entry(name, stages, how, how.price(ledger, stages, cluster)) for name, stages, how in table),
-    ]
+        entries.append(entry("gpipe, same cut", given.stages, gpipe))
+    return entries
 
 
 def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:

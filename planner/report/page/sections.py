@@ -16,8 +16,9 @@ from planner.report.svg.sweep import sweep_svg
 from planner.report.tables.compare import comparison_legend, comparison_table
 from planner.report.tables.compare_runs import pace_table, stage_times_table, timing_notes, timing_table
 from planner.report.tables.plan import bottleneck_place, gpus, layer_range, less_or_more, ranks_line, sent_bytes
-from planner.report.tables.run import bubble_of_run, legend, percent, worker_table
+from planner.report.tables.run import PEAK, bubble_of_run, legend, percent, worker_table
 from planner.report.tables.sweep import sweep_table
+from planner.report.tables.table import Table
 from planner.simulator.summary import Summary, WorkerUse
 from planner.units import format_bytes, format_rate, format_seconds
 
@@ -166,7 +167,9 @@ def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> st
     text += "There is no limit." if limit is None else f"The limit is {format_bytes(limit)}, dashed if it is near."
     table = worker_table(summary.workers)
     if measured is not None and any(worker.peak_bytes is not None for worker in measured.workers):
-        table = table.with_column("measured peak", worker_table(measured.workers).column("peak memory"))
+        peaks = [row[PEAK] for row in worker_table(measured.workers).rows]
+        rows = [[*row, peak] for row, peak in zip(table.rows, peaks, strict=True)]
+        table = Table([*table.headers, "measured peak"], rows, f"{table.align}r")
     over = [w.rank for w in summary.workers if w.peak_bytes and w.limit_bytes and w.peak_bytes > w.limit_bytes]
     too_full = f"Worker{'s' * (len(over) > 1)} {', '.join(map(str, over))} would need more memory than there is."
     return (

@@ -23,7 +23,9 @@ def plan_report(plan: Plan) -> str:
 
 def _head(plan: Plan) -> str:
     unused = plan.cluster.gpus - plan.workers
-    spare = f" ({unused} of {plan.cluster.gpus} GPUs would not make it faster)" if unused else ""
+    # Only a plan that is proven optimal knows what the unused GPUs would do.
+    verdict = "would not make it faster" if plan.solver.status == "optimal" else "are not used"
+    spare = f" ({unused} of {plan.cluster.gpus} GPUs {verdict})" if unused else ""
     lines = [
         ("model", plan.model),
         ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),

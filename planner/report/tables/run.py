@@ -11,6 +11,7 @@ from planner.simulator.summary import Summary, WorkerUse
 from planner.units import format_bytes, format_rate, format_seconds
 
 MOST_ROWS = 32  # workers; more are shown as one row per stage
+PEAK = 5  # column of the peak memory
 
 
 def run_report(summary: Summary, plan: Plan | None = None) -> str:

@@ -32,16 +32,6 @@ class Table:
         align = self.align[:at] + self.align[at + 1 :]
         return replace(self, headers=headers, rows=[dropped(row) for row in self.rows], align=align)
 
-    def column(self, header: str) -> list[object]:
-        """Return the cells below `header`."""
-        at = list(self.headers).index(header)
-        return [row[at] for row in self.rows]
-
-    def with_column(self, header: str, cells: Sequence[object]) -> Table:
-        """Add a column of numbers at the right."""
-        rows = [[*row, cell] for row, cell in zip(self.rows, cells, strict=True)]
-        return replace(self, headers=[*self.headers, header], rows=rows, align=f"{self.align}r")
-
 
 def named_values(lines: Iterable[tuple[str, str]]) -> str:
     """Draw names and values as two columns without headers."""
