@@ -114,7 +114,7 @@ def timing_error(predicted: Timeline, measured: Timeline) -> TimingError:
         expected, found = getattr(predicted, field), getattr(measured, field)
         if expected != found:
             raise InputError(
-                f"the run is of another plan: its {field} {_shown(found)} is not the plan's {_shown(expected)}",
+                f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'",
                 hint="give the `plan` that was run",
             )
     ours, theirs = _compared(predicted), _compared(measured)
@@ -200,7 +200,3 @@ def _computations(events: Iterable[Event]) -> Iterator[Event]:
             yield event._replace(start_s=recomputed.pop(unit))
         elif event.lane == "compute":
             yield event
-
-
-def _shown(value: object) -> str:
-    return f"'{value}'" if isinstance(value, str) else str(value)

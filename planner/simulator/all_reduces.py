@@ -37,20 +37,12 @@ class Round:
 
 
 class AllReduces:
-    """The rounds in progress, by stage and number."""
+    """The rounds in progress, by stage and number, and how many rounds each replica of a stage has joined."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.rounds: dict[tuple[int, int], Round] = {}
         self._replicas = [len(each) for each in ranks]
-        self._joined = {(rank, stage): 0 for stage, each in enumerate(ranks) for rank in each}  # rounds so far
-
-    def replicated(self, stage: int) -> bool:
-        """Return whether the stage has replicas to reduce over."""
-        return self._replicas[stage] > 1
-
-    def has_joined(self, rank: int, stage: int, number: int) -> bool:
-        """Return whether a replica has joined a round."""
-        return self._joined[rank, stage] > number
+        self.joined = {(rank, stage): 0 for stage, each in enumerate(ranks) for rank in each}
 
     def join(self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0) -> Round | None:
         """Join the replica's next round; return the round if all replicas have joined it.
@@ -59,8 +51,8 @@ class AllReduces:
             start_s, backward_s: start and length of its backward; 0 without one.
             arrived_s: when a replica without a backward came to the all-reduce.
         """
-        number = self._joined[rank, stage]
-        self._joined[rank, stage] += 1
+        number = self.joined[rank, stage]
+        self.joined[rank, stage] += 1
         joined = self.rounds.setdefault((stage, number), Round(number))
         joined.joined += 1
         if start_s + backward_s >= joined.backward_start_s + joined.backward_s:

@@ -169,7 +169,7 @@ class Simulation:
         stage, costs = backward.stage, self.stages[backward.stage]
         self._recompute(rank, backward)
         seconds = costs.backward_s + self._accumulate_s(rank, stage)
-        if backward.last_of_round and self._all_reduces.replicated(stage):
+        if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
             self._join(rank, stage, self._clock[rank], seconds)
         self._compute(rank, "backward", stage, backward.unit, seconds)
         self.completed.ends_s[stage].append(self._clock[rank])
@@ -182,7 +182,7 @@ class Simulation:
     def _backward_weight(self, rank: int, backward: BackwardWeight) -> None:
         stage, costs = backward.stage, self.stages[backward.stage]
         accumulate_s = self._accumulate_s(rank, stage)
-        if backward.last_of_round and self._all_reduces.replicated(stage):
+        if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
             # The parts are ready at times of a whole backward: count them as if one had run that ends with this part.
             start_s = self._clock[rank] + costs.backward_weight_s - costs.backward_s
             self._join(rank, stage, start_s, costs.backward_s + accumulate_s)
@@ -271,7 +271,7 @@ class Simulation:
 
     def _wait_for_all_reduce(self, rank: int, reduce: AllReduce) -> bool:
         stage, number, now_s = reduce.stage, reduce.round, self._clock[rank]
-        if not self._all_reduces.has_joined(rank, stage, number):  # it had no backward in this round
+        if self._all_reduces.joined[rank, stage] <= number:  # it had no backward in this round
             self._join(rank, stage, 0.0, 0.0, now_s)
         joined = self._all_reduces.rounds[stage, number]
         if joined.end_s is None:
