@@ -71,11 +71,7 @@ def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DTy
     models = ", ".join(dict.fromkeys(calibration.profile.model for calibration in calibrations))
     device = calibrations[0].profile.device
     fitted = fit(spec, samples)
-    return replace(
-        fitted,
-        name=f"{device.name}, calibrated on {models}",
-        memory_bytes=device.memory_bytes,
-    )
+    return replace(fitted, name=f"{device.name}, calibrated on {models}", memory_bytes=device.memory_bytes)
 
 
 def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
@@ -131,30 +127,17 @@ class _Unknowns:
         occurring = {name for trace, _ in samples for name in trace.costs.classes()} | {"update"}
         self._arithmetic = [name for name in COMPUTE_CLASSES if name in occurring]
         self._bandwidth = [name for name in OP_CLASSES if name in occurring]
-        self.start: Floats = np.log(
-            [
-                *(spec.achieved_arithmetic[name] for name in self._arithmetic),
-                *(spec.achieved_bandwidth[name] for name in self._bandwidth),
-                spec.launch_s,
-            ]
-        )
+        arithmetic = [spec.achieved_arithmetic[name] for name in self._arithmetic]
+        bandwidth = [spec.achieved_bandwidth[name] for name in self._bandwidth]
+        self.start: Floats = np.log([*arithmetic, *bandwidth, spec.launch_s])
 
     def spec(self, logs: Floats) -> DeviceSpec:
         """Return the device that these logarithms describe."""
-        values = [float(value) for value in np.exp(np.clip(logs, -50, 50))]
+        *shares, launch_s = map(float, np.exp(np.clip(logs, -50, 50)))
         split = len(self._arithmetic)
-        return replace(
-            self._spec,
-            achieved_arithmetic={
-                **self._spec.achieved_arithmetic,
-                **dict(zip(self._arithmetic, values[:split], strict=True)),
-            },
-            achieved_bandwidth={
-                **self._spec.achieved_bandwidth,
-                **dict(zip(self._bandwidth, values[split:-1], strict=True)),
-            },
-            launch_s=values[-1],
-        )
+        arithmetic = dict(self._spec.achieved_arithmetic) | dict(zip(self._arithmetic, shares[:split], strict=True))
+        bandwidth = dict(self._spec.achieved_bandwidth) | dict(zip(self._bandwidth, shares[split:], strict=True))
+        return replace(self._spec, achieved_arithmetic=arithmetic, achieved_bandwidth=bandwidth, launch_s=launch_s)
 
 
 def _levenberg_marquardt(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:

@@ -37,6 +37,7 @@ MemoryClass = Literal["pointwise", "special", "random", "norm", "pool", "gather"
 OpClass = Literal[ComputeClass, MemoryClass]
 COMPUTE_CLASSES: tuple[ComputeClass, ...] = get_args(ComputeClass)
 MEMORY_CLASSES: tuple[MemoryClass, ...] = get_args(MemoryClass)
+ComputeShares = Mapping[ComputeClass, float]
 OP_CLASSES: tuple[OpClass, ...] = (*COMPUTE_CLASSES, *MEMORY_CLASSES)
 
 
@@ -61,7 +62,7 @@ class DeviceSpec:
     peak_flops_per_s: Mapping[DType, float]
     bandwidth_bytes_per_s: float
     memory_bytes: int | None
-    achieved_arithmetic: Mapping[ComputeClass, float]
+    achieved_arithmetic: ComputeShares
     achieved_bandwidth: Mapping[OpClass, float]
     launch_s: float
 
@@ -70,23 +71,11 @@ class DeviceSpec:
         return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
 
 
-_GPU_ARITHMETIC: Mapping[ComputeClass, float] = {
-    "gemm": 0.65,
-    "conv": 0.55,
-    "winograd": 1.2,
-    "recurrent": 0.55,
-    "attention": 0.4,
-}
+_GPU_ARITHMETIC: ComputeShares = {"gemm": 0.65, "conv": 0.55, "winograd": 1.2, "recurrent": 0.55, "attention": 0.4}
 _GPU_BANDWIDTH: Mapping[OpClass, float] = dict.fromkeys(OP_CLASSES, 0.75)
 _GPU_LAUNCH_S = 5e-6
 
-_CPU_ARITHMETIC: Mapping[ComputeClass, float] = {
-    "gemm": 0.45,
-    "conv": 0.55,
-    "winograd": 0.9,
-    "recurrent": 1.0,
-    "attention": 0.4,
-}
+_CPU_ARITHMETIC: ComputeShares = {"gemm": 0.45, "conv": 0.55, "winograd": 0.9, "recurrent": 1.0, "attention": 0.4}
 _CPU_BANDWIDTH: Mapping[OpClass, float] = {
     "gemm": 0.35,
     "conv": 0.6,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -26,7 +25,7 @@ from planner.profiler.estimated.fake import fake_batch, fake_modules, make_fake,
 from planner.profiler.estimated.operations import Costs, OperationRecorder, recurrent_workspace
 from planner.profiler.estimated.update import UpdateTrace, trace_updates
 from planner.profiler.measured.assemble import LayerMeasurement, Measurement
-from planner.profiler.measured.clock import LayerTimes
+from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.saved import saved_bytes
 from planner.profiler.measured.steps import StepTimes, step_failure
@@ -44,44 +43,37 @@ class StepTrace:
         dtype: of products and convolutions.
         batch_size: samples.
         graph: the captured model, with fake weights.
-        saved_bytes: kept from forward to backward, by layer.
+        costs: of the operations of forward and backward.
+        layers: between their operations; a mark is the number of operations so far.
+        saved_bytes: from forward to backward, by layer.
+        updates: by layer.
     """
 
     model: str
     dtype: DType
     batch_size: int
     graph: LayerGraph
+    costs: Costs
+    layers: LayerMarks[int]
     saved_bytes: list[int]
-    _clock: _OperationClock
-    _marks: LayerTimes[int]
-    _updates: list[UpdateTrace]
+    updates: list[UpdateTrace]
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
-        self._clock.estimate(spec)
-        forward, backward = self._marks.seconds()
-        return forward, backward, [update.seconds(spec) for update in self._updates]
+        until = np.concatenate([[0.0], np.cumsum(self.costs.seconds(spec))])
+        forward, backward = self.layers.sums(lambda start, end: float(until[end] - until[start]))
+        return forward, backward, [update.estimate(spec).seconds for update in self.updates]
 
     def estimate(self, spec: DeviceSpec) -> Measurement:
         """Return what the layers cost on such a device."""
         forward, backward, _ = self.layer_seconds(spec)
-        layers = zip(forward, backward, self._updates, self.saved_bytes, strict=True)
+        times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
         return Measurement(
             [
-                LayerMeasurement(
-                    StepTimes([forward_s], [backward_s]),
-                    update.estimate(spec),
-                    saved,
-                    accumulation=update.accumulation(spec),
-                )
-                for forward_s, backward_s, update, saved in layers
+                LayerMeasurement(each, update.estimate(spec), saved, accumulation=update.accumulation(spec))
+                for each, update, saved in zip(times, self.updates, self.saved_bytes, strict=True)
             ]
         )
-
-    @property
-    def costs(self) -> Costs:
-        """All operations of forward and backward."""
-        return self._clock.costs
 
 
 def trace_step(
@@ -162,21 +154,20 @@ def _whole(graph: LayerGraph) -> StageModule:
     return build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE)
 
 
+@dataclass(frozen=True)
 class _Tracer:
     """Records a step, on tensors with data or without."""
 
-    def __init__(self, training_spec: TrainingSpec, batch_size: int, dtype: DType) -> None:
-        self.training_spec = training_spec
-        self.batch_size = batch_size
-        self._dtype = dtype
+    training_spec: TrainingSpec
+    batch_size: int
+    dtype: DType
 
     def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run forward, backward and updates of `stage`, which has all layers of `graph`."""
-        recorder = OperationRecorder("tf32" if self._dtype == "tf32" else "float32")
-        clock = _OperationClock(recorder)
         with recurrent_workspace():
             saved = saved_bytes(stage, batch)
-        marks = LayerTimes(clock, len(graph.layers))
+        recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32")
+        marks = LayerMarks(lambda: len(recorder.operations), len(graph.layers))
         stage.set_observer(marks)
         with recorder:
             marks.start()
@@ -189,31 +180,5 @@ class _Tracer:
             marks.end()
         trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
         updates = trace_updates(graph, self.training_spec, trained)
-        clock.costs = Costs(recorder.operations)
-        model = self.training_spec.name
-        return StepTrace(model, self._dtype, self.batch_size, graph, saved, clock, marks, updates)
-
-
-class _OperationClock:
-    """A clock whose time is the number of operations so far.
-
-    The estimated times of the operations come later, so one trace serves any number of devices.
-    """
-
-    def __init__(self, recorder: OperationRecorder) -> None:
-        self._recorder = recorder
-        self._until: NDArray[np.float64] = np.zeros(1)
-        self.costs = Costs([])
-
-    def estimate(self, spec: DeviceSpec) -> None:
-        """Let `seconds` return those on such a device from now on."""
-        self._until = np.concatenate([[0.0], np.cumsum(self.costs.seconds(spec))])
-
-    def mark(self) -> int:
-        return len(self._recorder.operations)
-
-    def wait(self) -> None:
-        return
-
-    def seconds(self, start: int, end: int) -> float:
-        return float(self._until[end] - self._until[start])
+        costs = Costs(recorder.operations)
+        return StepTrace(self.training_spec.name, self.dtype, self.batch_size, graph, costs, marks, saved, updates)

@@ -13,6 +13,7 @@ from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.operations import Costs, Operation, OperationRecorder
 from planner.profiler.measured.accumulation import AccumulationTime
+from planner.profiler.measured.assemble import first_uses
 from planner.profiler.measured.update import LayerUpdate, state_bytes_of, still
 
 
@@ -24,15 +25,11 @@ class UpdateTrace:
     state_bytes: int
     accumulate: Costs
 
-    def seconds(self, spec: DeviceSpec) -> float:
-        """Return the seconds of the step on such a device."""
-        # On GPUs torch's optimizers launch each of their operations once for all parameters (foreach).
-        launches = replace(spec, launch_s=0.0) if spec.kind == "cuda" else spec
-        return float(self.step.seconds(launches).sum())
-
     def estimate(self, spec: DeviceSpec) -> LayerUpdate:
         """Return the cost of the step on such a device."""
-        return LayerUpdate(self.seconds(spec), self.state_bytes)
+        # On GPUs torch's optimizers launch each of their operations once for all parameters (foreach).
+        launches = replace(spec, launch_s=0.0) if spec.kind == "cuda" else spec
+        return LayerUpdate(float(self.step.seconds(launches).sum()), self.state_bytes)
 
     def accumulation(self, spec: DeviceSpec) -> AccumulationTime:
         """Return the time of gradient accumulation on such a device."""
@@ -42,13 +39,10 @@ class UpdateTrace:
 def trace_updates(graph: LayerGraph, training_spec: TrainingSpec, trained: set[str]) -> list[UpdateTrace]:
     """Trace the update of each layer of `graph`; `trained` names the parameters that have gradients."""
     by_name = dict(graph.model.named_parameters())
-    left = set(trained)
-    traces = []
-    for layer in graph.layers:
-        names = [name for name in layer.parameters if name in left]
-        left.difference_update(names)
-        traces.append(_trace_update(training_spec, [_on_meta_device(by_name[name]) for name in names]))
-    return traces
+    return [
+        _trace_update(training_spec, [_on_meta_device(by_name[name]) for name in names if name in trained])
+        for names in first_uses(layer.parameters for layer in graph.layers)
+    ]
 
 
 def _on_meta_device(parameter: nn.Parameter) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from statistics import median, quantiles
@@ -66,9 +66,8 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
     whole = None if measured.whole is None else _whole_step(measured.whole)
     alone_s = sum(layer.update.seconds for layer in measured.layers)
     # A step layer by layer pays the optimizer's overhead per layer, where a stage pays it once.
-    share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
-    costs = _LayerRecords(graph, batch_size, share)
-    layers = tuple(costs.layer(layer, costs_of) for layer, costs_of in zip(graph.layers, measured.layers, strict=True))
+    update_share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
+    names = {name for name, _ in graph.model.named_parameters()}
     return Profile(
         model=model,
         graph_hash=graph.hash,
@@ -78,9 +77,9 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
         device=device,
         dtype=_dtype(graph),
         microbatch_size=batch_size,
-        layers=layers,
+        layers=tuple(_layers(graph, batch_size, measured.layers, update_share)),
         edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
-        tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in costs.parameters),
+        tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in names),
         whole_step=whole,
         provenance=Provenance(
             tool=f"planner {__version__}",
@@ -92,60 +91,53 @@ def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measu
     )
 
 
-class _LayerRecords:
-    """Makes a profile's layers, in order; a tied parameter counts in the first layer that uses it."""
+def first_uses(names: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Return by layer the names that no earlier layer has: what layers share counts in the first one that uses it."""
+    seen: set[str] = set()
+    new = []
+    for layer in names:
+        new.append([name for name in layer if name not in seen])
+        seen.update(layer)
+    return new
 
-    def __init__(self, graph: LayerGraph, batch_size: int, update_share: float) -> None:
-        self._graph = graph
-        self._batch_size = batch_size
-        self._update_share = update_share
-        self.parameters = dict(graph.model.named_parameters())
-        self._buffers = dict(graph.model.named_buffers())
-        self._counted: set[str] = set()
 
-    def layer(self, layer: GraphLayer, measured: LayerMeasurement) -> Layer:
-        weights = [self.parameters[name] for name in self._new(layer.parameters)]
-        buffers = [self._buffers[name] for name in self._new(layer.buffers)]
-        times, update = measured.times, measured.update
-        return Layer(
+def _layers(
+    graph: LayerGraph, batch_size: int, measured: Sequence[LayerMeasurement], update_share: float
+) -> Iterator[Layer]:
+    tensors = {**dict(graph.model.named_parameters()), **dict(graph.model.named_buffers())}
+    parameters = first_uses(layer.parameters for layer in graph.layers)
+    buffers = first_uses(layer.buffers for layer in graph.layers)
+    for layer, costs, own, others in zip(graph.layers, measured, parameters, buffers, strict=True):
+        times, weights = costs.times, [tensors[name] for name in own]
+        yield Layer(
             name=layer.name,
             op=layer.op,
             forward_s=median(times.forward_s),
             backward_s=median(times.backward_s),
-            update_s=update.seconds * self._update_share,
-            accumulate_s=measured.accumulation.seconds,
-            accumulate_thread_s=measured.accumulation.thread_seconds,
+            update_s=costs.update.seconds * update_share,
+            accumulate_s=costs.accumulation.seconds,
+            accumulate_thread_s=costs.accumulation.thread_seconds,
             forward_thread_s=_median(times.forward_thread_s),
             backward_thread_s=_median(times.backward_thread_s),
             forward_spread_s=_interquartile_range(times.forward_s),
             backward_spread_s=_interquartile_range(times.backward_s),
-            outputs=self._outputs(layer),
+            outputs=tuple(_outputs(graph, layer, batch_size)),
             weight_bytes=sum(weight.nbytes for weight in weights),
             gradient_bytes=sum(weight.nbytes for weight in weights if weight.requires_grad),
-            optimizer_bytes=update.state_bytes,
-            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
-            saved_bytes=measured.saved_bytes,
-            workspace_bytes=measured.workspace_bytes,
-            update_workspace_bytes=update.workspace_bytes,
+            optimizer_bytes=costs.update.state_bytes,
+            buffer_bytes=sum(tensors[name].nbytes for name in others),
+            saved_bytes=costs.saved_bytes,
+            workspace_bytes=costs.workspace_bytes,
+            update_workspace_bytes=costs.update.workspace_bytes,
             parameters=layer.parameters,
         )
 
-    def _new(self, names: tuple[str, ...]) -> list[str]:
-        new = [name for name in names if name not in self._counted]
-        self._counted.update(new)
-        return new
 
-    def _outputs(self, layer: GraphLayer) -> tuple[Value, ...]:
-        specs = [spec for node in layer.nodes if (spec := self._graph.values.get(node.name)) is not None]
-        size = self._batch_size
-        return tuple(
-            Value(
-                name=spec.name,
-                output_bytes=spec.size_bytes(size),
-                gradient_bytes=spec.of_gradient.size_bytes(size) if spec.requires_grad else 0,
-            )
-            for spec in specs
-        )
+def _outputs(graph: LayerGraph, layer: GraphLayer, batch_size: int) -> Iterator[Value]:
+    for node in layer.nodes:
+        if (spec := graph.values.get(node.name)) is not None:
+            gradient_bytes = spec.of_gradient.size_bytes(batch_size) if spec.requires_grad else 0
+            yield Value(name=spec.name, output_bytes=spec.size_bytes(batch_size), gradient_bytes=gradient_bytes)
 
 
 # Medians, because other work on the machine interrupts some steps, and a mean would contain it.

@@ -1,4 +1,4 @@
-"""Mark points in time on a device, and compute the layers' times from the marks."""
+"""Mark points in time on a device, and between the layers of a step."""
 
 from __future__ import annotations
 
@@ -119,25 +119,12 @@ class LayerMarks(Generic[MarkT]):
         for (layer, start), (_, end) in pairwise(self._backward):
             yield layer, True, start, end
 
-    def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
-        self._backward.append((index, self._mark()))
-
-
-class LayerTimes(LayerMarks[MarkT]):
-    """Times of each layer within one undivided forward and backward."""
-
-    def __init__(self, clock: Clock[MarkT], layers: int) -> None:
-        super().__init__(clock.mark, layers)
-        self._clock = clock
-
-    def seconds(self, between: Callable[[MarkT, MarkT], float] | None = None) -> tuple[list[float], list[float]]:
-        """Return the forward and backward seconds of each layer; call when the device is done.
-
-        Args:
-            between: seconds between two marks; None for the clock's own.
-        """
-        between = between or self._clock.seconds
+    def sums(self, between: Callable[[MarkT, MarkT], float]) -> tuple[list[float], list[float]]:
+        """Return the forward and backward of each layer, as sums of what `between` returns for each span."""
         forward, backward = [0.0] * self._layers, [0.0] * self._layers
         for layer, in_backward, start, end in self.spans():
             (backward if in_backward else forward)[layer] += between(start, end)
         return forward, backward
+
+    def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
+        self._backward.append((index, self._mark()))

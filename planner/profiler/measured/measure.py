@@ -15,7 +15,7 @@ from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import LayerObserver, build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer
-from planner.profiler.measured.assemble import LayerMeasurement, Measurement
+from planner.profiler.measured.assemble import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.clock import clock_for
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.saved import saved_bytes
@@ -147,5 +147,5 @@ class StepMeasurement:
 
     def _by_layer(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
         """Return each parameter in the first layer that uses it."""
-        left = dict(parameters)
-        return [{name: left.pop(name) for name in layer.parameters if name in left} for layer in self._graph.layers]
+        names = first_uses(layer.parameters for layer in self._graph.layers)
+        return [{name: parameters[name] for name in layer if name in parameters} for layer in names]

@@ -11,13 +11,9 @@ from torch import Tensor, nn
 
 from planner.errors import ModelFileError
 from planner.model.stage.stage import LayerObserver
-from planner.profiler.measured.clock import Clock, CpuClock, LayerTimes
+from planner.profiler.measured.clock import Clock, CpuClock, LayerMarks
 
 ProgressCallback = Callable[[str, float], None]  # is told the phase and how much of it is done, 0 to 1
-
-
-def _ignore_progress(_phase: str, _done: float) -> None:
-    return
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Effort:
     repeats: int
     least_repeats: int
     warmup: int
-    progress: ProgressCallback = _ignore_progress
+    progress: ProgressCallback = field(default=lambda _phase, _done: None)
 
 
 @dataclass
@@ -105,18 +101,18 @@ class Steps:
         drop_gradients(self._parameters)
         clock = self._clock
         clock.wait()
-        marks = LayerTimes(clock, len(times))
+        marks = LayerMarks(clock.mark, len(times))
         marks.start()
         loss = forward(marks)
         marks.start_backward()
         loss.backward()  # type: ignore[no-untyped-call]
         marks.end()
         clock.wait()
-        for piece, forward_s, backward_s in zip(times, *marks.seconds(), strict=True):
+        for piece, forward_s, backward_s in zip(times, *marks.sums(clock.seconds), strict=True):
             piece.forward_s.append(forward_s)
             piece.backward_s.append(backward_s)
         if isinstance(clock, CpuClock):
-            for piece, forward_s, backward_s in zip(times, *marks.seconds(clock.thread_seconds), strict=True):
+            for piece, forward_s, backward_s in zip(times, *marks.sums(clock.thread_seconds), strict=True):
                 piece.forward_thread_s.append(forward_s)
                 piece.backward_thread_s.append(backward_s)
 

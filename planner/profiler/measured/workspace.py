@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import accumulate
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -64,9 +63,7 @@ class Meter(Protocol):
 
     def __enter__(self) -> object: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> object: ...
+    def __exit__(self, *_: object) -> object: ...
 
     def mark(self) -> int:
         """End a span and return its number; span 0 begins with the context."""
@@ -117,10 +114,8 @@ class _CpuMeter:
     def __enter__(self) -> None:
         self._profile.__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profile.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def mark(self) -> int:
         with record_function(_MARK):

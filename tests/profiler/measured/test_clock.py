@@ -12,7 +12,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
-from planner.profiler.measured.clock import CpuClock, LayerTimes
+from planner.profiler.measured.clock import CpuClock, LayerMarks
 
 NAP_S = 0.02
 
@@ -40,9 +40,6 @@ class _FakeClock:
         self.now += 1
         return self.now
 
-    def wait(self) -> None:
-        return
-
     def seconds(self, start: int, end: int) -> float:
         return float(end - start)
 
@@ -55,19 +52,20 @@ def _chain(count: int) -> list[Tensor]:
 
 
 def test_a_slow_backward_is_put_on_its_layer() -> None:
-    times = LayerTimes(CpuClock(), 3)
+    clock = CpuClock()
+    marks = LayerMarks(clock.mark, 3)
     x = torch.ones(3, requires_grad=True)
-    times.start()
+    marks.start()
     first = x * 2
-    times.after_layer(0, first)
+    marks.after_layer(0, first)
     slow: Tensor = _Slow.apply(first)  # type: ignore[no-untyped-call]
-    times.after_layer(1, slow)
+    marks.after_layer(1, slow)
     last = slow.sum()
-    times.after_layer(2, last)
-    times.start_backward()
+    marks.after_layer(2, last)
+    marks.start_backward()
     last.backward()  # type: ignore[no-untyped-call]
-    times.end()
-    _, backward = times.seconds()
+    marks.end()
+    _, backward = marks.sums(clock.seconds)
     assert backward[1] >= NAP_S
     assert backward[0] < NAP_S
     assert backward[2] < NAP_S
@@ -75,31 +73,32 @@ def test_a_slow_backward_is_put_on_its_layer() -> None:
 
 def test_marks_partition_the_whole() -> None:
     clock = _FakeClock()
-    times = LayerTimes(clock, 4)
-    times.start()
+    marks = LayerMarks(clock.mark, 4)
+    marks.start()
     for index, value in enumerate(_chain(4)):
-        times.after_layer(index, value)
+        marks.after_layer(index, value)
         last = value
     start = clock.now
-    times.start_backward()
+    marks.start_backward()
     last.sum().backward()  # type: ignore[no-untyped-call]
-    times.end()
-    _, backward = times.seconds()
+    marks.end()
+    _, backward = marks.sums(clock.seconds)
     assert sum(backward) == clock.now - start - 1
     assert all(seconds >= 1 for seconds in backward)
 
 
 def test_layers_without_gradient_take_no_backward() -> None:
-    times = LayerTimes(_FakeClock(), 3)
-    times.start()
-    times.after_layer(0, None)
+    clock = _FakeClock()
+    marks = LayerMarks(clock.mark, 3)
+    marks.start()
+    marks.after_layer(0, None)
     first, last = _chain(2)
-    times.after_layer(1, first)
-    times.after_layer(2, last)
-    times.start_backward()
+    marks.after_layer(1, first)
+    marks.after_layer(2, last)
+    marks.start_backward()
     last.sum().backward()  # type: ignore[no-untyped-call]
-    times.end()
-    assert times.seconds()[1][0] == 0
+    marks.end()
+    assert marks.sums(clock.seconds)[1][0] == 0
 
 
 def test_a_stage_reports_each_layer_once_in_order() -> None:
