@@ -1,1 +1,1 @@
-"""Measurements: one folder per question, with the script, the command and the table of results."""
+"""Benchmarks: one folder per question, with its script, the command that runs it, and the results."""

@@ -1,4 +1,4 @@
-"""What does a checkpoint cost? See README.md in this folder.
+"""Measure what a checkpoint costs. See README.md in this folder.
 
 python -m benchmarks.checkpoints --save
 """
@@ -26,13 +26,13 @@ from planner.formats.plan import Plan
 
 README = Path(__file__).with_name("README.md")
 MARKER = "<!-- result -->"
-MODELS = {"transformer": 16, "vgg_like": 32}  # with the samples of a minibatch
+MODELS = {"transformer": 16, "vgg_like": 32}  # samples per minibatch
 CHECKPOINTS = 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model's rounds; seconds."""
+    """Results of one model, in seconds; lists have an entry per round."""
 
     model: str
     size_bytes: int
@@ -44,7 +44,7 @@ class Row:
 
 
 def main() -> int:
-    """Measure, print the table."""
+    """Measure all models and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minibatches", type=int, default=160, help="of each run (default: %(default)s)")
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def measure(name: str, rounds: int, minibatches: int) -> Row:
-    """Runs with and without checkpoints, in turn."""
+    """Run with and without checkpoints in turn."""
     model = Path(__file__).parents[1] / "two_cores" / f"{name}.py"
     plan = _plan(model, MODELS[name])
     plain_s: list[float] = []
@@ -94,7 +94,7 @@ def _plan(model: Path, batch_size: int) -> Plan:
 
 
 def _processor_s(model: Path) -> float:
-    """Of writing the whole model as one part, without the disk's own work."""
+    """Return the processor time of writing the whole model as one part, which excludes the disk's own work."""
     spec = planner.load_model_file(model)
     module = spec.build_model()
     optimizer = spec.optimizer(list(module.parameters()))
@@ -118,7 +118,7 @@ def _disk_s(folder: Path, size_bytes: int) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line per model."""
+    """Return the table, a row per model."""
     headers = [
         "model",
         "checkpoint, MB",

@@ -1,1 +1,1 @@
-"""How well are compiled stages predicted?"""
+"""How accurate are predictions for compiled stages?"""

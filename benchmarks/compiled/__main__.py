@@ -1,4 +1,4 @@
-"""Are compiled stages as fast as the profile of their layers says? See README.md in this folder.
+"""Compare compiled stages with the sums of their layers in the profile. See README.md in this folder.
 
 python -m benchmarks.compiled --save
 """
@@ -34,7 +34,7 @@ HEADERS = ("model", "samples", "uncompiled", "compiled", "runs", "layers", *(f"{
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)})")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement (default: %(default)s)")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def row(name: str, seconds: float) -> dict[str, Any]:
-    """One model: its profile, and its stages in every number, measured in turn."""
+    """Profile one model, and measure it in 2, 3 and 4 stages."""
     file = load_model_file(PROFILES / name / "model.py")
     profile = profile_model(file, BATCH_SIZES[name], ProfilingOptions(compiled=True, seconds=seconds))
     found = {
@@ -69,7 +69,7 @@ def row(name: str, seconds: float) -> dict[str, Any]:
 
 
 def _sums(profile: Profile) -> dict[str, float]:
-    """Seconds of forward and backward: uncompiled, compiled at once, as compiled runs, and of all layers."""
+    """Return seconds of forward and backward: uncompiled, compiled whole, as compiled runs, and summed over layers."""
     compiled, whole = profile.compiled, profile.whole_step
     assert compiled is not None
     assert whole is not None
@@ -82,7 +82,7 @@ def _sums(profile: Profile) -> dict[str, float]:
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
-    """A row per model, and a summary."""
+    """Return the table, a row per model, and a summary."""
     table = [
         [
             each["model"],

@@ -1,4 +1,4 @@
-"""python -m benchmarks.convergence [--save]: every schedule trains two models as far as one process does."""
+"""Compare how far each schedule trains two models with a single process: python -m benchmarks.convergence [--save]."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCHEDULES = ("1f1b", "1f1b, vertical sync", "2bw", "1f1b-flush", "zb-h1", "gpipe
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out loss, and accuracy where there is one, after so many minibatches."""
+    """Held-out loss after each of `minibatches`, and the final accuracy if the model has one."""
 
     name: str
     minibatches: list[int]
@@ -53,14 +53,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Measured:
-    """The curves of a model, and how it was trained."""
+    """The curves of a model and its training setting."""
 
     setting: str
     curves: list[Curve]
 
 
 def main() -> None:
-    """Run, print the table, and write it."""
+    """Train, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--save", action="store_true", help="write results.json, results.md and the pictures of the docs"
@@ -82,7 +82,7 @@ def main() -> None:
             curve = one_process(module) if schedule == ONE_PROCESS else in_pipeline(module, schedule)
             print(name, schedule, curve.losses[-1], curve.accuracy, flush=True)
             if args.save:
-                results = read_results()  # another command may have written it since
+                results = read_results()  # another process may have written it meanwhile
             known = results.get(name)
             kept = known.curves if known is not None and known.setting == module.SETTING else []
             results[name] = Measured(module.SETTING, ordered([*(c for c in kept if c.name != schedule), curve]))
@@ -92,13 +92,13 @@ def main() -> None:
 
 
 def ordered(curves: list[Curve]) -> list[Curve]:
-    """One process first, then as `SCHEDULES`."""
+    """Sort the curves: one process first, then in the order of `SCHEDULES`."""
     names = (ONE_PROCESS, *SCHEDULES)
     return sorted(curves, key=lambda curve: names.index(curve.name))
 
 
 def read_results() -> dict[str, Measured]:
-    """What results.json has."""
+    """Return the contents of results.json."""
     if not RESULTS.exists():
         return {}
     content = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def read_results() -> dict[str, Measured]:
 
 
 def save(results: dict[str, Measured]) -> None:
-    """Write all files."""
+    """Write results, tables and pictures."""
     content = json.dumps({name: asdict(each) for name, each in results.items()}, indent=1)
     RESULTS.write_text(content + "\n", encoding="utf-8")
     (HERE / "results.md").write_text(markdown(results) + "\n", encoding="utf-8")
@@ -119,19 +119,19 @@ def save(results: dict[str, Measured]) -> None:
 
 
 def markdown(results: dict[str, Measured]) -> str:
-    """The table of all that was measured."""
+    """Return the table of all results."""
     head = ["| model | schedule | held-out loss | against one process | accuracy | |", "|---|---|---|---|---|---|"]
     rows = [row for name, each in results.items() for row in table(name, each.curves)]
     return "\n".join([*head, *rows, "", *(f"{name}: {each.setting}.\n" for name, each in results.items())]).rstrip()
 
 
 def curves_of(curves: list[Curve]) -> dict[str, list[tuple[float, float]]]:
-    """For the picture."""
+    """Return the points of each curve for the picture."""
     return {curve.name: list(zip(map(float, curve.minibatches), curve.losses, strict=True)) for curve in curves}
 
 
 def table(name: str, curves: list[Curve]) -> Iterator[str]:
-    """A row per schedule; the last column says whether the aim is reached."""
+    """Yield a row per schedule; the last column says whether the aim is reached."""
     reference = curves[0].losses[-1] if curves[0].name == ONE_PROCESS else math.nan
     for curve in curves:
         loss, accuracy = curve.losses[-1], curve.accuracy
@@ -144,7 +144,7 @@ def table(name: str, curves: list[Curve]) -> Iterator[str]:
 
 
 def in_pipeline(module: ModuleType, schedule: str) -> Curve:
-    """Train in worker processes on this machine."""
+    """Train with a schedule in worker processes on this machine."""
     kind, _, synced = schedule.partition(", ")
     plan = make_plan(module, kind, vertical_sync=bool(synced))
     options = TrainingOptions(evaluate_every=module.EVERY, drop_last=True)
@@ -155,7 +155,7 @@ def in_pipeline(module: ModuleType, schedule: str) -> Curve:
 
 
 def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan:
-    """Stages of as many layers each; what they cost does not matter here."""
+    """Return a plan of stages with equal numbers of layers, because their cost does not matter here."""
     microbatches = MICROBATCHES if schedule in DIVIDED else 1
     profile: Profile = estimate(str(module.__file__), device="cpu", batch_size=module.MINIBATCH // microbatches)
     chunks = 2 if schedule == "interleaved" else 1
@@ -172,7 +172,7 @@ def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan
 
 
 def one_process(module: ModuleType) -> Curve:
-    """A plain loop: the same weights at first, and the same minibatches."""
+    """Train in a plain loop, from the same initial weights, on the same minibatches."""
     file = load_model_file(str(module.__file__))
     torch.manual_seed(SEED)
     model = file.build_model()
@@ -196,7 +196,7 @@ def one_process(module: ModuleType) -> Curve:
 
 
 def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tuple[float, float | None]:
-    """Mean loss, and accuracy where the file has metrics."""
+    """Return the mean loss, and the accuracy if the module has metrics."""
     loss, right, count = 0.0, 0.0, 0
     with torch.no_grad():
         for inputs, target in DataLoader(data, 256):

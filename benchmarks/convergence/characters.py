@@ -1,4 +1,4 @@
-"""A small causal convolutional network that continues the text of Python's language reference by characters."""
+"""A small causal convolutional network that predicts the next character of Python's language reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SETTING = (
 )
 LENGTH, WIDTH, TAPS = 48, 64, 5
 DILATIONS = (1, 2, 4, 6)  # together they see the whole window
-CHARACTERS = 128  # others than ASCII become one of them
+CHARACTERS = 128  # ASCII; all other characters become "?"
 
 
 class Block(nn.Module):
-    """A convolution that looks back alone, and a dense layer, behind a normalisation and beside a skip."""
+    """A causal convolution and a linear layer, with a layer norm before them and a residual connection."""
 
     def __init__(self, dilation: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.reach = (TAPS - 1) * dilation
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, length, width) to the same."""
+        """Map (samples, length, width) to the same shape."""
         before = nn.functional.pad(self.norm(x).transpose(1, 2), (self.reach, 0))
         seen = nn.functional.gelu(self.look_back(before))
         result: Tensor = x + self.merge(seen.transpose(1, 2))
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Continue(nn.Module):
-    """Characters in, scores of the next ones out."""
+    """Maps characters to scores of the next characters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,29 +48,29 @@ class Continue(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, text: Tensor) -> Tensor:
-        """(samples, length) to (samples, length, characters)."""
+        """Map (samples, length) to (samples, length, characters)."""
         scores: Tensor = self.head(self.norm(self.blocks(self.characters(text))))
         return scores
 
 
 def build_model() -> nn.Module:
-    """Four blocks."""
+    """Return the model of four blocks with random weights."""
     return Continue()
 
 
 def example_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-    """Noise."""
+    """Return noise."""
     text = torch.randint(0, CHARACTERS, (batch_size, LENGTH + 1))
     return text[:, :-1], text[:, 1:]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy in nats per character."""
+    """Return the cross-entropy in nats per character."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW without momentum, which gradients of older weights bring with them; weight decay for matrices alone."""
+    """Return AdamW without momentum, because delayed gradients act like momentum; weight decay for matrices alone."""
     both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for _, parameter in named_parameters:
         both[parameter.ndim > 1].append(parameter)
@@ -79,7 +79,7 @@ def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.opt
 
 
 def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """A warm-up of a tenth, then down along a line."""
+    """Return a schedule that warms up over a tenth of the training, then decays linearly to 0."""
 
     def factor(minibatch: int) -> float:
         return min(minibatch / (0.1 * MINIBATCHES), (MINIBATCHES - minibatch) / (0.9 * MINIBATCHES))
@@ -88,7 +88,7 @@ def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of the text, one behind the other."""
+    """Consecutive pieces of the text."""
 
     def __init__(self, text: Tensor) -> None:
         self._text = text
@@ -102,12 +102,12 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def dataset() -> Dataset[tuple[Tensor, Tensor]]:
-    """All but the last twentieth of the text."""
+    """Return all but the last twentieth of the text."""
     return Windows(_text()[: -len(_text()) // 20])
 
 
 def evaluation_dataset() -> Dataset[tuple[Tensor, Tensor]]:
-    """The last twentieth."""
+    """Return the last twentieth of the text."""
     return Windows(_text()[-len(_text()) // 20 :])
 
 

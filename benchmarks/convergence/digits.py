@@ -1,4 +1,4 @@
-"""A small convolutional network on scikit-learn's digits; every fifth one is held out."""
+"""A small convolutional network on scikit-learn's digits; every fifth digit is held out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETTING = "540 minibatches of 32 images, SGD without momentum, learning rate 0.1
 
 
 def build_model() -> nn.Module:
-    """Eight layers with weights or between them, on images of 8x8."""
+    """Return a network of nine modules for images of 8x8."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10),
@@ -23,37 +23,37 @@ def build_model() -> nn.Module:
 
 
 def example_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-    """Noise."""
+    """Return noise."""
     return torch.randn(batch_size, 3, 8, 8), torch.randint(0, 10, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy."""
+    """Return the cross-entropy."""
     return nn.functional.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """No momentum: with 0.9 of it, and 0.02, gradients that are three updates old everywhere end at chance."""
+    """Return SGD without momentum: with 0.9 and a rate of 0.02, gradients three updates old end at chance level."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
 def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Down to nothing along a cosine."""
+    """Return a schedule that decays to 0 along a cosine."""
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, MINIBATCHES)
 
 
 def dataset() -> Dataset[tuple[Tensor, Tensor]]:
-    """Four fifths of the digits."""
+    """Return four fifths of the digits."""
     return _part(held_out=False)
 
 
 def evaluation_dataset() -> Dataset[tuple[Tensor, Tensor]]:
-    """The others."""
+    """Return the other fifth."""
     return _part(held_out=True)
 
 
 def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """The share that is recognised."""
+    """Return the accuracy."""
     return {"accuracy": (output.argmax(1) == target).float().mean()}
 
 

@@ -1,4 +1,4 @@
-"""Curves as an SVG, written by hand so that no plotting is needed."""
+"""Draw loss curves as an SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 
 def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """A line for each curve of (minibatches, loss); the axis begins at zero unless that hides the differences."""
+    """Return a line per curve of (minibatches, loss); the axis begins at 0 unless that would hide the differences."""
     points = [point for curve in curves.values() for point in curve]
     right, top, least = max(x for x, _ in points), max(y for _, y in points), min(y for _, y in points)
     low = 0.0 if least < top / 3 else least - (top - least) / 10

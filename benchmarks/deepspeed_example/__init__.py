@@ -1,1 +1,1 @@
-"""The example of DeepSpeed's tutorial on pipelines."""
+"""The pipeline example of DeepSpeed's tutorial."""

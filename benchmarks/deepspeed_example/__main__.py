@@ -1,4 +1,4 @@
-"""The example of DeepSpeed's tutorial on pipelines, drawn and run. See README.md in this folder.
+"""Draw and run the pipeline example of DeepSpeed's tutorial. See README.md in this folder.
 
 python -m benchmarks.deepspeed_example --save
 """
@@ -36,14 +36,14 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Compared:
-    """A run of the plan beside one of the unsplit model.
+    """A run of the plan compared with one of the unsplit model.
 
     Attributes:
         steps: minibatches.
         first_loss: of the plan's run.
-        last_loss: the same at its end.
-        loss_difference: largest between the two runs, over all minibatches.
-        weight_difference: largest of any weight at the end, over the largest change of a weight.
+        last_loss: at the end of the plan's run.
+        loss_difference: largest difference between the two runs over all minibatches.
+        weight_difference: largest final difference of a weight, relative to the largest change of a weight.
     """
 
     steps: int
@@ -54,7 +54,7 @@ class Compared:
 
 
 def main() -> None:
-    """Draw, run, compare, and keep."""
+    """Draw, run, compare, and save if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=64, help="minibatches to train (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="write the picture, results.md and the page in docs/")
@@ -70,14 +70,14 @@ def main() -> None:
 
 
 def example_plan() -> Plan:
-    """Two stages of equal time, each on two workers, and eight microbatches: workers 0 and 2 are one pipeline."""
+    """Return two stages of equal time, each on two workers, and eight microbatches; workers 0 and 2 are a pipeline."""
     profile = estimate(MODEL, device="v100", batch_size=MICROBATCH_SIZE)
     stages = balanced_stages(profile, 2)
     return given_plan(profile, flat_cluster(4, LINK), stages, (2, 2), "1f1b-flush", MICROBATCHES, "published")
 
 
 def compare(plan: Plan, steps: int) -> Compared:
-    """Train with the plan in four processes, and without in this one."""
+    """Train with the plan in four processes, and unsplit in this one."""
     with tempfile.TemporaryDirectory(prefix="deepspeed-") as folder:
         weights = Path(folder) / "weights.pt"
         result = train(MODEL, plan, steps=steps, seed=SEED, save_weights=weights)
@@ -97,7 +97,7 @@ def compare(plan: Plan, steps: int) -> Compared:
 
 
 def unsplit(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Plain PyTorch on whole minibatches: losses, and the weights before and after."""
+    """Train with plain PyTorch on whole minibatches; return the losses, and the weights before and after."""
     spec = load_model_file(MODEL)
     torch.manual_seed(SEED)
     model = spec.build_model()
@@ -118,7 +118,7 @@ def unsplit(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tenso
 
 
 def tables(results: Results) -> str:
-    """What is kept, in Markdown."""
+    """Return the results in Markdown."""
     headers = ("minibatches", "first loss", "last loss", "largest difference of a loss", "of a weight, over its change")
     rows = [
         [

@@ -1,4 +1,4 @@
-"""Eight equal blocks that tell noisy points on ten circles apart."""
+"""Classify noisy points by which of ten circles they lie on, with eight equal blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLES, CLASSES, WIDTH, BLOCKS = 2048, 10, 64, 8
 
 
 class Block(nn.Module):
-    """Two linear layers beside a shortcut."""
+    """Two linear layers with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class Block(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """Points (batch, 2) -> scores (batch, classes)."""
+    """Return the model, which maps points (batch, 2) to scores (batch, classes)."""
     return nn.Sequential(nn.Linear(2, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random points and classes."""
+    """Return random points and classes."""
     return (torch.randn(batch_size, 2),), torch.randint(0, CLASSES, (batch_size,))
 
 
 class Circles(Dataset[tuple[tuple[Tensor], Tensor]]):
-    """Points on circles, whose classes they are."""
+    """Points on circles; the circle is the class."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -56,15 +56,15 @@ class Circles(Dataset[tuple[tuple[Tensor], Tensor]]):
 
 
 def dataset() -> Circles:
-    """2,048 points."""
+    """Return 2,048 points."""
     return Circles()
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy."""
+    """Return the cross-entropy."""
     return F.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """As in DeepSpeed's example of a pipeline."""
+    """Return the optimizer of DeepSpeed's pipeline example."""
     return torch.optim.Adam(parameters, lr=1e-3)

@@ -1,4 +1,4 @@
-"""How far are estimated profiles from measured ones? See README.md in this folder.
+"""Compare estimated profiles with measured ones. See README.md in this folder.
 
 python -m benchmarks.estimate
 """
@@ -27,7 +27,7 @@ from planner.profiler.estimated.trace import StepTrace, trace_step
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPEDREAM = ROOT.parent / "shared" / "anchors" / "pipedream"
-# Models and minibatches of PipeDream's published profiles: the latter follow from their activation sizes.
+# Models of PipeDream's published profiles, and their minibatches, which follow from the sizes of activations.
 PUBLISHED: tuple[tuple[str, str, int, DType], ...] = (
     ("vgg16", "benchmarks/published_configs/models/vgg16.py", 128, "float32"),
     ("resnet50", "benchmarks/published_configs/models/resnet50.py", 128, "float32"),
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured profile and the same step traced."""
+    """A measured profile and a trace of the same step."""
 
     name: str
     profile: Profile
@@ -50,7 +50,7 @@ class Sample:
 
 
 def rank_correlation(one: Floats, other: Floats) -> float:
-    """Spearman's: the correlation of the ranks, ties at their mean."""
+    """Return Spearman's correlation of ranks; ties have their mean rank."""
     return float(np.corrcoef(_ranks(one), _ranks(other))[0, 1])
 
 
@@ -60,7 +60,7 @@ def _ranks(values: Floats) -> Floats:
 
 
 def errors(sample: Sample, spec: DeviceSpec) -> list[str]:
-    """Total, forward, backward and update against measured; the layers' median error; their rank correlation."""
+    """Return the errors of total, forward, backward and update; the layers' median error; their rank correlation."""
     estimated = np.array(sample.trace.layer_seconds(spec))
     layers = sample.profile.layers
     measured = np.array(
@@ -74,7 +74,7 @@ def errors(sample: Sample, spec: DeviceSpec) -> list[str]:
 
 
 def measured_table(samples: Sequence[Sample], device: str) -> str:
-    """By the table's shares, and by shares fitted to the other models."""
+    """Return the errors with the table's shares, and with shares fitted to the other models."""
     rows = []
     for sample in samples:
         others = [(other.trace, other.profile) for other in samples if other is not sample]
@@ -90,7 +90,7 @@ def measured_table(samples: Sequence[Sample], device: str) -> str:
 
 
 def published_table() -> str:
-    """Against the times in PipeDream's profiles, by the table's V100."""
+    """Return the errors against the times of PipeDream's profiles, with the table's V100."""
     rows = []
     for name, path, batch_size, dtype in PUBLISHED:
         nodes = [_NODE.search(line) for line in (PIPEDREAM / f"{name}.txt").read_text(encoding="utf-8").splitlines()]
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def shares(spec: DeviceSpec) -> dict[str, object]:
-    """What was fitted, rounded."""
+    """Return the fitted shares, rounded."""
     return {
         "arithmetic": {name: round(value, 3) for name, value in spec.achieved_arithmetic.items()},
         "bandwidth": {name: round(value, 3) for name, value in spec.achieved_bandwidth.items()},

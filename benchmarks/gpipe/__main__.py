@@ -1,4 +1,4 @@
-"""GPipe's tables (Huang et al., NeurIPS 2019): throughput and the largest models. See README.md in this folder.
+"""Reproduce GPipe's tables (Huang et al., NeurIPS 2019) of throughput and largest models. See README.md in this folder.
 
 python -m benchmarks.gpipe --save
 """
@@ -22,7 +22,7 @@ PARTS = ("simulated", "largest", "run")
 
 
 def main() -> None:
-    """Do the parts, print the tables, and keep them."""
+    """Run the parts asked for, print the tables, and save them if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--parts", nargs="*", choices=PARTS, default=PARTS, help="these only, or none; the rest stays as kept"
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def simulate(models: list[str], results: Results) -> None:
-    """All settings."""
+    """Simulate all settings of the throughput tables."""
     for model in models:
         for m in MICROBATCHES:
             for k in PARTITIONS:
@@ -53,7 +53,7 @@ def simulate(models: list[str], results: Results) -> None:
 
 
 def run(models: list[str], results: Results) -> None:
-    """Two and four partitions, on one set of hosts."""
+    """Run two and four partitions on one set of hosts."""
     with tempfile.TemporaryDirectory(prefix="gpipe-") as folder, testbed(max(RUN)) as bed:
         for model in models:
             for m in MICROBATCHES:
@@ -65,7 +65,7 @@ def run(models: list[str], results: Results) -> None:
 
 
 def fit(models: list[str], results: Results) -> None:
-    """All published sizes."""
+    """Compute the memory of all published sizes."""
     if "transformer" in models:
         for column in largest.TRANSFORMERS:
             _say("largest", f"Transformer-L {column.size}")
@@ -77,7 +77,7 @@ def fit(models: list[str], results: Results) -> None:
 
 
 def tables(results: Results) -> str:
-    """All that is kept, in Markdown."""
+    """Return all saved results in Markdown."""
     parts = []
     simulated, ran = (results.records(part, Throughput) for part in ("simulated", "run"))
     if simulated or ran:

@@ -1,4 +1,4 @@
-"""GPipe's Table 1: what the memory model says of the published models, and the largest that fit by its count."""
+"""GPipe's Table 1: compute the memory of the published models, and the largest models that fit by our memory model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from planner.solver.chain.states import Chain
 MICROBATCHES = 32
 IMAGES, SENTENCES = 128, 32  # per minibatch
 AMOEBANET_BYTES, TRANSFORMER_BYTES = 8 * 2**30, 16 * 2**30  # of a device
-BLOCKS = 40  # Transformer layers, more than three devices hold
+BLOCKS = 40  # Transformer layers; three devices hold fewer
 
 
 @dataclass(frozen=True)
 class Published:
-    """A column of the table: the largest model that fits so many devices.
+    """A column of the table: the largest model that fits on `partitions` devices.
 
-    `partitions` of 0 is the model without GPipe: no recomputation, no microbatches. `size` is (L, D) for AmoebaNet-D,
-    (L,) for Transformer-L.
+    With `partitions` 0 the model runs without GPipe: no recomputation, no microbatches. `size` is (L, D) for
+    AmoebaNet-D, (L,) for Transformer-L.
     """
 
     partitions: int
@@ -57,16 +57,16 @@ TRANSFORMERS = (
 
 @dataclass(frozen=True)
 class Fit:
-    """What the memory model says of a model of a published size, in bytes.
+    """Memory of a model of a published size by our memory model, in bytes.
 
     Attributes:
         parameters: how many.
         parameter_bytes: parameters and the optimizer's state, over all devices.
-        gradient_bytes: over all devices; the published parameter memory has none.
-        activation_bytes: kept and worked in at the peak, messages included, over all devices.
-        fullest_bytes: all of it, on the fullest device.
-        samples: per microbatch; without microbatches the most that fit a device.
-        largest: Transformer layers that fit as many devices by this count; None where that was not looked for.
+        gradient_bytes: over all devices; the published parameter memory excludes them.
+        activation_bytes: saved activations, workspace and messages at the peak, over all devices.
+        fullest_bytes: all of these on the fullest device.
+        samples: per microbatch; without microbatches, the most that fit on a device.
+        largest: Transformer layers that fit on as many devices by our memory model; None if not computed.
     """
 
     parameters: int
@@ -79,7 +79,7 @@ class Fit:
 
 
 def fit_amoebanet(column: Published) -> Fit:
-    """Cut so that the fullest device holds as little as it can."""
+    """Compute AmoebaNet's memory with the cuts that minimise the fullest device."""
     cells, filters = column.size
     if column.partitions == 0:
         return unsplit(lambda samples: amoebanet_profile(cells, filters, samples), AMOEBANET_BYTES, IMAGES)
@@ -89,7 +89,7 @@ def fit_amoebanet(column: Published) -> Fit:
 
 
 def fit_transformer(column: Published) -> Fit:
-    """With as many layers on each device; the embedding on the first, the output on the last."""
+    """Compute the Transformer's memory with equal layers per device; embedding on the first, output on the last."""
     (layers,) = column.size
     samples = SENTENCES // MICROBATCHES
     match column.partitions:
@@ -113,7 +113,7 @@ def fit_transformer(column: Published) -> Fit:
 
 
 class Blocks:
-    """Stages of so many Transformer layers."""
+    """Memory of stages by their number of Transformer layers."""
 
     def __init__(self, profile: Profile, count: int) -> None:
         self.ledger = Ledger(profile)
@@ -123,29 +123,29 @@ class Blocks:
         ]
 
     def first(self, count: int) -> StageMemory:
-        """With the embedding."""
+        """Return the stage that also has the embedding."""
         return stage(self.ledger, 0, self.starts[count])
 
     def middle(self, count: int) -> StageMemory:
-        """Neither."""
+        """Return a stage of layers alone."""
         return stage(self.ledger, self.starts[1], self.starts[count + 1])
 
     def last(self, count: int) -> StageMemory:
-        """With the output and the loss."""
+        """Return the stage that also has the output and the loss."""
         return stage(self.ledger, self.starts[-count], len(self.ledger.profile.layers))
 
 
 def stage(ledger: Ledger, first: int, end: int) -> StageMemory:
-    """Of the layers from `first` to before `end` under GPipe: it keeps its inputs, and recomputes one microbatch."""
+    """Return the memory of layers `first` to `end` - 1 under GPipe, which saves inputs and recomputes a microbatch."""
     candidate = Candidate(frozenset(range(first)), frozenset(range(first, end)), 1, recompute=True)
     return stage_memory(ledger.footprint(candidate).divided(MICROBATCHES), MICROBATCHES, 1)
 
 
 def leanest(ledger: Ledger, count: int) -> list[StageMemory]:
-    """The cuts into `count` stages of which the fullest has least: by dynamic programming over its end, exact."""
+    """Return the cuts into `count` stages with the least memory on the fullest, by exact dynamic programming."""
     space = Chain(ledger)
     ends = np.arange(len(space))
-    totals = []  # of the stages from each place to every later one
+    totals = []  # memory of the stage from each layer to every later one
     for start in ends[:-1]:
         later = ends[start + 1 :]
         footprint = space.footprint(start, later, space.work(start, later)).recomputed().divided(MICROBATCHES)
@@ -169,14 +169,14 @@ def leanest(ledger: Ledger, count: int) -> list[StageMemory]:
 
 
 def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -> Fit:
-    """Without GPipe, with as many samples at once as fit; with one where none do."""
+    """Compute the memory without GPipe, with the most samples that fit; with one if none do."""
 
     def fit(samples: int) -> Fit:
         profile = profile_of(samples)
         every = Candidate(frozenset(), frozenset(range(len(profile.layers))), 1)
         return _fit(parameters_of(profile), [stage_memory(Ledger(profile).footprint(every), 1, 1)], samples)
 
-    one, two = fit(1).fullest_bytes, fit(2).fullest_bytes  # bytes grow evenly with the samples
+    one, two = fit(1).fullest_bytes, fit(2).fullest_bytes  # bytes grow linearly with the samples
     return fit(min(max(1, 1 + (limit_bytes - one) // (two - one)), most))
 
 
@@ -186,7 +186,7 @@ def _whole(layers: int, samples: int) -> Fit:
 
 
 def _most(make: Callable[[int], StageMemory], limit_bytes: int) -> int:
-    """The most layers with which a stage fits."""
+    """Return the most layers with which a stage fits."""
     return max((n for n in range(1, BLOCKS - 1) if make(n).total_bytes <= limit_bytes), default=0)
 
 
@@ -202,12 +202,12 @@ def _fit(parameters: int, stages: Sequence[StageMemory], samples: int) -> Fit:
 
 
 def key(model: str, column: Published) -> str:
-    """Of a column, in results."""
+    """Return the key of a column in the results."""
     return f"{model} {column.partitions}"
 
 
 def tables(fits: Mapping[str, Fit]) -> str:
-    """Published beside ours; AmoebaNet's bytes in GB, the Transformer's in GiB, as the published ones must be."""
+    """Return published values next to ours: AmoebaNet's in GB, the Transformer's in GiB, as the paper's must be."""
     headers = ["model", "devices", "size", "parameters", "with state, published", "with state", "gradients"]
     headers += ["activations, published", "activations", "fullest device", "samples", "fits", "largest"]
     rows = []

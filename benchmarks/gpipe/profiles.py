@@ -1,4 +1,4 @@
-"""Estimated profiles of the paper's two models, of any size; no weight is ever made."""
+"""Estimate profiles of the paper's two models at any size, without allocating weights."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from planner.profiler.estimated.devices import device_spec
 from planner.profiler.estimated.estimate import profile_of_trace
 from planner.profiler.estimated.trace import trace_step
 
-DEVICE = "p100"  # GPipe's GPUs; its TPUs are not in the table of devices
+DEVICE = "p100"  # GPipe's GPUs; its TPUs are not in our table of devices
 
 
 @cache
 def amoebanet_profile(cells: int, filters: int, microbatch: int) -> Profile:
-    """AmoebaNet-D (cells, filters)."""
+    """Return the profile of AmoebaNet-D (cells, filters)."""
     batch = amoebanet.example(1)
     return _estimated(lambda: amoebanet.AmoebaNetD(cells, filters), batch, F.cross_entropy, microbatch)
 
 
 @cache
 def transformer_profile(layers: int, microbatch: int) -> Profile:
-    """Transformer-L."""
+    """Return the profile of Transformer-L."""
     return _estimated(lambda: transformer.Transformer(layers), transformer.example(1), _token_loss, microbatch)
 
 
 def parameters_of(profile: Profile) -> int:
-    """Numbers, of four bytes each."""
+    """Return the number of parameters, of four bytes each."""
     return sum(layer.weight_bytes for layer in profile.layers) // 4
 
 
@@ -43,7 +43,7 @@ def _token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _rmsprop(parameters: Any) -> torch.optim.Optimizer:
-    """As the paper: 8 bytes of state per parameter, with the parameter 12."""
+    """Return the paper's optimizer: 8 bytes of state per parameter, 12 with the parameter itself."""
     return torch.optim.RMSprop(parameters, momentum=0.9)
 
 

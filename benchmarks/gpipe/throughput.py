@@ -1,4 +1,4 @@
-"""GPipe's Table 2: throughput of K partitions with M microbatches, by the formula, simulated, and run."""
+"""GPipe's Table 2: throughput of K partitions with M microbatches, by formula, by simulation, and measured."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ PUBLISHED_GPU: Mapping[str, Sequence[float]] = {"amoebanet": (1, 1.7, 2.7), "tra
 
 @dataclass(frozen=True)
 class Throughput:
-    """Seconds per minibatch of one setting, where every stage runs its forward twice."""
+    """Seconds per minibatch of one setting; every stage runs its forward twice."""
 
     seconds: float
 
 
 def bubble(partitions: int, microbatches: int) -> float:
-    """Share of the time in which a device has nothing to do: (K - 1) / (M + K - 1), section 2.3 of the paper."""
+    """Return the bubble, a device's idle share of the time: (K - 1) / (M + K - 1), section 2.3 of the paper."""
     return (partitions - 1) / (microbatches + partitions - 1)
 
 
 def by_formula(partitions: int, microbatches: int) -> float:
-    """Throughput over that of one device, were stages equal and all else free."""
+    """Return the speed-up over one device for equal stages, if nothing else took time."""
     return partitions * (1 - bubble(partitions, microbatches))
 
 
 def model_profile(model: str, microbatches: int) -> Profile:
-    """AmoebaNet-D (18, 256) with 128 images per minibatch, or 48 Transformer layers with 32 sentences."""
+    """Return AmoebaNet-D (18, 256) with 128 images per minibatch, or 48 Transformer layers with 32 sentences."""
     if model == "amoebanet":
         return amoebanet_profile(18, 256, 128 // microbatches)
     return transformer_profile(48, 32 // microbatches)
 
 
 def setting(profile: Profile, links: Cluster, partitions: int, microbatches: int) -> Plan:
-    """Partitions of about equal time, as GPipe makes them."""
+    """Return a plan with partitions of about equal time, as GPipe has."""
     stages = balanced_stages(profile, partitions)
     return recomputing(given_plan(profile, links, stages, (1,) * partitions, "gpipe", microbatches))
 
 
 def simulate_setting(model: str, partitions: int, microbatches: int) -> Throughput:
-    """On GPUs whose memory has no limit."""
+    """Simulate a setting on GPUs with unlimited memory."""
     profile = model_profile(model, microbatches)
     return Throughput(simulated_s(setting(profile, flat_cluster(partitions, LINK), partitions, microbatches)))
 
@@ -71,24 +71,24 @@ def simulate_setting(model: str, partitions: int, microbatches: int) -> Throughp
 def run_setting(
     bed: Testbed, profile: Profile, partitions: int, microbatches: int, folder: Path, minibatch_s: float = MINIBATCH_S
 ) -> Throughput:
-    """On emulated devices."""
+    """Run a setting on emulated devices."""
     whole_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)
     time_factor = minibatch_s / (microbatches * whole_s)
     scale = Scale(time_factor, LINK_BYTES_PER_S * time_factor / LINK)
     emulated = emulate(profile, scale, folder)
     links = bed.links(scale.cluster(flat_cluster(partitions, LINK)))
     plan = setting(emulated.profile, links, partitions, microbatches)
-    # In seconds of the devices that are emulated, so that settings compare.
+    # In seconds of the emulated devices, so that settings are comparable.
     return Throughput(train_s(bed, emulated, plan, seconds=2 * minibatch_s) / time_factor)
 
 
 def key(model: str, partitions: int, microbatches: int) -> str:
-    """Of a setting, in results."""
+    """Return the key of a setting in the results."""
     return f"{model} K={partitions} M={microbatches}"
 
 
 def tables(simulated: Mapping[str, Throughput], run: Mapping[str, Throughput]) -> str:
-    """Throughput over that of K = 2 and M = 1, as on TPUs; and over K = 2 with M = 32, as on GPUs."""
+    """Return throughput relative to K = 2, M = 1, as for the TPUs; and to K = 2, M = 32, as for the GPUs."""
     headers = ("model", "K", "M", "bubble", "by the formula", "simulated", "run", "published")
     most, first = MICROBATCHES[-1], (PARTITIONS[0], MICROBATCHES[0])
     on_tpus = [

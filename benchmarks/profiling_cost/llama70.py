@@ -23,6 +23,6 @@ def build_model() -> nn.Module:
 
 
 def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
-    """Random tokens, which are also the labels."""
+    """Return random tokens, which are also the labels."""
     tokens = torch.randint(0, 32000, (batch_size, 2048))
     return (), {"input_ids": tokens, "labels": tokens}, None

@@ -55,15 +55,15 @@ def build_model() -> nn.Module:
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Random embedded sequences and classes."""
+    """Return random embedded sequences and classes."""
     return (torch.randn(batch_size, LENGTH, WIDTH),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy."""
+    """Return the cross-entropy."""
     return F.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.001, momentum=0.9)

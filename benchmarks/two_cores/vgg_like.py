@@ -27,15 +27,15 @@ def build_model() -> nn.Module:
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Random images and classes."""
+    """Return random images and classes."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy."""
+    """Return the cross-entropy."""
     return F.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.001, momentum=0.9)

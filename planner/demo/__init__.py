@@ -1,1 +1,1 @@
-"""Models and data that come with the package, so that everything can be tried without a download."""
+"""Models and data that come with the package, to try everything without a download."""

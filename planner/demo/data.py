@@ -1,4 +1,4 @@
-"""Real training data that is already on the machine: scikit-learn's digits, and the Python library's own sources."""
+"""Provide real training data without a download: scikit-learn's digits and the Python library's own sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.errors import PlannerError
 
 BYTES = 256  # vocabulary of byte-level text
 _TEXT_FILES = 150
-_STRIDE = 32  # bytes from one sample's start to the next one's
+_STRIDE = 32  # bytes between the starts of two samples
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
@@ -24,7 +24,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     Args:
         size: height and width of the images.
 
-    Items are an image, float32 (3, size, size) of mean 0 and deviation 1, and its class, int64 ().
+    An item is an image, float32 (3, size, size) of mean 0 and deviation 1, and its class, int64 ().
     """
 
     def __init__(self, size: int) -> None:
@@ -50,12 +50,12 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 class LibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """Sources of the Python standard library, byte by byte.
+    """The sources of the Python standard library, byte by byte.
 
     Args:
         length: bytes per sample.
 
-    Items are bytes and those that follow them, int64 (length,) each.
+    An item is a text and the same text one byte later, int64 (length,) each.
     """
 
     def __init__(self, length: int) -> None:
@@ -72,7 +72,7 @@ class LibraryText(Dataset[tuple[Tensor, Tensor]]):
 
 @lru_cache(maxsize=1)
 def library_bytes() -> Tensor:
-    """The first modules of the standard library by name, as one uint8 tensor."""
+    """Return the first modules of the standard library by name, as one uint8 tensor."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_TEXT_FILES]
     if not files:
         raise PlannerError(

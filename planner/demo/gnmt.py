@@ -1,8 +1,8 @@
 """GNMT (Wu et al. 2016): LSTM encoder and decoder with attention, as PipeDream and MLPerf train it.
 
 The encoder's first layer is bidirectional. The decoder's first layer attends to the encoder (Bahdanau et al. 2015,
-normalised), and what it finds goes into every later layer beside the layer's input. Shortcuts start at the third layer
-of each. All of the target sentence is known in training, so attention is computed for all its words at once.
+normalised), and every later layer gets the attention's result besides its own input. Residual connections start at the
+third layer of each. In training the whole target sentence is known, so attention is computed for all words at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCABULARY = 32_320  # 32,000 subwords and some, padded to a multiple of 64 or so
+VOCABULARY = 32_320  # about 32,000 subwords, padded to a multiple of 64
 LENGTH = 50  # words of a sentence, source and target
 DROPOUT = 0.2
 
@@ -84,17 +84,17 @@ class GNMT(nn.Module):
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Random sentences."""
+    """Return random sentences."""
     source = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
     target = torch.randint(0, VOCABULARY, (batch_size, LENGTH + 1))
     return (source, target[:, :-1]), target[:, 1:]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy per word."""
+    """Return the mean cross-entropy per word."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam."""
+    """Return Adam."""
     return torch.optim.Adam(parameters, lr=1e-3)

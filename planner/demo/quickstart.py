@@ -1,4 +1,4 @@
-"""The whole product on one machine with embedded defaults: profile, solve, train, and train with data parallelism."""
+"""Run the whole product on one machine: profile, solve, train, and train with data parallelism for comparison."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from planner.formats.files import Record, write_text
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import save_profile
 
-MOST_WORKERS = 8  # a tour, not a load test
+MOST_WORKERS = 8  # enough for a tour; more would only take longer
 BATCH_SIZE = 16
 PROFILE_SECONDS = 15.0
 
 
 class QuickstartResult(Record):
-    """Where everything is, and the two runs."""
+    """The folder of all files, the plan, and the results of the two runs."""
 
     folder: str
     link_bytes_per_s: float
@@ -30,12 +30,12 @@ class QuickstartResult(Record):
 
 
 def default_workers() -> int:
-    """Cores that this process may use, up to `MOST_WORKERS`."""
+    """Return the number of cores that this process may use, up to `MOST_WORKERS`."""
     return min(MOST_WORKERS, available_cores())
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -49,7 +49,7 @@ def quickstart(
         workers: worker processes, one core each.
         steps: minibatches of each of the two runs.
         show_progress: whether the runs show a progress line.
-        on_phase: told in a sentence what happens next.
+        on_phase: is told in a sentence what happens next.
     """
     from planner.executor.launch import launch
     from planner.model.spec import load_model_file
@@ -59,7 +59,7 @@ def quickstart(
 
     model_path = folder / "model.py"
     write_text(model_path, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
-    processes = min(workers, available_cores())  # as many as will share the caches and the memory
+    processes = min(workers, available_cores())  # as many as will share caches and memory in training
     beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
     on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core{beside} ...")
     options = ProfilingOptions(seconds=PROFILE_SECONDS, processes=processes)
@@ -75,7 +75,7 @@ def quickstart(
         memory_bytes,
         link.latency_s,
         all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
-        # gloo's threads need cores too, and take the workers' where there are no others.
+        # gloo's threads need cores, too. Without spare ones they slow the workers down, and nothing overlaps.
         overlap=available_cores() >= 2 * workers,
     )
     plan = solve(profile, cluster)

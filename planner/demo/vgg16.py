@@ -1,7 +1,7 @@
 """VGG-16 (Simonyan & Zisserman 2015, configuration D) on 32x32 images: the published layers, no batch normalisation.
 
-The three fully connected layers hold 56% of the weights and take 6% of the arithmetic, which makes data parallelism
-slow and a split easy to win with. The data are scikit-learn's handwritten digits.
+The three fully connected layers hold 56% of the weights and take 6% of the arithmetic, so data parallelism is slow and
+a pipeline is clearly faster. The data are scikit-learn's handwritten digits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VGG16(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 _initialise(module)
-        with torch.no_grad():  # all classes equally likely to begin with
+        with torch.no_grad():  # at first all classes are about equally likely
             scores.weight *= 0.1
 
     def forward(self, images: Tensor) -> Tensor:
@@ -56,40 +56,40 @@ class VGG16(nn.Module):
 
 
 def _initialise(module: nn.Conv2d | nn.Linear) -> None:
-    """Random weights (He et al. 2015) without their mean.
+    """Set random weights (He et al. 2015), and subtract their mean.
 
-    Activations after a ReLU are positive; weights whose sum is not zero pass on mostly their mean, which is the same
-    for every image, and 16 layers of that leave nothing to learn from for the first hundred minibatches.
+    Activations after a ReLU are positive, so weights whose sum is not zero pass on mostly the activations' mean, which
+    is the same for every image. After 16 such layers the network learns nothing for the first hundred minibatches.
     """
     nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     with torch.no_grad():
         if module.bias is not None:
             module.bias.zero_()
         module.weight -= module.weight.flatten(1).mean(1).view(-1, *[1] * (module.weight.dim() - 1))
-        # What is left of a ReLU's second moment without its mean: 1 - 1/pi.
+        # Without its mean, a ReLU's output keeps 1 - 1/pi of its second moment.
         module.weight /= (1 - 1 / math.pi) ** 0.5
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return VGG16()
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random images and classes."""
+    """Return random images and classes."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return F.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Momentum SGD."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.0005, momentum=0.9)
 
 
 def dataset() -> Digits:
-    """Handwritten digits."""
+    """Return the handwritten digits."""
     return Digits(SIZE)

@@ -1,4 +1,4 @@
-"""AlexNet for ImageNet, in the form that PipeDream's and torchvision's profiles have (Krizhevsky 2014, one column)."""
+"""AlexNet for ImageNet with one column (Krizhevsky 2014), as PipeDream and torchvision have it."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ class AlexNet(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return AlexNet(4096)
 
 
 def build_tiny() -> nn.Module:
-    """The same layers with narrow fully connected ones, to try things out."""
+    """Return a model with narrow fully connected layers, for experiments."""
     return AlexNet(64)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random images and classes."""
+    """Return random images and classes."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return F.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Momentum SGD."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)

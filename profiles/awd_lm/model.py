@@ -1,8 +1,8 @@
 """AWD-LSTM language model (Merity et al. 2018) with six LSTM layers, for Penn Treebank.
 
-PipeDream (SOSP 2019) trains an "AWD LM" and gives no sizes of its layers; assumed here are the published widths
+PipeDream (SOSP 2019) trains an "AWD LM" without giving the sizes of its layers. We assume the published widths
 (embedding 400, hidden 1,150, 70 words at a time, 10,000 words) and six layers. Embedding and output are not tied,
-because PipeDream cannot share a weight between stages. DropConnect on the recurrent weights is left out: it touches
+because PipeDream cannot share a weight between stages. We leave out DropConnect on the recurrent weights: it changes
 weights, not activations, and costs next to nothing.
 """
 
@@ -23,7 +23,7 @@ LAYERS = 6
 
 
 class LockedDropout(nn.Module):
-    """The same units of all words of a sample are dropped (Gal & Ghahramani 2016)."""
+    """Dropout of the same units for all words of a sample (Gal & Ghahramani 2016)."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -60,26 +60,26 @@ class AWDLanguageModel(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return AWDLanguageModel(EMBEDDED, WIDTH, LAYERS)
 
 
 def build_tiny() -> nn.Module:
-    """The same layers, 32 wide, to try things out."""
+    """Return a model of the same layers, 32 wide, for experiments."""
     return AWDLanguageModel(16, 32, LAYERS)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random words."""
+    """Return random words."""
     words = torch.randint(0, VOCABULARY, (batch_size, LENGTH + 1))
     return (words[:, :-1],), words[:, 1:]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy per word."""
+    """Return the mean cross-entropy per word."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Plain SGD, which the averaging of AWD-LSTM starts from."""
+    """Return SGD without momentum, with which AWD-LSTM trains before it averages weights."""
     return torch.optim.SGD(parameters, lr=30.0, weight_decay=1.2e-6)

@@ -16,32 +16,32 @@ VOCABULARY = 30522
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return _build()
 
 
 def build_tiny() -> nn.Module:
-    """Two layers, to try things out."""
+    """Return a model of two layers, for experiments."""
     return _build(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
 
 
 def _build(**sizes: Any) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    # The same attention kernel whether it is traced or just runs.
+    # Named, so that the same attention kernel runs whether the model is traced or not.
     config = BertConfig(vocab_size=VOCABULARY, attn_implementation="eager", **sizes)
     model: nn.Module = BertForMaskedLM(config)
     return model
 
 
 def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
-    """Random tokens; the model computes its loss itself."""
+    """Return random tokens; the model computes its loss itself."""
     tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
-    # One word in seven is to be guessed; -100 is no target.
+    # The model guesses one word in seven; -100 marks words that are no target.
     labels = tokens.where(torch.rand(tokens.shape) < 0.15, torch.tensor(-100))
     return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}, None
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW."""
+    """Return AdamW."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""GNMT with 8 LSTM layers: see planner.demo.gnmt, which has the model for both sizes."""
+"""GNMT with 8 LSTM layers, from planner.demo.gnmt, which has the model for both sizes."""
 
 from torch import nn
 
@@ -8,10 +8,10 @@ __all__ = ["build_model", "build_tiny", "example_batch", "loss", "optimizer"]
 
 
 def build_model() -> nn.Module:
-    """Four layers in the encoder and four in the decoder, freshly initialised."""
+    """Return a model of four layers in the encoder and four in the decoder, with random weights."""
     return GNMT(4, 1024, VOCABULARY)
 
 
 def build_tiny() -> nn.Module:
-    """The same layers, 32 wide, to try things out."""
+    """Return a model of the same layers, 32 wide, for experiments."""
     return GNMT(4, 32, VOCABULARY)

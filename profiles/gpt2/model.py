@@ -1,7 +1,7 @@
 """GPT-2 small (Radford et al. 2019): 12 blocks, 124 million parameters, the embedding tied to the output.
 
-Trained on the sources of the Python standard library, byte by byte. Bytes need 256 of the 50,257 tokens; the rest of
-the vocabulary is there because its weights and its arithmetic are part of the cost of the model.
+It trains on the sources of the Python standard library, byte by byte. Bytes need only 256 of the 50,257 tokens, but the
+weights and the arithmetic of the whole vocabulary are part of the model's cost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers with a hidden width four times theirs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm and beside a shortcut."""
+    """Attention and MLP, each with a layer norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -105,31 +105,31 @@ class GPT2(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """GPT-2 small, freshly initialised."""
+    """Return GPT-2 small with random weights."""
     return GPT2(VOCABULARY, CONTEXT, WIDTH, HEADS, BLOCKS)
 
 
 def build_tiny() -> nn.Module:
-    """Two blocks of width 64 over bytes, to try things out."""
+    """Return two blocks of width 64 over bytes, for experiments."""
     return GPT2(BYTES, LENGTH, 64, 4, 2)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random bytes."""
+    """Return random bytes."""
     tokens = torch.randint(0, BYTES, (batch_size, LENGTH + 1))
     return (tokens[:, :-1],), tokens[:, 1:]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy per token."""
+    """Return the mean cross-entropy per token."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW."""
+    """Return AdamW."""
     return torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1)
 
 
 def dataset() -> LibraryText:
-    """Sources of the Python standard library."""
+    """Return the sources of the Python standard library."""
     return LibraryText(LENGTH)

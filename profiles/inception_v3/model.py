@@ -30,7 +30,7 @@ class Conv(nn.Module):
 
 
 class InceptionA(nn.Module):
-    """Figure 5 of the paper: 1x1, 5x5, double 3x3 and pooling side by side."""
+    """Figure 5 of the paper: parallel branches of 1x1, 5x5, double 3x3 and pooling."""
 
     def __init__(self, before: int, pooled: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class InceptionA(nn.Module):
 
 
 class InceptionB(nn.Module):
-    """From 35x35 to 17x17."""
+    """Reduction from 35x35 to 17x17."""
 
     def __init__(self, before: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class InceptionC(nn.Module):
 
 
 class InceptionD(nn.Module):
-    """From 17x17 to 8x8."""
+    """Reduction from 17x17 to 8x8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class InceptionD(nn.Module):
 
 
 class InceptionE(nn.Module):
-    """Figure 7: branches that widen."""
+    """Figure 7: two of the branches end in parallel 1x3 and 3x1 convolutions."""
 
     def __init__(self, before: int) -> None:
         super().__init__()
@@ -146,10 +146,10 @@ class Auxiliary(nn.Module):
 
 
 class InceptionV3(nn.Module):
-    """Images (batch, 3, 299, 299) -> class scores (batch, 1000), of the classifier and of the auxiliary one.
+    """Images (batch, 3, 299, 299) -> class scores (batch, 1000), of the main and the auxiliary classifier.
 
     Args:
-        blocks: of the kind InceptionC, four as published.
+        blocks: number of InceptionC blocks, four as published.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -181,26 +181,26 @@ class InceptionV3(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return InceptionV3(4)
 
 
 def build_tiny() -> nn.Module:
-    """One block of the third kind instead of four, to try things out."""
+    """Return a model with one block of the third kind instead of four, for experiments."""
     return InceptionV3(1)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random images and classes."""
+    """Return random images and classes."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    """Mean cross-entropy of both classifiers."""
+    """Return the weighted sum of both classifiers' mean cross-entropy."""
     scores, auxiliary = output
     return F.cross_entropy(scores, target) + AUXILIARY * F.cross_entropy(auxiliary, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Momentum SGD."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)

@@ -16,14 +16,14 @@ VOCABULARY = 32000
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return _build(
         hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4
     )
 
 
 def build_tiny() -> nn.Module:
-    """Two layers, to try things out."""
+    """Return a model of two layers, for experiments."""
     return _build(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
@@ -32,18 +32,18 @@ def build_tiny() -> nn.Module:
 def _build(**sizes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    # The same attention kernel whether it is traced or just runs.
+    # Named, so that the same attention kernel runs whether the model is traced or not.
     config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, attn_implementation="eager", **sizes)
     model: nn.Module = LlamaForCausalLM(config)
     return model
 
 
 def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
-    """Random tokens; the model computes its loss itself."""
+    """Return random tokens; the model computes its loss itself."""
     tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
     return (), {"input_ids": tokens, "labels": tokens}, None
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW."""
+    """Return AdamW."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)

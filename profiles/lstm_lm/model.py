@@ -1,6 +1,6 @@
-"""LSTM language model (Zaremba et al. 2014, the medium one): embedding, two LSTM layers of 650, decoder.
+"""LSTM language model (Zaremba et al. 2014, medium size): embedding, two LSTM layers of 650, decoder.
 
-Trained on the sources of the Python standard library, byte by byte.
+It trains on the sources of the Python standard library, byte by byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LSTMLanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
         self.dropout = nn.Dropout(DROPOUT)
-        # One module per layer, so that there is a cut between them.
+        # One module per layer, so that the model can be cut between them.
         self.lstm1 = nn.LSTM(width, width, batch_first=True)
         self.lstm2 = nn.LSTM(width, width, batch_first=True)
         self.decoder = nn.Linear(width, BYTES)
@@ -39,31 +39,31 @@ class LSTMLanguageModel(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return LSTMLanguageModel(WIDTH)
 
 
 def build_tiny() -> nn.Module:
-    """The same layers, 32 wide, to try things out."""
+    """Return a model of the same layers, 32 wide, for experiments."""
     return LSTMLanguageModel(32)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random bytes."""
+    """Return random bytes."""
     tokens = torch.randint(0, BYTES, (batch_size, LENGTH + 1))
     return (tokens[:, :-1],), tokens[:, 1:]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy per byte."""
+    """Return the mean cross-entropy per byte."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam."""
+    """Return Adam."""
     return torch.optim.Adam(parameters, lr=2e-3)
 
 
 def dataset() -> LibraryText:
-    """Sources of the Python standard library."""
+    """Return the sources of the Python standard library."""
     return LibraryText(LENGTH)

@@ -17,7 +17,7 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut."""
+    """1x1, 3x3 and 1x1 convolutions with a residual connection."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class ResNet50(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, Bottleneck):
-                # Each block starts as its shortcut (Goyal et al. 2017, section 5.1).
+                # At first each block passes on its input alone (Goyal et al. 2017, section 5.1).
                 nn.init.zeros_(module.bn3.weight)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -80,25 +80,25 @@ class ResNet50(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return ResNet50()
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random images and classes."""
+    """Return random images and classes."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return F.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Momentum SGD."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)
 
 
 def dataset() -> Digits:
-    """Handwritten digits."""
+    """Return the handwritten digits."""
     return Digits(SIZE)

@@ -1,8 +1,8 @@
 """S2VT (Venugopalan et al. 2015): videos to sentences with two LSTM layers of 1,000 over 80 steps.
 
-The first layer reads the frames, the second what the first says and the words so far. Frames come first, words after
-them, 80 steps together; the last 20 (assumed: descriptions have 7 words on average) score a word each. The vocabulary
-is that of the authors' released model, 46,168 words (assumed for PipeDream, which does not give it).
+The first layer reads the frames. The second reads the first one's output and the words so far. Frames come first, then
+words, 80 steps in all. Each of the last 20 steps scores a word (we assume 20, since descriptions have 7 words on
+average). The vocabulary has 46,168 words as in the authors' released model; we assume that PipeDream's has as many.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class S2VT(nn.Module):
 
     Args:
         width: of the LSTM layers.
-        embedded: size that frames and words are embedded in.
+        embedded: width of the embeddings of frames and words.
         vocabulary: words.
     """
 
@@ -46,26 +46,26 @@ class S2VT(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return S2VT(WIDTH, EMBEDDED, VOCABULARY)
 
 
 def build_tiny() -> nn.Module:
-    """The same layers, 32 wide, to try things out."""
+    """Return a model of the same layers, 32 wide, for experiments."""
     return S2VT(32, 16, VOCABULARY)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Random frames and sentences."""
+    """Return random frames and sentences."""
     words = torch.randint(0, VOCABULARY, (batch_size, STEPS + 1))
     return (torch.randn(batch_size, STEPS, FEATURES), words[:, :-1]), words[:, -WORDS:]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy per step."""
+    """Return the mean cross-entropy per step."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Plain SGD."""
+    """Return SGD without momentum."""
     return torch.optim.SGD(parameters, lr=0.01)

@@ -1,6 +1,6 @@
 """U-Net (Ronneberger et al. 2015): four levels down and up, 31 million parameters, on 128x128 images.
 
-Padded convolutions, so that the scores are as large as the image, and BatchNorm, as it is usually built today.
+As usual today, convolutions are padded, so that the scores are as large as the image, and BatchNorm follows them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BOTTOM = 1024
 
 
 class Double(nn.Sequential):
-    """Twice convolution, BatchNorm and ReLU."""
+    """Convolution, BatchNorm and ReLU, twice."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__(
@@ -59,25 +59,25 @@ class UNet(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return UNet(WIDTHS, BOTTOM)
 
 
 def build_tiny() -> nn.Module:
-    """Two levels, to try things out."""
+    """Return a model of two levels, for experiments."""
     return UNet((8, 16), 32)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random images and classes of pixels."""
+    """Return random images and a class for each pixel."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size, SIZE, SIZE))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy per pixel."""
+    """Return the mean cross-entropy per pixel."""
     return F.cross_entropy(output, target)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with the paper's high momentum."""
+    """Return SGD with the paper's high momentum."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.99)

@@ -1,4 +1,4 @@
-"""VGG-16 on 32x32 images of handwritten digits; the file itself comes with the package, for `plan quickstart`."""
+"""VGG-16 on 32x32 images of handwritten digits, from the package, where `plan quickstart` uses it."""
 
 from planner.demo.vgg16 import build_model, dataset, example_batch, loss, optimizer
 

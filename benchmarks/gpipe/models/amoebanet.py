@@ -1,8 +1,8 @@
-"""AmoebaNet-D (L, D): L normal cells in three groups, a reduction cell before each, D filters.
+"""AmoebaNet-D (L, D): L normal cells in three groups, a reduction cell before each group, D filters.
 
 The cell is that of Real et al., "Regularized Evolution for Image Classifier Architecture Search" (AAAI 2019); two more
-reductions and a convolution stand before the first group. The normal cell puts out its states 0, 3, 4 and 6, as in the
-authors' TensorFlow code, not 4, 5 and 6 as in the paper: with it the parameters are those that GPipe's Table 1 gives.
+reductions and a convolution precede the first group. The normal cell outputs its states 0, 3, 4 and 6, as in the
+authors' TensorFlow code, not 4, 5 and 6 as in the paper: only so does the number of parameters equal GPipe's Table 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Operation = Callable[[int, int], nn.Module]  # of channels and stride
 
 
 def conv(inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)) -> nn.Module:
-    """ReLU, convolution, batch norm; (batch, inputs, height, width) -> (batch, outputs, ...)."""
+    """Return ReLU, convolution and batch norm, which map (batch, inputs, height, width) to (batch, outputs, ...)."""
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
         nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs)
@@ -27,7 +27,7 @@ def conv(inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tu
 
 
 class Halve(nn.Module):
-    """Half the height and width: two 1x1 convolutions, the second of the image moved by one pixel."""
+    """Halves height and width by two 1x1 convolutions, the second on the image shifted by one pixel."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def avg_pool_3x3(_channels: int, stride: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Genotype:
-    """Pairs of (state, operation) whose results are added to the next state, and the states that are put out."""
+    """Pairs of (state, operation) whose results are summed to the next state, and the states that are the output."""
 
     operations: Sequence[tuple[int, Operation]]
     out: Sequence[int]
@@ -105,7 +105,7 @@ REDUCTION = Genotype(
 
 
 class Cell(nn.Module):
-    """Takes the outputs of the two cells before it, and hands on its own and the last."""
+    """Maps the outputs of the two cells before it to the output of the last of them and its own."""
 
     def __init__(self, genotype: Genotype, last: int, last_but_one: int, channels: int, halved: bool) -> None:
         super().__init__()
@@ -159,5 +159,5 @@ class AmoebaNetD(nn.Module):
 
 
 def example(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random images and classes."""
+    """Return random images and classes."""
     return (torch.randn(batch_size, 3, IMAGE, IMAGE),), torch.randint(0, CLASSES, (batch_size,))

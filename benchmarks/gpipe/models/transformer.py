@@ -1,6 +1,6 @@
-"""Transformer-L: L layers of the published sizes over a vocabulary of 32,000, embedding and output apart.
+"""Transformer-L: L layers of the published sizes, a vocabulary of 32,000, embedding and output not tied.
 
-Attention is written out, as in 2018: the scores of all heads are there, 32 x 1024 x 1024 of them per sentence.
+Attention is not fused, as in 2018: the scores of all heads are stored, 32 x 1024 x 1024 per sentence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DROPOUT = 0.1
 
 
 class Layer(nn.Module):
-    """Self-attention and two linear layers, each behind a layer norm and beside a shortcut."""
+    """Self-attention and two linear layers, each with a layer norm before it and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +62,6 @@ class Transformer(nn.Module):
 
 
 def example(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random tokens, and those that follow."""
+    """Return random tokens and the tokens that follow them."""
     tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH + 1))
     return (tokens[:, :-1],), tokens[:, 1:]

@@ -9,10 +9,10 @@ __all__ = ["build_model", "example_batch", "loss", "optimizer"]
 
 
 def build_model() -> nn.Module:
-    """The model, freshly initialised."""
+    """Return the model with random weights."""
     return VGG16(224, 1000)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
-    """Random images and classes."""
+    """Return random images and classes."""
     return (torch.randn(batch_size, 3, 224, 224),), torch.randint(0, 1000, (batch_size,))
