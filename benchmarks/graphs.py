@@ -1,7 +1,7 @@
-"""Profiles of large models that nobody published: the shape of the graph is theirs, the costs are imagined.
+"""Build profiles of large models: their graphs are the published ones, their costs are invented.
 
-Layers and edges follow the papers; times and bytes follow the layers' arithmetic at round sizes, with some noise, so
-that no two layers are alike. As in the profiles that PipeDream published, additions and concatenations take no time.
+Layers and edges follow the papers. Times and bytes follow the layers' arithmetic at round sizes, with some noise, so
+that no two layers are equal. As in PipeDream's published profiles, additions and concatenations take no time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MINIBATCH = 32
 
 
 class _Builder:
-    """Collects layers; each is known by its number and by the shape of its output, (channels, pixels)."""
+    """Collects layers, each known by its number and the shape of its output, (channels, pixels)."""
 
     def __init__(self, model: str) -> None:
         self.model, self.layers, self.edges = model, list[Layer](), list[Edge]()
@@ -26,7 +26,7 @@ class _Builder:
     def add(
         self, op: str, inputs: Sequence[int], channels: int, pixels: int, mults: float = 0, weights: int = 0
     ) -> int:
-        """A layer with so many multiplications per sample; additions and the like have none."""
+        """Add a layer with this many multiplications per sample; additions and the like have none."""
         name = f"node{len(self.layers) + 1}"
         forward_s = mults * _MINIBATCH / _MULTS_PER_S * self._random.uniform(0.8, 1.2)
         size = 4 * _MINIBATCH * channels * pixels
@@ -50,14 +50,14 @@ class _Builder:
         return len(self.layers) - 1
 
     def conv(self, source: int, channels: int, pixels: int, kernel: int = 1) -> int:
-        """Convolution, normalisation, ReLU."""
+        """Add a convolution, a normalisation and a ReLU."""
         weights = self.shapes[source][0] * channels * kernel**2
         last = self.add("Conv2d", [source], channels, pixels, weights * pixels, weights)
         last = self.add("BatchNorm2d", [last], channels, pixels, 8 * channels * pixels, 2 * channels)
         return self.add("ReLU", [last], channels, pixels, 2 * channels * pixels)
 
     def separable(self, source: int, channels: int, pixels: int, kernel: int) -> int:
-        """Twice: ReLU, a convolution per channel, one across channels, normalisation."""
+        """Add, twice: ReLU, a convolution per channel, one across channels, normalisation."""
         for _ in range(2):
             before = self.shapes[source][0]
             source = self.add("ReLU", [source], before, pixels, 2 * before * pixels)
@@ -68,7 +68,7 @@ class _Builder:
         return source
 
     def profile(self) -> Profile:
-        """All of it, as an imported profile: plan-only, so that every cut counts."""
+        """Return an imported profile of all layers, which cannot train, so that every cut is legal."""
         return Profile(
             model=self.model,
             device=Device(kind="unknown", name="imagined"),
@@ -79,9 +79,9 @@ class _Builder:
 
 
 def chain(layers: int) -> Profile:
-    """A chain whose times, weights and activations vary over two orders of magnitude, as those of real ones do.
+    """Return a chain whose times, weights and activations vary over two orders of magnitude, as in real models.
 
-    The work does not grow with the number of layers: there are more of them in the same model.
+    The total work does not grow with the number of layers: more of them divide the same model.
     """
     net, draw = _Builder(f"chain_{layers}"), random.Random(layers)
     last: list[int] = []
@@ -93,7 +93,7 @@ def chain(layers: int) -> Profile:
 
 
 def nasnet_like(cells: int = 18, channels: int = 168) -> Profile:
-    """NASNet-A (6 @ 4032) as published: Zoph et al., CVPR 2018, figure 4. 18 normal cells: about 1,250 layers.
+    """Return NASNet-A (6 @ 4032) as in Zoph et al., CVPR 2018, figure 4: 18 normal cells, about 1,250 layers.
 
     Each cell combines five pairs of branches of the two cells before it; two reduction cells and two in the stem halve
     the image.
@@ -150,7 +150,7 @@ def _reduction_cell(net: _Builder, before: int, last: int, channels: int, pixels
 
 
 def unet_like(depth: int = 5, channels: int = 64, pixels: int = 256**2) -> Profile:
-    """U-Net: two convolutions per level, down and up again, the way up beside what the way down had there.
+    """Return U-Net: two convolutions per level, down and up, with skip connections between equal levels.
 
     Ronneberger et al., MICCAI 2015, figure 1.
     """
@@ -173,7 +173,7 @@ def unet_like(depth: int = 5, channels: int = 64, pixels: int = 256**2) -> Profi
 
 
 def encoder_decoder_like(layers: int = 12, width: int = 1024, words: int = 128) -> Profile:
-    """A Transformer with an encoder whose output every layer of the decoder uses (Vaswani et al. 2017, figure 1)."""
+    """Return a Transformer whose decoder layers all use the encoder's output (Vaswani et al. 2017, figure 1)."""
     net = _Builder("encoder_decoder_like")
 
     def embed() -> int:

@@ -1,7 +1,7 @@
-"""What a benchmark keeps: results as records, the tables that are made of them, and their place in the docs.
+"""Save a benchmark's results as records, and write the tables made of them into the docs.
 
-Long tables are measured a part at a time. `results.json` beside the benchmark has every result with its date and
-machine; `results.md` and the page in the docs are written from it.
+Long tables are measured a part at a time. `results.json` in the benchmark's folder has every result with its date and
+machine. `results.md` and the page in the docs are written from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def printed(folder: Path, *, save: bool) -> Iterator[None]:
-    """What is printed meanwhile also goes into `results.md` in the folder, with its date and machine; to save."""
+    """Write what is printed within the context also into the folder's `results.md`, with date and machine, to save."""
     lines: list[str] = []
 
     class Both:
@@ -47,7 +47,7 @@ def printed(folder: Path, *, save: bool) -> Iterator[None]:
 
 
 def environment() -> str:
-    """What the numbers of today belong to."""
+    """Return the date, machine and versions that today's numbers belong to."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = f"{len(models)} x {models[0].split(': ')[1]}" if models else platform.machine()
     system = f"{platform.system()} {platform.release()}"
@@ -55,11 +55,11 @@ def environment() -> str:
 
 
 class Results:
-    """The results of one benchmark: parts, and in each a record per row, which is a dataclass of plain values.
+    """Results of one benchmark. Each part has a record per row, a dataclass of plain values.
 
     Args:
         folder: of the benchmark.
-        save: whether to write what is added, at once: a run that is cut short keeps its rows.
+        save: whether to write each record when it is added, so that an interrupted run keeps its rows.
     """
 
     def __init__(self, folder: Path, *, save: bool) -> None:
@@ -71,14 +71,14 @@ class Results:
             self._parts = json.loads(self._path.read_text(encoding="utf-8"))
 
     def add(self, part: str, key: str, record: Any) -> None:
-        """Put today's result in place of the row's earlier one."""
+        """Replace the row's earlier result by today's."""
         about = {"date": time.strftime("%Y-%m-%d"), "environment": environment()}
         self._parts.setdefault(part, {})[key] = about | asdict(record)
         if self._save:
             write_text(self._path, json.dumps(self._parts, indent=1) + "\n")
 
     def records(self, part: str, kind: type[T]) -> dict[str, T]:
-        """The rows of a part, by key."""
+        """Return the rows of a part, by key."""
         rows = self._parts.get(part, {})
         return {
             key: kind(**{name: value for name, value in row.items() if name not in ("date", "environment")})
@@ -86,18 +86,18 @@ class Results:
         }
 
     def about(self, part: str) -> str:
-        """When and where the part was measured."""
+        """Return when and where the part was measured."""
         dates: dict[str, set[str]] = {}
         for row in self._parts.get(part, {}).values():
             dates.setdefault(row["environment"], set()).add(row["date"])
         return "; ".join(f"{', '.join(sorted(dates[machine]))}, {machine}" for machine in sorted(dates))
 
     def show(self, text: str, picture: str = "") -> None:
-        """Print the tables; to save, write them beside the benchmark and into its section of the page about papers.
+        """Print the tables; to save, write them into `results.md` and the benchmark's section of the page about papers.
 
         Args:
-            text: of the tables.
-            picture: Markdown to stand above them on the page.
+            text: the tables.
+            picture: Markdown that precedes them on the page.
         """
         print(text)
         if not self._save:
@@ -109,22 +109,22 @@ class Results:
 
 
 def marks(name: str) -> tuple[str, str]:
-    """The comments in a page between which a benchmark writes."""
+    """Return the comments in a page between which a benchmark writes."""
     return f"<!-- {name}: written by benchmarks.{name} -->", f"<!-- end of {name} -->"
 
 
 def between_marks(page: str, around: tuple[str, str], content: str) -> str:
-    """The page with this between its marks, in place of what is there."""
+    """Return the page with the text between its marks replaced."""
     first, last = around
     before, rest = page.split(first)
     return f"{before}{first}\n\n{content}\n\n{last}{rest.split(last)[1]}"
 
 
 def number(value: float | None) -> str:
-    """For a table: two decimals; nothing for nothing."""
+    """Format a number for a table, with two decimals; None is empty."""
     return "" if value is None else f"{value:.2f}"
 
 
 def share(value: float | None) -> str:
-    """For a table: per cent."""
+    """Format a share for a table, in per cent."""
     return "" if value is None else f"{value:.0%}"

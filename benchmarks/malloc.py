@@ -1,4 +1,4 @@
-"""Workers whose resident size is what they use."""
+"""Let glibc return freed memory, so that a worker's resident size is what it uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 @contextmanager
 def pages_returned() -> Iterator[None]:
-    """Within, processes that are started give every larger block back to the system when it is freed (glibc)."""
+    """Let processes started within the context return each larger block to the system when they free it (glibc)."""
     os.environ.update(_RETURNED)
     try:
         yield

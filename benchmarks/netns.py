@@ -1,17 +1,17 @@
-"""Hosts on one machine: each a network namespace of its own, joined by a switch over links of a chosen rate.
+"""Emulate hosts on one machine: network namespaces, joined by a switch over links of a chosen rate.
 
     host 0: eth0 ── port0 ┐
-    host 1: eth0 ── port1 ┼── br0 (in a namespace of its own, so that nothing appears in the machine's own network)
+    host 1: eth0 ── port1 ┼── br0 (in its own namespace, so that nothing appears in the machine's network)
     host 2: eth0 ── port2 ┘
 
-With servers, the hosts of each are on a switch of their own, behind an uplink to br0 that they share:
+With servers, the hosts of each have their own switch, and share its uplink to br0:
 
     host 0: eth0 ── port0 ┐
     host 1: eth0 ── port1 ┴── server0: up0 ── down0 ── br0
 
-Both ends of every link pass through a token bucket (`tc ... tbf`), so each host sends and receives at most `rate` at
-the same time: full duplex, like a switched Ethernet. The bytes are real, and cross the kernel's own TCP.
-Needs Linux, iproute2 and the right to make network namespaces (root).
+Both ends of every link pass a token bucket (`tc ... tbf`). So each host sends at most `rate`, and receives at most
+`rate` at the same time: full duplex, like switched Ethernet. The bytes are real and pass the kernel's TCP. This needs
+Linux, iproute2 and the right to make network namespaces (root).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from planner.errors import PlannerError
 INTERFACE = "eth0"
 _PREFIX = "plan-bench"
 _NAME = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-[0-9a-f]+-\w+")
-# Loss-based, so streams take all of a link and share it evenly; the machine's own may be BBR, which does neither: it
-# paces streams by its estimates, below the rate of the link, and each comes to another share. Any host may use Reno.
+# Loss-based, so that streams use all of a link and share it evenly. The machine's default may be BBR, which does
+# neither: it paces streams by its estimates, below the link's rate, with unequal shares. Any host may use Reno.
 _CONGESTION_CONTROL = "reno"
-_NAMESPACES = Path("/run/netns")  # where iproute2 keeps the names
+_NAMESPACES = Path("/run/netns")  # where iproute2 stores the names
 
 
 class NetworkUnavailableError(PlannerError):
@@ -54,36 +54,36 @@ class Host:
     address: str
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """`arguments`, as a command line that runs inside the host."""
+        """Return the command line that runs `arguments` inside the host."""
         return ["ip", "netns", "exec", self.name, *arguments]
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """This process' environment, with gloo told which interface to use."""
+        """Return this process's environment with the interface that gloo uses."""
         return {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **(extra or {})}
 
     def popen(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command inside the host; `options` are those of `subprocess.Popen`, `env` is added to ours."""
+        """Start a command inside the host; `options` are those of `subprocess.Popen`, `env` adds to our environment."""
         environment = self.environment(options.pop("env", None))
         return subprocess.Popen(self.command(arguments), env=environment, text=True, **options)
 
 
 class Network:
-    """Hosts, and the switches between them; made by `shaped_network`.
+    """Hosts and the switches between them, made by `shaped_network`.
 
     Attributes:
-        hosts: in order; they fill servers one after the other.
+        hosts: in order of the servers.
     """
 
     def __init__(self, hosts: tuple[Host, ...], switch: str, burst: str) -> None:
         self.hosts, self._switch, self._burst = hosts, switch, burst
-        self._servers = 0  # that have a switch
+        self._servers = 0  # servers that have a switch
 
     def shape(self, rate: str | None, per_server: int = 1, uplink_rate: str | None = None) -> None:
-        """Join the hosts, or join them anew.
+        """Join the hosts, in place of earlier links.
 
         Args:
-            rate: of each host's link, each way, as `tc` writes it; None leaves it as fast as the machine.
-            per_server: hosts that share an uplink; 1 for hosts that are alone.
+            rate: of each host's link, each way, as `tc` writes it; None does not limit it.
+            per_server: hosts that share an uplink; 1 for no servers.
             uplink_rate: of a server's link to the others, each way.
         """
         for index, host in enumerate(self.hosts):
@@ -95,7 +95,7 @@ class Network:
             _ip("-n", self._switch, "link", "set", bridge, "type", "bridge", "fdb_flush")
 
     def add_switch(self, name: str) -> None:
-        """A switch with nothing on it."""
+        """Add a switch without ports."""
         _ip("-n", self._switch, "link", "add", name, "type", "bridge", "forward_delay", "0")
         _ip("-n", self._switch, "link", "set", name, "up")
 
@@ -115,21 +115,21 @@ class Network:
         _ip("-n", self._switch, "link", "set", port, "master", bridge, "up")
 
     def _limit(self, namespace: str, device: str, rate: str | None) -> None:
-        """Shape what leaves through `device`."""
+        """Limit the rate of what leaves through `device`."""
         kind = ("pfifo",) if rate is None else ("tbf", "rate", rate, "burst", self._burst, "latency", "50ms")
         _call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *kind)
 
 
 @contextmanager
 def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
-    """`hosts` hosts on a switch; everything is removed, and what still runs inside is killed, on the way out.
+    """Yield `hosts` hosts on a switch. At the end, everything is removed and what still runs inside is killed.
 
     Args:
         hosts: how many.
-        rate: of each host's link, each way, as `tc` writes it ("1gbit"); None leaves the links as fast as the machine.
+        rate: of each host's link, each way, as `tc` writes it ("1gbit"); None does not limit them.
 
-    SIGTERM leaves the block like an exception does (as SystemExit). A run that was killed with SIGKILL leaves its
-    namespaces behind: the next call removes them.
+    SIGTERM raises SystemExit in the context. A run that was killed with SIGKILL leaves its namespaces, which the next
+    call removes.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
@@ -141,11 +141,11 @@ def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
 
 @contextmanager
 def shaped_network(hosts: int, burst: str = "1mb") -> Iterator[Network]:
-    """The same, for hosts whose links change: call `shape` before anything else.
+    """Yield a network of hosts whose links can change; call `shape` first.
 
     Args:
         hosts: how many.
-        burst: what passes a link unshaped after a pause.
+        burst: bytes that pass a link at full speed after a pause.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
@@ -169,7 +169,7 @@ def shaped_network(hosts: int, burst: str = "1mb") -> Iterator[Network]:
 
 
 def remove_stale() -> list[str]:
-    """Remove the namespaces of runs that were killed before they could; returns their names."""
+    """Remove the namespaces of runs that were killed before they could, and return their names."""
     stale = []
     for path in _NAMESPACES.glob(f"{_PREFIX}-*") if _NAMESPACES.is_dir() else ():
         match = _NAME.fullmatch(path.name)
@@ -181,7 +181,7 @@ def remove_stale() -> list[str]:
 
 def _connect(host: Host, switch: str, port: str) -> None:
     _ip("netns", "add", host.name)
-    # Made inside the switch with the peer inside the host: the machine's own namespace never sees either end.
+    # Made inside the switch with the peer inside the host, so that the machine's namespace never sees either end.
     _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.name)
     _ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
     _ip("-n", host.name, "link", "set", "lo", "up")
@@ -201,7 +201,7 @@ def _call(*command: str) -> None:
             f"'{command[0]}' is not installed, so no network namespace can be made", hint="install iproute2"
         ) from None
     if done.returncode != 0:
-        # A shaper that is refused names its own line: RTNETLINK answers "No such file" for a missing kernel module.
+        # RTNETLINK says only "No such file" when the shaper's kernel module is missing, so show the refused line.
         raise NetworkUnavailableError(
             f"'{' '.join(command)}' failed: {done.stderr.strip() or f'exit code {done.returncode}'}",
             hint="run as root, on a kernel with network namespaces, veth, bridge and the tbf shaper"
@@ -211,7 +211,7 @@ def _call(*command: str) -> None:
 
 
 def _remove(name: str) -> None:
-    """Kill what runs in namespace `name` and remove it; no error when it is gone already."""
+    """Kill what runs in namespace `name` and remove it, if it still exists."""
     if shutil.which("ip") is None or not (_NAMESPACES / name).exists():
         return
     for _ in range(50):
@@ -238,7 +238,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM raises SystemExit(143) inside the block, unless the program handles it in a way of its own."""
+    """Let SIGTERM raise SystemExit(143) within the context, unless the program handles it itself."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -255,7 +255,7 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C does not stop the cleaning up halfway."""
+    """Ignore further Ctrl-C within the context, so that the cleanup completes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

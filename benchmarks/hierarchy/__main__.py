@@ -1,4 +1,4 @@
-"""What knowing a cluster's levels brings, on published profiles, long chains and models here; see README.md."""
+"""Measure what the solver gains from knowing a cluster's levels. See README.md in this folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHAINS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables."""
+    """Solve everything and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hierarchy", description=__doc__)
     parser.add_argument("--only", choices=TABLES, help="one of the tables")
     parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def published_table() -> str:
-    """The published profiles on four servers of four."""
+    """Return the table of the published profiles on four servers of four."""
     runs = json.loads((ANCHORS / "reference.json").read_text())["runs"]
     rows = []
     for run in runs:
@@ -104,7 +104,7 @@ def published_table() -> str:
 
 
 def chains_table(first: int) -> str:
-    """Random chains on ever more servers, with the default cost model."""
+    """Return the table of random chains on more and more servers, with the default cost model."""
     rows = []
     for layers, sizes in CHAINS[:first]:
         plan, seconds = timed(chain(layers), hierarchical_cluster(sizes, (INNER, OUTER)), published=False)
@@ -114,7 +114,7 @@ def chains_table(first: int) -> str:
 
 
 def local_table() -> str:
-    """Models of this project on servers that share slow links, with local search and without."""
+    """Return the table of our models on servers that share slow links, with and without local search."""
     rows = []
     for name in SEARCHED:
         profile = load_profile(PROFILES / name / "cpu.json")
@@ -133,7 +133,7 @@ def local_table() -> str:
 
 @contextlib.contextmanager
 def without_local_search() -> Iterator[None]:
-    """Not a single plan may be priced in it meanwhile."""
+    """Give local search a budget of no plans within the context."""
     usual, levels.MOST_PRICED = levels.MOST_PRICED, 0
     try:
         yield
@@ -142,20 +142,20 @@ def without_local_search() -> Iterator[None]:
 
 
 def timed(profile: Profile, cluster: Cluster, *, published: bool) -> tuple[Plan, float]:
-    """A plan, and the seconds that finding it took, without the start of the process."""
+    """Return a plan and the seconds that finding it took, without the start of the process."""
     start = time.perf_counter()
     plan = solve(profile, cluster, cost_model="pipedream" if published else "resource")
     return plan, time.perf_counter() - start
 
 
 def answer(plan: Plan) -> str:
-    """Time per minibatch, and how good it is."""
+    """Return the time per minibatch, and how good it is."""
     quality = "" if plan.solver.status == "optimal" else f" (gap {plan.solver.gap:.1%})"
     return format_seconds(plan.predicted.seconds_per_minibatch) + quality
 
 
 def chain(count: int) -> Profile:
-    """A chain of layers with random times, weights and activations."""
+    """Return a chain of layers with random times, weights and activations."""
     draw = random.Random(count)
     layers = tuple(
         Layer(

@@ -1,7 +1,7 @@
-"""Do runs survive random kills, to the bit? See README.md in this folder.
+"""Check that runs survive random kills with bitwise equal results. See README.md in this folder.
 
 python -m benchmarks.kills --kills 100 --save
-python -m benchmarks.kills --total              # of all portions that were saved, each with a seed of its own
+python -m benchmarks.kills --total              # of all saved portions, each with its own seed
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results.json"
 
 
 def main() -> int:
-    """Kill, compare, print the table; 1 when a promise was broken."""
+    """Kill, compare, and print the table; return 1 when a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--per-run", type=int, default=5, help="kills that one run survives")
@@ -50,7 +50,7 @@ def main() -> int:
         portion = {
             "seed": arguments.seed,
             "date": time.strftime("%Y-%m-%d"),
-            "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # of the last minute, before and after
+            "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # load average of the last minute, before and after
             "runs": len(outcomes),
             "kills": [vars(kill) for kill in kills],
             "problems": problems,
@@ -74,7 +74,7 @@ def _report(kills: Sequence[Kill], runs: int, problems: Sequence[str]) -> int:
 
 
 def measure(kills: int, per_run: int, seed: int) -> list[Outcome]:
-    """Runs of each shape in turn until there were `kills` kills."""
+    """Run each shape in turn until there were `kills` kills."""
     draw = random.Random(seed)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
@@ -92,7 +92,7 @@ def measure(kills: int, per_run: int, seed: int) -> list[Outcome]:
 
 
 def table(kills: Sequence[Kill]) -> str:
-    """By what was done and what the worker was at: how often, and how long until the run said so."""
+    """Return a row per signal and activity of the worker: how often, and how long until the run reported it."""
     groups: dict[tuple[str, str], list[Kill]] = {}
     for kill in kills:
         groups.setdefault((kill.signal, _kind(kill.activity)), []).append(kill)

@@ -1,4 +1,4 @@
-"""A tiny model with dropout and momentum, on data that takes a little time: kills are to fall into the training."""
+"""A tiny model with dropout and momentum, on data that takes a little time, so that most kills hit the training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def build_model() -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Named, so that starting a worker need not trace the model."""
+    """Return the blocks, because workers start faster when they need not trace the model."""
     return list(model.children())
 
 
@@ -26,7 +26,7 @@ def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 class Slow(Dataset[Any]):
-    """Random points in four classes."""
+    """Random points of four classes, each loaded with a delay."""
 
     def __len__(self) -> int:
         return 600

@@ -1,4 +1,4 @@
-"""Plans of a given shape for the tiny model."""
+"""Make plans of a given shape for the tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MICROBATCHES = 2  # of schedules that divide minibatches
 
 
 def write_plan(config: str, schedule: str, folder: Path) -> Path:
-    """The plan with `config`'s replicas per stage, as a file in `folder`; made once."""
+    """Write the plan with `config`'s replicas per stage into `folder`, unless it is there; return its path."""
     path = folder / f"plan-{config}-{schedule}.json"
     if not path.exists():
         replicas = [int(part) for part in config.split("-")]

@@ -1,4 +1,4 @@
-"""One training run whose workers are killed or stopped at random moments, and whether it kept its promises."""
+"""Kill or stop the workers of a training run at random moments, and check that it kept its promises."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ ROOT = Path(__file__).parents[2]
 STEPS = 150
 EVERY = 20  # minibatches between checkpoints
 HANG_TIMEOUT_S = 8.0
-GIVE_UP_S = 900.0  # for a whole run, on a machine that does other things too
-STARTING_SHARE = 0.25  # of the kills: some time after the workers have been started, whatever they are at
+GIVE_UP_S = 900.0  # for a whole run, on a machine that is also otherwise busy
+STARTING_SHARE = 0.25  # of the kills: at random times after the workers start, whatever they are doing
 STARTING_S = 8.0
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
 @dataclass
 class Kill:
-    """One worker that was killed or stopped, and what came of it."""
+    """One worker that was killed or stopped, and the consequence."""
 
     config: str
     rank: int
     signal: str
-    activity: str  # what it was at
-    named: bool = False  # whether the run said so, with rank and cause
-    told_s: float | None = None  # until it said so
-    went_on_from: int | None = None  # the minibatch of the checkpoint
+    activity: str  # what the worker was doing
+    named: bool = False  # whether the run reported it, with rank and cause
+    told_s: float | None = None  # until the run reported it
+    went_on_from: int | None = None  # minibatch of the checkpoint
 
 
 @dataclass
 class Outcome:
-    """A run, with all that was done to it."""
+    """A run and all kills in it."""
 
     kills: list[Kill] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # promises that were broken
+    problems: list[str] = field(default_factory=list)  # broken promises
 
 
 def reference(config: str, schedule: str, folder: Path) -> dict[str, Any]:
-    """The run without kills, which drains the pipeline at the same points: its result, with the trained weights."""
+    """Train without kills, draining the pipeline at the same minibatches; return the result with the weights."""
     command = _command(config, schedule, folder, folder / "reference")
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=_environment())
     if done.returncode != 0:
@@ -72,15 +72,15 @@ def killed(
     kills: int,
     draw: random.Random,
 ) -> Outcome:
-    """Run with up to `kills` kills, and compare.
+    """Train with up to `kills` kills, and compare with the run without.
 
     Args:
         config: replicas per stage, "2-1".
         schedule: of the plan.
         folder: of the plans.
-        expected: of `reference`.
-        kills: at most; the run may end before.
-        draw: of rank, signal and moment.
+        expected: result of `reference`.
+        kills: at most; the run may end earlier.
+        draw: random choice of rank, signal and moment.
     """
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="kills-", dir=folder) as name:
@@ -130,7 +130,7 @@ def _environment() -> dict[str, str]:
 
 
 def _kill(process: subprocess.Popen[str], config: str, scratch: Path, draw: random.Random) -> Kill | None:
-    """Kill or stop a worker at a random moment from now; None when the run has ended before."""
+    """Kill or stop a worker after a random time; return None when the run has ended before."""
     starting = draw.random() < STARTING_SHARE
     moment = time.monotonic() + draw.uniform(0, STARTING_S)
     further = draw.randrange(2 * EVERY)
@@ -160,7 +160,7 @@ def _await_restart(
     deadline: float,
     outcome: Outcome,
 ) -> None:
-    """Wait until the run says that it restarts."""
+    """Wait until the run reports a restart."""
     began = time.monotonic()
     while process.poll() is None and time.monotonic() < deadline:
         line = next(((at, text) for at, text in told if text.startswith(f"restart {number} of ")), None)
@@ -190,7 +190,7 @@ def _check(
     own: Path,
     ever: set[int],
 ) -> None:
-    """The result is that of the run without kills, to the bit, and nothing is left running."""
+    """Check that the result equals that of the run without kills bitwise, and that no process is left."""
     if code != 0:
         outcome.problems.append(f"the run ended with exit code {code}: {' / '.join(text for _, text in told)}")
         return
@@ -222,7 +222,7 @@ def _note_children(process: subprocess.Popen[str], ever: set[int]) -> None:
 
 
 def _workers(launcher: int) -> dict[int, int]:
-    """Process ids of the launcher's workers by rank."""
+    """Return the process ids of the launcher's workers by rank."""
     found: dict[int, int] = {}
     with suppress(OSError):
         for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):

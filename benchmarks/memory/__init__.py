@@ -1,1 +1,1 @@
-"""Predicted against measured memory of a stage."""
+"""Predicted and measured memory of a stage."""

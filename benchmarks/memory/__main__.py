@@ -1,4 +1,4 @@
-"""Predicted memory of a stage against the peak that its worker measured; see README.md in this folder.
+"""Compare a stage's predicted memory with its worker's measured peak. See README.md in this folder.
 
 python -m benchmarks.memory --save
 """
@@ -46,8 +46,9 @@ SHAPES = (
     Shape((2, 1)),
     Shape((1, 1, 1)),
 )
-STASHING, ONE_VERSION = SHAPES[0], SHAPES[2]  # as many in flight, with a version of the weights for each and with one
-LARGE = 200e6  # bytes from which an error is given in per cent
+# Equally many in flight, with a weight version for each and with one version.
+STASHING, ONE_VERSION = SHAPES[0], SHAPES[2]
+LARGE = 200e6  # smaller predictions have no relative error
 _MODEL = '''
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
@@ -57,7 +58,7 @@ from profiles.{name}.model import *
 
 
 class Samples(Dataset):
-    """Made when they are asked for, so that none are kept."""
+    """Samples made on request, so that none stay in memory."""
 
     def __len__(self):
         return 4096
@@ -73,7 +74,7 @@ def dataset():
 
 
 def main() -> int:
-    """Measure the models named, print the tables, and with --save put them into the README."""
+    """Measure the models named, print the tables, and with --save write them into the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)})")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many plans of each model")
@@ -115,9 +116,9 @@ def _model(name: str, folder: Path, shapes: Sequence[Shape], *, kept: bool) -> I
 
 
 def _rows(name: str, profile: Profile, model: Path, shape: Shape, *, kept: bool) -> Iterator[dict[str, Any]]:
-    """A row per stage; of its replicas that which took most."""
+    """Return a row per stage, for the replica with the largest peak."""
     plan = shaped_plan(profile, shape)
-    # A steady state twice over: every unit in flight, and an update after each.
+    # Twice the steady state: every unit in flight, and an update after each.
     steps = 3 if shape.microbatches > 1 else 3 * max(stage.in_flight for stage in plan.stages) * max(shape.replicas)
     job = Job(model=str(model), plan=plan, steps=steps)
     with pages_returned():
@@ -158,7 +159,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _stash(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """First stages with a version per minibatch in flight, less the same with one version."""
+    """Return the memory of first stages with a version per minibatch in flight, less the same with one version."""
     by_plan = {(row["model"], row["plan"]): row for row in rows if row["stage"] == 0}
     for (model, plan), stashing in by_plan.items():
         one = by_plan.get((model, str(ONE_VERSION)))

@@ -1,4 +1,4 @@
-"""Plans of given shapes, as no solver would choose them."""
+"""Make plans of given shapes that no solver would choose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.solver.chain.states import uncut_groups
 
 @dataclass(frozen=True)
 class Shape:
-    """What the plans of all models have in common."""
+    """Shape of a plan, for any model."""
 
     replicas: tuple[int, ...]
     schedule: str = "1f1b"
@@ -32,7 +32,7 @@ class Shape:
 
 
 def shaped_plan(profile: Profile, shape: Shape) -> Plan:
-    """Cut by time, in proportion to the replicas; every layer has its stage's share of the time, about."""
+    """Return a plan whose stages' times are about in proportion to their replicas."""
     ledger = Ledger(profile)
     groups = uncut_groups(ledger)
     layers = profile.layers
@@ -51,7 +51,7 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
 
 
 def cut_by_time(seconds: Sequence[float], replicas: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last group of each stage: it ends where the times so far are nearest to its share; none is empty."""
+    """Return the groups of each stage; it ends where the time so far is nearest to its share, and none is empty."""
     ends: list[int] = []
     due_s = 0.0
     for stage, r in enumerate(replicas[:-1]):

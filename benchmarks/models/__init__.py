@@ -1,1 +1,1 @@
-"""Any model: captured, cut, and its times against the whole step."""
+"""Models of many kinds: capture, exactness of a split, and the sum of the layers' times."""

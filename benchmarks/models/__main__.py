@@ -1,4 +1,4 @@
-"""`python -m benchmarks.models`: the table of README.md over the models under profiles/; `--help` says more."""
+"""Measure the README's table over the models under profiles/: python -m benchmarks.models --help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[2]
-# Minibatches that a CPU core gets through in seconds.
+# Minibatches that take one CPU core seconds.
 BATCH_SIZES = {
     "vgg16": 32,
     "resnet50": 16,
@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 def main() -> int:
-    """Measure each model in a process of its own and print the table in Markdown."""
+    """Measure each model in its own process, and print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)})")
     parser.add_argument("--seconds", type=float, default=20.0, help="per measurement (default: %(default)s)")

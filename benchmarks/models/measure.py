@@ -1,4 +1,4 @@
-"""One model: captured or not, split exactly or not, and its times."""
+"""Measure one model: is it captured, is its split exact, and how long do layers and stages take?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = (7, 3, 1)
 
 
 def measure_model(name: str, batch_size: int, seconds: float, tiny: bool, save: bool) -> dict[str, str]:
-    """The model's row of the table, by column."""
+    """Return the model's row of the table, by column."""
     torch.set_num_threads(1)
     keep_freed_pages()
     file = load_model_file(f"{PROFILES / name / 'model.py'}{':build_tiny' if tiny else ''}")
@@ -54,7 +54,7 @@ def measure_model(name: str, batch_size: int, seconds: float, tiny: bool, save: 
 
 
 def cut_by_time(profile: Profile, stages: int) -> list[list[str]]:
-    """Consecutive layers, so that the slowest stage is as fast as it can be (block partition)."""
+    """Return the stages of consecutive layers that minimise the slowest stage (block partition)."""
     times = [layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers]
     low, high = max(times), sum(times)
     for _ in range(50):
@@ -67,7 +67,7 @@ def cut_by_time(profile: Profile, stages: int) -> list[list[str]]:
 
 
 def _filled(times: Sequence[float], most: float) -> list[int]:
-    """First layers of the stages when each takes what fits in `most`."""
+    """Return the first layers of the stages when each stage takes all layers that fit in `most`."""
     starts, used = [0], 0.0
     for index, one in enumerate(times):
         if used + one > most:
@@ -78,7 +78,7 @@ def _filled(times: Sequence[float], most: float) -> list[int]:
 
 
 def _exactness(file: TrainingSpec, graph: LayerGraph, cut: list[list[str]], batch: Batch) -> str:
-    """Of a training step at another batch size: against the unsplit graph, and against the user's own model."""
+    """Compare a split training step at another batch size with the unsplit graph and with the user's own model."""
     whole = run_split(graph, batch, cut_evenly(graph, 1), KEY)
     try:
         assert_same(whole, run_split(graph, batch, cut, KEY))

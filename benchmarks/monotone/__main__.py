@@ -1,4 +1,4 @@
-"""How often more GPUs, bandwidth or memory make a prediction worse, over random models; see README.md."""
+"""Count how often more GPUs, bandwidth or memory make a prediction worse. See README.md in this folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Case = tuple[int, float, int | None]  # GPUs, bytes/s, bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table."""
+    """Solve random models and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.monotone", description=__doc__)
     parser.add_argument("--models", type=int, default=1000, help="random models per row (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
@@ -90,19 +90,19 @@ STEPS = {"GPUs": _more_gpus, "bandwidth": _more_bandwidth, "memory": _more_memor
 
 
 def _bandwidth(rng: random.Random) -> float:
-    """From where a transfer takes ten times a layer's time to where it takes nothing."""
+    """Return a bandwidth over which a transfer takes from ten times a layer's time to almost nothing."""
     return float(10 ** rng.uniform(-1, 1.5))
 
 
 def _memory(rng: random.Random, model: Profile) -> int:
-    """From a third of what one GPU would need for all, to several times that."""
+    """Return a memory limit: from a third of what one GPU needs for the whole model to several times that."""
     return max(
         1, int(sum(3 * layer.weight_bytes + 2 * layer.saved_bytes for layer in model.layers) * rng.uniform(0.3, 3))
     )
 
 
 def random_model(rng: random.Random) -> Profile:
-    """A chain of 2 to 13 layers of uneven times, outputs and weights: half of the layers have none."""
+    """Return a chain of 2 to 13 layers with uneven times, outputs and weights; half of the layers have no weights."""
     count = rng.randint(2, 13)
     layers = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Does communication hide behind computation? See README.md in this folder.
+"""Measure whether communication overlaps computation. See README.md in this folder.
 
 python -m benchmarks.overlap --save
 """
@@ -25,16 +25,16 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver.assemble import assemble
 from planner.solver.candidates.depth import price_with_depths
 
-COMPUTE_S = 0.12  # of one stage for one minibatch: a late sleep is little beside it
+COMPUTE_S = 0.12  # of one stage for one minibatch; long, so that late sleeps hardly matter
 NOMINAL_BYTES_PER_S = 12.5e6
-FAST_BYTES_PER_S = 1e9  # "no link to speak of"
+FAST_BYTES_PER_S = 1e9  # stands for no link at all
 SHARES = (0.2, 0.5, 0.8, 0.9)
 RESULTS, README = (Path(__file__).with_name(name) for name in ("results.json", "README.md"))
 MARKER = "<!-- result -->"
 
 
 def main() -> None:
-    """Measure samples/s at each share of the link, and without a link to speak of."""
+    """Measure samples/s at each share of the link's capacity, and over a very fast link."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--minibatches", type=int, default=60)
@@ -73,7 +73,7 @@ def _fast(stages: int) -> Cluster:
 
 
 def _measure(bed: Testbed, cluster: Cluster, message_bytes: int, arguments: argparse.Namespace, folder: Path) -> float:
-    """Minibatches per second in steady state, over links like those of `cluster`."""
+    """Return minibatches per second in steady state, over links like those of `cluster`."""
     measured = bed.links(cluster)
     emulated = emulate(_profile(arguments.stages, message_bytes), Scale(1.0, 1.0), folder)
     plan = _plan(emulated.profile, measured, arguments.stages)
@@ -82,7 +82,7 @@ def _measure(bed: Testbed, cluster: Cluster, message_bytes: int, arguments: argp
 
 
 def _profile(stages: int, message_bytes: int) -> Profile:
-    """A layer per stage, of which each hands on so many bytes and gets as many back."""
+    """Return a profile of a layer per stage; each sends this many bytes and gets as many gradients back."""
     layers = tuple(
         Layer(
             name=f"layer{index}",
@@ -110,7 +110,7 @@ def _profile(stages: int, message_bytes: int) -> Profile:
 
 
 def _plan(profile: Profile, cluster: Cluster, stages: int) -> Plan:
-    """One layer each, the loss with the last, as many minibatches in flight as the link needs."""
+    """Return a plan with one layer per stage, the loss with the last, and enough minibatches in flight for the link."""
     ledger = Ledger(profile)
     groups = [[index] for index in range(stages)]
     groups[-1] += range(stages, len(profile.layers))
