@@ -39,7 +39,10 @@ _REQUIRED = ("build_model", "example_batch")
 
 @dataclass(frozen=True, eq=False)
 class TrainingSpec:
-    """What to train. Its methods call the user's functions and check what they return.
+    """What to train.
+
+    Its methods call the user's functions and check what they return. They raise a ModelFileError when a function is
+    missing, fails or returns something else.
 
     Attributes:
         name: of the model: the name of its file, or of its folder where the file is called model.py, and the builder
@@ -127,11 +130,7 @@ class TrainingSpec:
         return name in self.functions
 
     def build_model(self) -> nn.Module:
-        """Return a new model, initialised from PyTorch's generator.
-
-        Raises:
-            ModelFileError: when the builder fails or returns something else.
-        """
+        """Return a new model, initialised from PyTorch's generator."""
         model = self._call("build_model")
         if not isinstance(model, nn.Module):
             raise self._wrong_type(
@@ -140,11 +139,7 @@ class TrainingSpec:
         return model
 
     def example_batch(self, batch_size: int) -> Batch:
-        """Return a batch of `batch_size` samples.
-
-        Raises:
-            ModelFileError: when the function fails, returns something else or another number of samples.
-        """
+        """Return a batch of `batch_size` samples."""
         place = self._place("example_batch")
         batch = make_batch(self._call("example_batch", batch_size), place)
         for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)):
@@ -159,20 +154,13 @@ class TrainingSpec:
         return batch
 
     def blocks(self, model: nn.Module) -> Any:
-        """Return the user's blocks(model), unchecked; call it only where that is defined.
-
-        Raises:
-            ModelFileError: when the function fails.
-        """
+        """Return the user's blocks(model), unchecked; call it only where that is defined."""
         return self._call("blocks", model)
 
     def optimizer(self, parameters: Iterable[nn.Parameter] | Mapping[str, nn.Parameter]) -> Optimizer:
         """Return the user's optimizer for `parameters`, or SGD.
 
-        A user's optimizer(named_parameters) gets them with their names, which a mapping tells.
-
-        Raises:
-            ModelFileError: when the function fails or returns something else.
+        A mapping gives the parameters their names in the model, for a user's optimizer(named_parameters).
         """
         named = parameters if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
         if not self.defines("optimizer"):
@@ -185,11 +173,7 @@ class TrainingSpec:
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return the user's learning-rate scheduler; None where there is none.
-
-        Raises:
-            ModelFileError: when the function fails or returns something else.
-        """
+        """Return the user's learning-rate scheduler; None where there is none."""
         if not self.defines("scheduler"):
             return None
         scheduler = self._call("scheduler", optimizer)
@@ -200,19 +184,11 @@ class TrainingSpec:
         return scheduler
 
     def dataset(self) -> Dataset[Any] | None:
-        """Return the training data, a map-style dataset of (args, target) per sample; None where there is none.
-
-        Raises:
-            ModelFileError: when the function fails or returns something else.
-        """
+        """Return the training data, a map-style dataset of (args, target) per sample; None where there is none."""
         return self._dataset("dataset") if self.defines("dataset") else None
 
     def evaluation_dataset(self) -> Dataset[Any]:
-        """Return the data to evaluate on, like `dataset`.
-
-        Raises:
-            ModelFileError: when there is none, or the function fails or returns something else.
-        """
+        """Return the data to evaluate on, like `dataset`."""
         if not self.defines("evaluation_dataset"):
             raise ModelFileError(
                 f"'{self.origin}' has no evaluation_dataset(), which `evaluate_every` needs",
@@ -221,11 +197,7 @@ class TrainingSpec:
         return self._dataset("evaluation_dataset")
 
     def metrics(self, output: Any, target: Any) -> dict[str, float]:
-        """Return the user's metrics(output, target), means over the batch; call it only where that is defined.
-
-        Raises:
-            ModelFileError: when the function fails or returns something else.
-        """
+        """Return the user's metrics(output, target), means over the batch; call it only where that is defined."""
         found = self._call("metrics", output, target)
         try:
             return {str(name): float(value) for name, value in found.items()}
@@ -234,11 +206,7 @@ class TrainingSpec:
             raise self._wrong_type("metrics", found, "numbers by name", hint) from None
 
     def on_update(self, minibatch: int, loss: float, metrics: Mapping[str, float | None]) -> None:
-        """Call the user's hook; only where it is defined.
-
-        Raises:
-            ModelFileError: when it fails.
-        """
+        """Call the user's hook; only where it is defined."""
         self._call("on_update", minibatch, loss, dict(metrics))
 
     def _dataset(self, name: str) -> Dataset[Any]:
@@ -254,7 +222,7 @@ class TrainingSpec:
             with on_path(folder):
                 return self.functions[name](*args)
         except PlannerError:
-            raise  # of the project's own demonstration data; it says what to do
+            raise  # of planner.demo, which the project's own model files use; it says what to do
         except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
             written, line = self._written(name), failing_line(cause, folder) or self.origin
             raise ModelFileError(

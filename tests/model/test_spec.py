@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from planner.errors import ModelFileError
-from planner.model.spec import load_model_file
+from planner.model.spec import in_memory, load_model_file
 
 GOOD = """
 import torch
@@ -157,3 +158,26 @@ def test_functions_that_return_the_wrong_thing(tmp_path: Path, text: str, call: 
 
 def test_without_a_loss(tmp_path: Path) -> None:
     assert load_model_file(_write(tmp_path, GOOD.split("def loss")[0])).loss is None
+
+
+def test_a_model_in_memory() -> None:
+    model, example = nn.Linear(4, 2), (torch.arange(8.0).reshape(2, 4), torch.zeros(2, 2))
+    spec = in_memory(model, example_batch=example, loss=nn.functional.mse_loss)
+    assert (spec.name, spec.origin, spec.path) == ("Linear", "Linear", None)
+    assert spec.build_model() is model
+    assert spec.example_batch(3).args[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert spec.loss is nn.functional.mse_loss
+    assert isinstance(spec.optimizer(model.parameters()), torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ("sgd", "optimizer in 'Linear' is a str, not a function"),
+        (lambda: None, r"optimizer\(\) of Linear cannot be called with 1 arguments"),
+        (lambda parameters: None, r"optimizer\(\) of Linear returned a NoneType, not a torch.optim.Optimizer"),
+    ],
+)
+def test_objects_are_checked_like_files(optimizer: Any, words: str) -> None:
+    with pytest.raises(ModelFileError, match=words):
+        in_memory(nn.Linear(1, 1), example_batch=(torch.ones(1, 1), None), optimizer=optimizer).optimizer([])

@@ -144,7 +144,7 @@ class Evaluator:
         found = {"loss": float(loss)}
         if self._context.spec.defines("metrics"):
             assert batch is not None
-            with autocasting(self._context.place.compute.type, self._stages.autocast):
+            with autocasting(self._context.place.compute.type, self._stages.graph.options.autocast):
                 found |= self._context.spec.metrics(self._stages.output(known, batch), batch.target)
         for name, value in found.items():
             totals[name] = totals.get(name, 0.0) + value * samples

@@ -14,10 +14,11 @@ from torch import nn
 from planner.errors import CaptureError
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
-from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks, state_kept
+from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks
 from planner.model.blocks.graph import BlockGraph
 from planner.model.capture.failure import refuse_untrainable
 from planner.model.capture.graph import LayerGraph
+from planner.model.kept_state import keep_state
 from planner.model.loss import LossFunction
 from planner.model.memory_format import lay_out
 from planner.model.options import PLAIN, ModuleOptions
@@ -54,7 +55,7 @@ def capture_blocks(
         lay_out(model)
         example = example.channels_last()
     named = _named(model, blocks)
-    with state_kept(model), autocasting(example.device_type, options.autocast):
+    with keep_state(model), autocasting(example.device_type, options.autocast):
         joined = [*joined_by_writes(named, example), *joined_by_buffers(named)]
         small, large = (run_blocks(named, sample, loss) for sample in (example, example.doubled()))
         check_loss(model, example, loss, small[-1])

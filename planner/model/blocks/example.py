@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,19 +14,6 @@ from planner.model.capture.block_layers import tensors_of
 from planner.model.loss import LossFunction, loss_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/model-file.md"
-
-
-@contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and random state afterwards."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
 
 
 def _call(name: str, block: nn.Module, value: Any, batch: Batch | None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.model.capture.block_layers import BlockChain, BlockLayer
+from planner.model.capture.block_layers import BlockChain
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.loss import loss_of
 from planner.model.stage.compiling import compiled
@@ -62,7 +62,7 @@ def _code(
                 rest = layer.blocks
             for _, module in rest:
                 value = calls[module](value)
-            made = _results(layer, value)
+            made = [] if layer.gives is None else layer.gives.tensors(value, layer.blocks[-1][0])
             known.update(zip(layer.values, made, strict=True))
             if layer.has_loss:
                 known[LOSS] = loss_of(value, target, chain.loss)
@@ -72,10 +72,6 @@ def _code(
         return tuple(known[name] for name in results)
 
     return run
-
-
-def _results(layer: BlockLayer, value: Any) -> list[Tensor]:
-    return [] if layer.gives is None else layer.gives.tensors(value, layer.blocks[-1][0])
 
 
 def made_last(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from planner.errors import CaptureError
@@ -89,11 +88,6 @@ class EvaluationStages:
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
     last: int
     graph: LayerGraph
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype that the model runs under torch.autocast with."""
-        return self.graph.options.autocast
 
     def output(self, known: Mapping[str, Tensor], batch: Batch) -> Any:
         """Return the model's output, assembled from the values at the last stage.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
+from planner.model.kept_state import keep_state
 from planner.model.stage.stage import StageModule
 
 
@@ -17,9 +18,7 @@ def warm_up(stage: StageModule, batch: Batch) -> None:
         stage: on its device, without gradients.
         batch: any of the size to come, on the same device.
     """
-    device = next((tensor.device for tensor in (*stage.parameters(), *stage.buffers())), torch.device("cpu"))
-    before = {name: buffer.detach().clone() for name, buffer in stage.named_buffers()}
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with keep_state(stage) as device:
         received = {spec.name: _zeros(spec, batch.size, device) for spec in stage.received}
         results = stage(batch if stage.needs_batch else None, received)
         roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
@@ -27,9 +26,6 @@ def warm_up(stage: StageModule, batch: Batch) -> None:
             torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
     for parameter in stage.parameters():
         parameter.grad = None
-    with torch.no_grad():
-        for name, buffer in stage.named_buffers():
-            buffer.copy_(before[name])
 
 
 def _zeros(spec: ValueSpec, batch_size: int, device: torch.device) -> Tensor:

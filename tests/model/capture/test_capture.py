@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
+from planner.model.capture.failure import user_place
 from planner.model.capture.graph import LayerGraph
 from tests.model.models import CASES
 
@@ -347,3 +348,11 @@ def test_one_tensor_given_twice_is_two_inputs() -> None:
     graph = capture(_OwnLoss(), Batch((), {"tokens": tokens, "labels": tokens}), None)
     embedding = next(node for node in graph.module.graph.nodes if "embedding" in str(node.target) and node.args)
     assert str(embedding.args[1]) == "kwargs_tokens"
+
+
+def test_places_of_operations_that_only_library_modules_ask_for() -> None:
+    """They were once all said to be in loss(), because the frame that calls the loss also calls the model."""
+    batch = Batch((torch.randn(4, 3),), {}, torch.randn(4, 2))
+    graph = capture(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), batch, F.mse_loss)
+    places = {node.name: user_place(node) for node in graph.owner}
+    assert (places["linear"], places["tanh"], places["mse_loss"]) == ("module '0'", "module '1'", "loss()")
