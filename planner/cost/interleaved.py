@@ -8,7 +8,8 @@ microbatch, and what it returns last must pass those stages again:
     T >= sum over stages i < p of latency_i  +  m·(sum over its chunks of busy)  +  end_p          for every worker p
 
 and (m - 1) times what adding up the gradients of its chunks takes. latency_i, busy and end_p as in `SynchronousModel`.
-The largest of these is the price; with equal chunks it is the published time, otherwise a bound that the simulated
+Under schedules that split the backward (zb-v) the gradients of weights fill the bubble, and only the second term and
+end_p are left. The largest of these is the price; with equal chunks it is the published time, otherwise a bound that the simulated
 streams exceed by what workers wait for each other. Every stage has the same number of replicas r, each pipeline taking
 ceil(m / r) of the microbatches; all r of a stage reduce together.
 """
@@ -48,7 +49,7 @@ class StageSeconds:
         bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
         handling_s = link.handling_s(work.received_bytes + work.sent_bytes)
         return cls(
-            latency_s=SynchronousModel(link, GPIPE, 1).sum_s(work) - model.filling_s(work),
+            latency_s=model.waits * SynchronousModel(link, GPIPE, 1).sum_s(work),
             compute_s=work.forward_s + work.recompute_s + work.backward_s + handling_s,
             receive_s=work.received_bytes / bandwidth + work.received_messages * latency,
             send_s=work.sent_bytes / bandwidth + work.sent_messages * latency,
@@ -94,9 +95,10 @@ class InterleavedModel:
         position = np.array([self.schedule.worker_of(int(stage), workers) for stage in numbers])
         return np.stack([numbers[position == worker] for worker in range(workers)], axis=1)
 
-    def filling_s(self, work: Work) -> Floats:
-        """What of a stage's backward fills the bubble, so that the workers behind it need not wait for it."""
-        return work.backward_s if self.schedule.splits_backward else np.zeros_like(work.backward_s)
+    @property
+    def waits(self) -> bool:
+        """Whether workers wait for the pipeline to fill, or compute gradients of weights of the last minibatch then."""
+        return not self.schedule.splits_backward
 
     def worker_s(self, stages: StageSeconds) -> dict[WorkerResource, Floats]:
         """Seconds per minibatch that each worker's resources ask for.

@@ -10,10 +10,11 @@ from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.naive import NAIVE
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
+from planner.schedule.zb_v import ZB_V
 from planner.schedule.zero_bubble import ZB_H1
 
 # In the order in which help and tables list them; `auto` tries them in this order, but for those without a pipeline.
-SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, GPIPE, INTERLEAVED, NAIVE)
+SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED, NAIVE)
 NAMES: tuple[str, ...] = tuple(schedule.name for schedule in SCHEDULES)
 DEFAULT = ONE_F_ONE_B
 

@@ -119,7 +119,8 @@ class InterleavedSearch:
     def _all(self, model: InterleavedModel, last: int) -> tuple[Integers, bool]:
         """The best of all ways to cut, and whether what recomputes was best in all of them."""
         stages = model.workers * model.chunks
-        best, exact = (np.inf, np.inf, np.zeros(0, np.int64), True), True
+        # Of equals, equal parts: stages of a worker that differ less make others wait less, which the cost does not see.
+        best, exact = self._least(model, self._equal_parts(stages, last)[None]), True
         for inner in _batches(combinations(range(1, last), stages - 1)):
             ends = np.full((len(inner), 1), last)
             cuts = np.concatenate((np.zeros_like(ends), inner.reshape(len(inner), stages - 1), ends), axis=1)
