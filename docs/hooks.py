@@ -4,7 +4,8 @@ In a page, a line of its own
 
     <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and those inside it,
     <!-- help: plan solve -->                          becomes what `plan solve --help` prints,
-    <!-- devices: all -->                              becomes the table of devices that estimates know.
+    <!-- devices: all -->                              becomes the table of devices that estimates know,
+    <!-- schedules: all -->                            becomes the table of schedules.
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -23,7 +24,7 @@ from typing import Any
 from pydantic import BaseModel
 
 HELP_COLUMNS = "100"
-_MARKER = re.compile(r"^<!-- (fields|help|devices): (.+?) -->$", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- (fields|help|devices|schedules): (.+?) -->$", re.MULTILINE)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -38,6 +39,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
                 return help_text(found[2])
             case "devices":
                 return device_table()
+            case "schedules":
+                return schedule_table()
             case _:
                 return field_tables(found[2], shown)
 
@@ -58,6 +61,17 @@ def device_table() -> str:
         memory = f"{spec.memory_bytes / 2**30:g} GiB" if spec.memory_bytes is not None else ""
         bandwidth = f"{spec.bandwidth_bytes_per_s / 1e9:g}"
         lines.append(f"| `{name}` | {spec.name} | " + " | ".join([*cells, bandwidth, memory]) + " |")
+    return "\n".join(lines)
+
+
+def schedule_table() -> str:
+    """Name, updates, units in flight and source of every schedule."""
+    from planner.schedule.registry import DEFAULT, SCHEDULES
+
+    lines = ["| schedule | updates | minibatches between forward and backward | source |", "|---|---|---|---|"]
+    for schedule in SCHEDULES:
+        name = f"`{schedule}`" + " (default)" * (schedule is DEFAULT)
+        lines.append(f"| {name} | {schedule.updates} | {schedule.holds} | {schedule.source} |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InputError
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
-from planner.schedule.registry import DEFAULT, NAMES, find
+from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
 from planner.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -77,11 +77,8 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         choices=[*NAMES, "auto", "all"],
         default=DEFAULT.name,
-        help="1f1b: asynchronous, with weight stashing; 2bw: asynchronous, with two weight versions and one update per "
-        "minibatch of several microbatches; gpipe, 1f1b-flush, zb-h1 and interleaved: the pipeline drains after every "
-        "minibatch, 1f1b-flush in less memory, zb-h1 with gradients of weights filling the bubble, interleaved with "
-        "several chunks of the model per GPU; naive: one minibatch at a time; auto or all: compare all but naive, and "
-        "take the fastest per sample (default: %(default)s)",
+        help="; ".join(f"{schedule}: {schedule.summary}" for schedule in SCHEDULES)
+        + "; auto or all: compare all but naive, and take the fastest per sample (default: %(default)s)",
     )
     parser.add_argument(
         "--microbatches",

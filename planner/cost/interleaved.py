@@ -9,8 +9,9 @@ microbatch, and what it returns last must pass those stages again:
 
 and (m - 1) times what adding up the gradients of its chunks takes. latency_i, busy and end_p as in `SynchronousModel`.
 Under schedules that split the backward (zb-v) the gradients of weights fill the bubble, and only the second term and
-end_p are left. The largest of these is the price; with equal chunks it is the published time, otherwise a bound that the simulated
-streams exceed by what workers wait for each other. Every stage has the same number of replicas r, each pipeline taking
+end_p are left; what passes between two stages of one worker counts, though it is not sent. The largest of these is the
+price; with equal chunks it is the published time, otherwise a bound that the simulated streams exceed by what workers
+wait for each other. Every stage has the same number of replicas r, each pipeline taking
 ceil(m / r) of the microbatches; all r of a stage reduce together.
 """
 

@@ -14,6 +14,9 @@ class DoubleBuffered(Schedule):
 
     name = "2bw"
     title = "2bw, two weight versions, {microbatches} microbatches per minibatch"
+    summary = "asynchronous, with two weight versions and one update per minibatch of several microbatches"
+    updates = "after all microbatches of a minibatch, while those of the next are under way"
+    holds = "d microbatches"
     source = "Narayanan et al., PipeDream-2BW, ICML 2021, section 3.1"
     formula = "double-buffered"
     asynchronous = True

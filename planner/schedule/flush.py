@@ -14,6 +14,9 @@ class Flush(Synchronous):
 
     name = "1f1b-flush"
     title = "1f1b-flush, {microbatches} microbatches per minibatch"
+    summary = "synchronous, as gpipe in less memory"
+    updates = "after all microbatches of a minibatch"
+    holds = "d microbatches"
     source = "Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2"
     deepens = True
     torch_name = "Schedule1F1B"

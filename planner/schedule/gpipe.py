@@ -12,6 +12,9 @@ class GPipe(Flush):
 
     name = "gpipe"
     title = "gpipe, {microbatches} microbatches per minibatch"
+    summary = "synchronous, all forwards of a minibatch before its backwards"
+    updates = "after all microbatches of a minibatch"
+    holds = "all microbatches of the minibatch"
     source = "Huang et al., GPipe, NeurIPS 2019, section 2.3"
     deepens = False
     alternates = False

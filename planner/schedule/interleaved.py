@@ -18,6 +18,9 @@ class Interleaved(Chunked):
 
     name = "interleaved"
     title = "interleaved, {chunks} chunks per GPU, {microbatches} microbatches per minibatch"
+    summary = "synchronous, several chunks of the model per GPU"
+    updates = "after all microbatches of a minibatch"
+    holds = "about as many as 1f1b, of each of the GPU's chunks"
     source = "Narayanan et al., Megatron-LM, SC 2021, section 2.2"
     fixed_chunks = None
     torch_name = "ScheduleInterleaved1F1B"

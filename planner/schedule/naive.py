@@ -11,6 +11,9 @@ class Naive(Flush):
 
     name = "naive"
     title = "naive, one minibatch at a time"
+    summary = "one minibatch at a time, to compare with"
+    updates = "after every minibatch"
+    holds = "1: nothing overlaps"
     source = "the baseline of GPipe and PipeDream: one worker computes at a time"
     divides = False
     pipelined = False

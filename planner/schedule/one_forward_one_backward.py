@@ -15,6 +15,9 @@ class OneForwardOneBackward(Schedule):
 
     name = "1f1b"
     title = "1f1b with weight stashing"
+    summary = "asynchronous, with weight stashing"
+    updates = "after every backward; with replicas, after every round of one minibatch each"
+    holds = "d, as above"
     source = "Narayanan et al., PipeDream, SOSP 2019, section 3.2"
     formula = "asynchronous"
     asynchronous = True

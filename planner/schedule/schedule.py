@@ -52,6 +52,9 @@ class Schedule(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]  # for people; {microbatches} and {chunks} are filled in
+    summary: ClassVar[str]  # half a line of help
+    updates: ClassVar[str]  # when a stage updates its weights, for the table of schedules
+    holds: ClassVar[str]  # what a stage has between forward and backward, likewise
     source: ClassVar[str]  # paper and section
     formula: ClassVar[Formula]
     asynchronous: ClassVar[bool] = False  # updates without draining the pipeline

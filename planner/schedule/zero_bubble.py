@@ -21,6 +21,9 @@ class ZeroBubble(Flush):
 
     name = "zb-h1"
     title = "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch"
+    summary = "synchronous, as 1f1b-flush, but the gradients of weights fill the bubble"
+    updates = "after all microbatches of a minibatch"
+    holds = "what the first stage has, some of which wait for their gradients of weights"
     source = "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2"
     splits_backward = True
     deepens = False

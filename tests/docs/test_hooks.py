@@ -12,6 +12,7 @@ from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.formats.timeline import Timeline
+from planner.schedule.registry import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 VERBS = ("profile", "solve", "show", "simulate", "report", "train", "export", "quickstart")
@@ -57,3 +58,15 @@ def test_the_command_line_page_has_the_help_of_every_verb(hooks: ModuleType) -> 
 def test_devices_become_a_table(hooks: ModuleType) -> None:
     table = hooks.on_page_markdown("<!-- devices: all -->")
     assert "| `v100-pcie` | NVIDIA Tesla V100 PCIe 16 GB | 14 | 14 |  | 112 | 900 | 16 GiB |" in table
+
+
+def test_schedules_become_a_table_and_the_readme_names_them_all(hooks: ModuleType) -> None:
+    table = hooks.on_page_markdown("<!-- schedules: all -->")
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    for schedule in SCHEDULES:
+        assert f"| `{schedule}`" in table
+        assert schedule.source in table
+        assert f"`{schedule}`" in readme
+    # What equals one device is what the README's comparison says.
+    equal = ", ".join(f"`{schedule}`" for schedule in SCHEDULES if not schedule.asynchronous)
+    assert f"| with {equal} |" in readme

@@ -119,7 +119,7 @@ class InterleavedSearch:
     def _all(self, model: InterleavedModel, last: int) -> tuple[Integers, bool]:
         """The best of all ways to cut, and whether what recomputes was best in all of them."""
         stages = model.workers * model.chunks
-        # Of equals, equal parts: stages of a worker that differ less make others wait less, which the cost does not see.
+        # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
         best, exact = self._least(model, self._equal_parts(stages, last)[None]), True
         for inner in _batches(combinations(range(1, last), stages - 1)):
             ends = np.full((len(inner), 1), last)

@@ -63,6 +63,7 @@ def assert_same_weights(one: Job, other: Job) -> None:
         pytest.param("2bw", 2, (1, 1), id="2bw 1-1", marks=pytest.mark.slow),
         pytest.param("zb-h1", 3, (1, 1), id="zb-h1", marks=pytest.mark.slow),
         pytest.param("interleaved", 3, (1, 1, 1, 1), id="interleaved", marks=pytest.mark.slow),
+        pytest.param("zb-v", 3, (1, 1, 1, 1), id="zb-v", marks=pytest.mark.slow),
         pytest.param("naive", 1, (1, 1), id="naive 1-1", marks=pytest.mark.slow),
     ],
 )

@@ -188,6 +188,8 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
         pytest.param(CASES, "1f1b-flush", 5, (1, 2), 1, id="1f1b-flush 1-2", marks=pytest.mark.slow),
         pytest.param(FEW, "zb-h1", 4, (1, 1, 1), 1, id="zb-h1 1-1-1 few"),
         pytest.param(CASES, "zb-h1", 5, (1, 2), 1, id="zb-h1 1-2", marks=pytest.mark.slow),
+        pytest.param(FEW, "zb-v", 4, (1,) * 4, 2, id="zb-v 2 workers few"),
+        pytest.param(CASES, "zb-v", 5, (2,) * 4, 2, id="zb-v 2 workers twice", marks=pytest.mark.slow),
         pytest.param(FEW, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers few"),
         pytest.param(CASES, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers", marks=pytest.mark.slow),
         pytest.param(CASES, "interleaved", 5, (2,) * 4, 2, id="interleaved 2 workers twice", marks=pytest.mark.slow),
