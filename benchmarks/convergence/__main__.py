@@ -19,6 +19,7 @@ from benchmarks.convergence.picture import curves_svg
 from planner.api import estimate, train
 from planner.cost.layer_costs import Ledger
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.executor.job import TrainingOptions
 from planner.executor.run.data import make_batches
 from planner.formats.cluster import flat_cluster
@@ -161,7 +162,7 @@ def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan
     chunks = 2 if schedule == "interleaved" else 1
     ledger, cluster = Ledger(profile), flat_cluster(STAGES // chunks, 1e9)
     stages = equal_layers(ledger, STAGES)
-    cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches, chunks=chunks)
+    cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, chunks))
     if vertical_sync:
         cost = synced_price(ledger, stages, cost)
     report = SolverReport(

@@ -8,6 +8,7 @@ from pathlib import Path
 import planner
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import SolverReport, save_plan
 from planner.schedule.registry import find
@@ -31,7 +32,7 @@ def write_plan(config: str, schedule: str, folder: Path) -> Path:
         cluster = flat_cluster(sum(replicas), 1e9)
         stages = candidates(groups, replicas)
         how = find(schedule)
-        cost = price(ledger, stages, cluster, schedule=how, microbatches=microbatches)
+        cost = price(ledger, stages, Setting(cluster, how, microbatches))
         report = SolverReport(
             name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, SolverReport
@@ -42,7 +43,7 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     ]
     stages = [replace(stage, recompute=shape.recompute) for stage in candidates(parts, shape.replicas)]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
-    cost = price(ledger, stages, cluster, schedule=find(shape.schedule), microbatches=shape.microbatches)
+    cost = price(ledger, stages, Setting(cluster, find(shape.schedule), shape.microbatches))
     cost = price_with_copies(ledger, stages, cluster, cost, find(shape.schedule))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0

@@ -17,6 +17,7 @@ from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.emulate import Scale, emulate
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.executor.job import Job
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan, SolverReport
@@ -115,7 +116,7 @@ def _plan(profile: Profile, cluster: Cluster, stages: int) -> Plan:
     groups = [[index] for index in range(stages)]
     groups[-1] += range(stages, len(profile.layers))
     chosen = candidates(groups, [1] * stages)
-    cost = price_with_depths(ledger, chosen, cluster, price(ledger, chosen, cluster), "auto")
+    cost = price_with_depths(ledger, chosen, cluster, price(ledger, chosen, Setting(cluster)), "auto")
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )

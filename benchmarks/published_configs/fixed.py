@@ -11,6 +11,7 @@ from planner.cost.asynchronous import cost_model, link_of
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
@@ -94,7 +95,7 @@ def _moved(
 def _price(
     ledger: Ledger, space: Chain, cluster: Cluster, cuts: Sequence[int], replicas: Sequence[int], model: CostModelName
 ) -> Price:
-    return price(ledger, _stages(space, cuts, replicas), cluster, model=model)
+    return price(ledger, _stages(space, cuts, replicas), Setting(cluster, cost_model=model))
 
 
 def _stages(space: Chain, cuts: Sequence[int], replicas: Sequence[int]) -> list[Candidate]:

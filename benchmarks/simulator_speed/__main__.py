@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.graphs import chain
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan, SolverReport, save_plan
 from planner.schedule.registry import find
@@ -119,7 +120,7 @@ def _events(case: Case) -> int:
 def _plan(case: Case) -> Plan:
     ledger, count = Ledger(chain(case.stages)), case.stages
     stages = candidates([[number] for number in range(count)], [case.replicas] * count)
-    cost = price(ledger, stages, case.cluster, schedule=find(case.schedule), microbatches=case.microbatches)
+    cost = price(ledger, stages, Setting(case.cluster, find(case.schedule), case.microbatches))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )

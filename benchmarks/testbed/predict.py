@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from planner.cost.asynchronous import link_of, ring_all_reduce_s
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Profile
@@ -35,7 +36,7 @@ def given_plan(
     ends = [0, *accumulate(stages)]
     assert ends[-1] == len(profile.layers)
     chosen = candidates([range(first, end) for first, end in pairwise(ends)], replicas)
-    formula = price(ledger, chosen, cluster, schedule=find(schedule), microbatches=microbatches)
+    formula = price(ledger, chosen, Setting(cluster, find(schedule), microbatches))
     cost = simulated_price(ledger, chosen, cluster, formula, depth, find(schedule), microbatches)
     report = SolverReport(
         name="given",

@@ -11,6 +11,7 @@ from benchmarks.two_cores.launch import places, run_workers
 from benchmarks.two_cores.ours import STASHED, UNSTASHED, Ours
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, SolverReport, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
@@ -71,7 +72,7 @@ def deep_plan(profile: Profile) -> Plan:
     cut = next(cut for cut in range(1, len(groups)) if weights_after(cut) < 0.2 * total)
     stages = candidates([[i for group in part for i in group] for part in (groups[:cut], groups[cut:])], (1, 1))
     cluster = flat_cluster(2, 1e9)
-    cost = price(ledger, stages, cluster, schedule=ONE_F_ONE_B, microbatches=1)
+    cost = price(ledger, stages, Setting(cluster, ONE_F_ONE_B, 1))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )

@@ -10,6 +10,7 @@ import time
 from planner.cost.layer_costs import Candidate, Ledger, candidates
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Profile
@@ -28,7 +29,7 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatche
     for cut in range(1, len(groups)):
         halves = [[layer for group in part for layer in group] for part in (groups[:cut], groups[cut:])]
         stages = candidates(halves, (1, 1))
-        priced.append((stages, price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches)))
+        priced.append((stages, price(ledger, stages, Setting(cluster, find(schedule), microbatches))))
     stages, cost = min(priced, key=lambda pair: pair[1].seconds_per_minibatch)
     cost = simulated_price(ledger, stages, cluster, cost, "auto", find(schedule), microbatches)
     seconds = cost.seconds_per_minibatch

@@ -79,16 +79,8 @@ class GivenPlan:
 
     def busy_resources(self) -> list[dict[Resource, Floats]]:
         """Compute the busy seconds per minibatch of each stage's resources."""
-        plan = self.plan
-        return busy_resources(
-            self.ledger,
-            self.stages,
-            plan.cluster,
-            model=plan.solver.cost_model,
-            schedule=plan.schedule,
-            microbatches=plan.microbatches,
-            chunks=plan.chunks,
-        )
+        setting = question_of(self.plan).setting_on(self.plan.cluster)
+        return busy_resources(self.ledger, self.stages, setting)
 
 
 def question_of(plan: Plan) -> Question:

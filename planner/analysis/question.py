@@ -9,6 +9,7 @@ from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName, Plan
 from planner.formats.profile import Profile
@@ -39,6 +40,11 @@ class Question:
         if self.microbatches is not None:
             return self.microbatches
         return MICROBATCHES_PER_GPU * cluster.gpus if self.schedule.divides else 1
+
+    def setting_on(self, cluster: Cluster) -> Setting:
+        """Return what plans on this cluster are priced for."""
+        chunks = self.schedule.fixed_chunks or self.chunks
+        return Setting(cluster, self.schedule, self.microbatches_on(cluster), chunks, self.cost_model)
 
     def solve(self, profile: Profile, cluster: Cluster) -> Plan:
         """Find the fastest plan.
@@ -83,15 +89,7 @@ class Question:
 
     def formula(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
         """Price these stages by the cost model, without simulating."""
-        return price(
-            ledger,
-            stages,
-            cluster,
-            model=self.cost_model,
-            schedule=self.schedule,
-            microbatches=self.microbatches_on(cluster),
-            chunks=self.schedule.fixed_chunks or self.chunks,
-        )
+        return price(ledger, stages, self.setting_on(cluster))
 
 
 def fits(cost: Price, cluster: Cluster) -> bool:

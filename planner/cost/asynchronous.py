@@ -19,11 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, fewest_to_hold
-from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
-from planner.schedule.registry import SCHEDULES
-from planner.schedule.schedule import Schedule
 
 # Whether stages keep what their backward needs, or run their forward again: where memory demands it, never, always.
 RecomputeRule = Literal["auto", "never", "always"]
@@ -345,27 +342,3 @@ def cost_model(name: CostModelName, link: Link) -> CostModel:
         "paper": PaperModel,
     }
     return models[name](link)
-
-
-def check_combination(name: CostModelName, schedule: Schedule, microbatches: int, chunks: int = 1) -> None:
-    """Refuse what has no meaning.
-
-    Raises:
-        InputError: for a published cost model with a schedule it does not describe, and for microbatches where the
-            schedule has none.
-    """
-    if microbatches < 1:
-        raise InputError(f"{microbatches} microbatches make no minibatch", hint="give `microbatches` 1 or more")
-    if not schedule.stashes and name != "resource":
-        raise InputError(
-            f"the cost model '{name}' describes the schedule 1f1b, not {schedule}", hint="use `cost_model=resource`"
-        )
-    if chunks < 1:
-        raise InputError(f"{chunks} chunks hold no model", hint="give `chunks` 1 or more")
-    assert chunks == 1 or schedule.chunked
-    if not schedule.divides and microbatches > 1:
-        dividing = [each.name for each in SCHEDULES if each.divides]
-        raise InputError(
-            f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
-            hint=f"use `schedule` {', '.join(dividing[:-1])} or {dividing[-1]}, or leave `microbatches` out",
-        )

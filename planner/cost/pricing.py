@@ -7,45 +7,32 @@ from typing import get_args
 
 import numpy as np
 
-from planner.cost.asynchronous import Resource, check_combination, link_of
+from planner.cost.asynchronous import Resource, link_of
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.interleaved import InterleavedModel, StageSeconds
 from planner.cost.layer_costs import Candidate, Ledger, exchanges
 from planner.cost.placement import Placement, places_matter
 from planner.cost.plan_price import Price, stage_memory
+from planner.cost.setting import Setting
 from planner.cost.synchronous import SynchronousModel
 from planner.cost.topology import Topology
 from planner.cost.work import Floats, Work
-from planner.formats.cluster import Cluster
-from planner.formats.plan import Bottleneck, CostModelName
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.formats.plan import Bottleneck
 from planner.schedule.schedule import Schedule
 
 
-def price(
-    ledger: Ledger,
-    stages: Sequence[Candidate],
-    cluster: Cluster,
-    *,
-    model: CostModelName = "resource",
-    schedule: Schedule = ONE_F_ONE_B,
-    microbatches: int = 1,
-    chunks: int = 1,
-) -> Price:
-    """Price a whole plan. A minibatch is `microbatches` microbatches of the profile's size.
+def price(ledger: Ledger, stages: Sequence[Candidate], setting: Setting) -> Price:
+    """Price a whole plan.
 
-    Under `interleaved` each worker has `chunks` of the stages, which must be a multiple and all have as many replicas.
-
-    Raises:
-        InputError: for a cost model and schedule that do not go together.
+    With several chunks per worker, the number of stages is a multiple of them, and all stages have as many replicas.
     """
-    check_combination(model, schedule, microbatches, chunks)
+    schedule, microbatches = setting.schedule, setting.microbatches
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
-    sums, busy = _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)
+    sums, busy = _resources(ledger, stages, setting)
     bottleneck = _busiest(busy)
     seconds = bottleneck.busy_s
-    in_flight: Sequence[int] = schedule.depths(replicas, microbatches, chunks)
+    in_flight: Sequence[int] = schedule.depths(replicas, microbatches, setting.chunks)
     if schedule.formula == "synchronous":
         seconds += sum(sums)
         slowest = max(range(len(sums)), key=sums.__getitem__)
@@ -53,7 +40,7 @@ def price(
             bottleneck = Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
     saved = in_flight
     if schedule.splits_backward and not schedule.chunked:
-        waiting = _waiting(ledger, stages, cluster, in_flight, microbatches)
+        waiting = _waiting(ledger, stages, setting, in_flight)
         saved = [flying + 2 * more for flying, more in zip(in_flight, waiting, strict=True)]
         in_flight = [flying + more for flying, more in zip(in_flight, waiting, strict=True)]
     memory = tuple(
@@ -61,38 +48,41 @@ def price(
         for stage, units in zip(stages, saved, strict=True)
     )
     sent_bytes = _sent_bytes(works, replicas, schedule, microbatches)
-    worker_of = tuple(schedule.worker_of(stage, len(stages) // chunks) for stage in range(len(stages)))
+    worker_of = tuple(schedule.worker_of(stage, len(stages) // setting.chunks) for stage in range(len(stages)))
     return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, worker_of)
 
 
-def _waiting(
-    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, in_flight: Sequence[int], microbatches: int
-) -> list[int]:
+def _waiting(ledger: Ledger, stages: Sequence[Candidate], setting: Setting, in_flight: Sequence[int]) -> list[int]:
     """Under zb-h1, of how many microbatches a stage does the weights' part of the backward later.
 
     As many as bring it to what the first stage has in flight, if memory allows it: each keeps its saved activations and
     the gradients that have come for the weights, which are about as large.
     """
-    waiting = []
+    waiting, microbatches = [], setting.microbatches
     for stage, flying in zip(stages, in_flight, strict=True):
         users = (t for t in ledger.traffic if t.producer in stage.before and stage.layers.intersection(t.users))
         more = 0
         if any(value.gradient_bytes for value in users):
             more = max(0, min(in_flight[0], -(-microbatches // stage.replicas)) - flying)
-            if (limit := cluster.memory_of(stage.kind)) is not None:
+            if (limit := setting.cluster.memory_of(stage.kind)) is not None:
                 fit = ledger.footprint(stage).divided(microbatches).most_in_flight(limit, stashing=False)
                 more = max(0, min(more, (int(fit) - flying) // 2))
         waiting.append(more)
     return waiting
 
 
-def _interleaved_model(
-    stages: Sequence[Candidate], cluster: Cluster, schedule: Schedule, microbatches: int, chunks: int
-) -> InterleavedModel:
+def _interleaved_model(stages: Sequence[Candidate], setting: Setting) -> InterleavedModel:
     replicas = {stage.replicas for stage in stages}
     assert len(replicas) == 1
-    assert len(stages) % chunks == 0
-    return InterleavedModel(schedule, link_of(cluster), len(stages) // chunks, chunks, replicas.pop(), microbatches)
+    assert len(stages) % setting.chunks == 0
+    return InterleavedModel(
+        setting.schedule,
+        link_of(setting.cluster),
+        len(stages) // setting.chunks,
+        setting.chunks,
+        replicas.pop(),
+        setting.microbatches,
+    )
 
 
 def _interleaved(works: Sequence[Work], model: InterleavedModel) -> list[dict[Resource, Floats]]:
@@ -103,49 +93,32 @@ def _interleaved(works: Sequence[Work], model: InterleavedModel) -> list[dict[Re
     return [{name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)]
 
 
-def busy_resources(
-    ledger: Ledger,
-    stages: Sequence[Candidate],
-    cluster: Cluster,
-    *,
-    model: CostModelName = "resource",
-    schedule: Schedule = ONE_F_ONE_B,
-    microbatches: int = 1,
-    chunks: int = 1,
-) -> list[dict[Resource, Floats]]:
-    """Busy seconds per minibatch of every resource of every stage; of schedules that drain, their part of the maximum.
+def busy_resources(ledger: Ledger, stages: Sequence[Candidate], setting: Setting) -> list[dict[Resource, Floats]]:
+    """Return the busy seconds per minibatch of every resource of every stage.
 
-    Under `interleaved` of every worker, by the number of its first stage.
-
-    Raises:
-        InputError: for a cost model and schedule that do not go together.
+    Of synchronous schedules, that is their part of the maximum. With several chunks per worker there is one entry per
+    worker, in the order of their first stages.
     """
-    check_combination(model, schedule, microbatches, chunks)
-    return _resources(ledger, stages, cluster, model, schedule, microbatches, chunks)[1]
+    return _resources(ledger, stages, setting)[1]
 
 
 def _resources(
-    ledger: Ledger,
-    stages: Sequence[Candidate],
-    cluster: Cluster,
-    model: CostModelName,
-    schedule: Schedule,
-    microbatches: int,
-    chunks: int,
+    ledger: Ledger, stages: Sequence[Candidate], setting: Setting
 ) -> tuple[list[float], list[dict[Resource, Floats]]]:
     """Per stage: its part of the sum of a schedule that drains, and the busy seconds of its resources."""
+    cluster, schedule, microbatches = setting.cluster, setting.schedule, setting.microbatches
     works = [ledger.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
     if schedule.chunked:
-        return [], _interleaved(works, _interleaved_model(stages, cluster, schedule, microbatches, chunks))
+        return [], _interleaved(works, _interleaved_model(stages, setting))
     link = link_of(cluster)
     placement = None
     if places_matter(cluster, schedule):
         placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
     if schedule.asynchronous:
         if placement is not None:
-            return [], placement.asynchronous(model)
-        asynchronous = asynchronous_model(model, schedule, microbatches, link)
+            return [], placement.asynchronous(setting.cost_model)
+        asynchronous = asynchronous_model(setting.cost_model, schedule, microbatches, link)
         return [], [asynchronous.resources_s(work, r) for work, r in zip(works, replicas, strict=True)]
     synchronous = SynchronousModel(link, schedule, microbatches)
     if placement is not None:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.asynchronous import RecomputeRule, check_combination
+from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
+from planner.cost.setting import Setting
 from planner.cost.weight_copies import price_with_copies
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
@@ -89,7 +90,7 @@ def solve(
     started = time.perf_counter()
     schedule = find(schedule)
     chunks = schedule.fixed_chunks or chunks
-    check_combination(cost_model, schedule, microbatches, chunks)
+    Setting(cluster, schedule, microbatches, chunks, cost_model)  # refuses combinations without meaning
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     deadline = Deadline.after(time_limit_s)

@@ -9,6 +9,7 @@ from planner.cost.buckets import ready_s, reduced_s
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price as price_of
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import Prediction, SolverReport
 from planner.formats.profile import Profile
@@ -78,7 +79,7 @@ def _data_parallel_divided(
     stages = [_everything(ledger, cluster.gpus, slowest)]
     how = schedule.unchunked  # one stage has no chunks
     most = max(microbatches, cluster.gpus)
-    cost = price_of(ledger, stages, cluster, schedule=how, microbatches=most)
+    cost = price_of(ledger, stages, Setting(cluster, how, most))
     if price.cost_model_s is not None:
         cost = simulated_price(ledger, stages, cluster, cost, "auto", how, most)
     return cost.seconds_per_minibatch / most, cost.communication_bytes / most

@@ -12,6 +12,7 @@ from planner.cost.layer_costs import Candidate
 from planner.cost.placement import places_matter
 from planner.cost.plan_price import Price
 from planner.cost.pricing import busy_resources, price
+from planner.cost.setting import Setting
 from planner.cost.synchronous import SynchronousModel
 from planner.cost.topology import Topology
 from planner.formats.cluster import Cluster, flat_cluster
@@ -135,7 +136,7 @@ class Task:
         if not self.schedule.stashes or (self.cluster.memory_bytes is not None and not np.isfinite(self.seconds(path))):
             return self.seconds(path)
         stages = stages_along(self.space, path)
-        resources = busy_resources(self.space.ledger, stages, self.cluster, model=self.model)
+        resources = busy_resources(self.space.ledger, stages, Setting(self.cluster, cost_model=self.model))
         busy_s = [max(map(float, each.values())) for each in resources]
         seconds = max(busy_s)
         uneven = sum(r * each**2 for r, each in zip(path.replicas, busy_s, strict=True)) / self.cluster.gpus
@@ -197,12 +198,7 @@ class Task:
         # Memory was the search's business; the number of GPUs may be a supposed one.
         cluster = self.cluster if path.gpus <= self.cluster.gpus else _flat_cluster(self.link, path.gpus, None)
         return stages, price(
-            self.space.ledger,
-            stages,
-            cluster,
-            model=self.model,
-            schedule=self.schedule,
-            microbatches=self.microbatches,
+            self.space.ledger, stages, Setting(cluster, self.schedule, self.microbatches, cost_model=self.model)
         )
 
     def question(self) -> Question:

@@ -6,6 +6,7 @@ import pytest
 
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
@@ -57,7 +58,7 @@ def test_values_without_gradient_return_none() -> None:
 
 
 def test_1f1b() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [2, 1]), flat_cluster(3, 100.0))
+    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [2, 1]), Setting(flat_cluster(3, 100.0)))
     assert cost.seconds_per_minibatch == pytest.approx(10)  # c: 3 + 6 + 1
     assert (cost.bottleneck.stage, cost.bottleneck.resource) == (1, "compute")
     assert cost.in_flight == (2, 1)
@@ -71,19 +72,17 @@ def test_1f1b() -> None:
 
 
 def test_a_slow_link_is_the_bottleneck() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 1.0))
+    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0)))
     assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (0, "link", 30)
 
 
 def test_the_published_boundary_belongs_to_the_stage_before_it() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 1.0), model="pipedream")
+    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0), cost_model="pipedream"))
     assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (0, "boundary", 60)
 
 
 def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
-    cost = price(
-        Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 100.0), schedule=GPIPE, microbatches=8
-    )
+    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE, 8))
     transfers = 2 * 30 / 100
     # Stage 0 takes 9 per microbatch; stage 1 as long, and then updates.
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + transfers + 7 * 9 + 1)
@@ -93,7 +92,7 @@ def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
 
 
 def test_naive_is_the_sum() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), flat_cluster(2, 100.0), schedule=NAIVE)
+    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), NAIVE))
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + 1 + 2 * 30 / 100)
     assert cost.bottleneck.busy_s > 0
 
@@ -101,8 +100,8 @@ def test_naive_is_the_sum() -> None:
 def test_combinations_without_meaning_are_refused() -> None:
     plan, cluster = candidates([[0, 1, 2]], [1]), flat_cluster(1, 1.0)
     with pytest.raises(InputError, match="describes the schedule 1f1b, not gpipe"):
-        price(Ledger(SKIP), plan, cluster, model="paper", schedule=GPIPE)
+        price(Ledger(SKIP), plan, Setting(cluster, GPIPE, cost_model="paper"))
     with pytest.raises(InputError, match="2 microbatches have no meaning"):
-        price(Ledger(SKIP), plan, cluster, microbatches=2)
+        price(Ledger(SKIP), plan, Setting(cluster, microbatches=2))
     with pytest.raises(InputError, match="0 microbatches"):
-        price(Ledger(SKIP), plan, cluster, schedule=GPIPE, microbatches=0)
+        price(Ledger(SKIP), plan, Setting(cluster, GPIPE, 0))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.cost.topology import Loads, Topology, rank_ranges
 from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
 from planner.formats.plan import CostModelName
@@ -83,8 +84,8 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
     levels = hierarchical_cluster((2, 2, 2), (3.0,) * 3, None, (0.5,) * 3, shared=False, overlap=overlap)
     flat = flat_cluster(8, 3.0, None, 0.5, overlap=overlap)
     stages = candidates(groups, replicas)
-    one = price(ledger, stages, levels, schedule=find(schedule), microbatches=microbatches)
-    other = price(ledger, stages, flat, schedule=find(schedule), microbatches=microbatches)
+    one = price(ledger, stages, Setting(levels, find(schedule), microbatches))
+    other = price(ledger, stages, Setting(flat, find(schedule), microbatches))
     assert one.seconds_per_minibatch == pytest.approx(other.seconds_per_minibatch)
     assert one.memory == other.memory
 
@@ -100,7 +101,7 @@ def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(profile:
     flat = flat_cluster(16, 1.0)
     models: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
     for model in models:
-        one, other = price(ledger, stages, levels, model=model), price(ledger, stages, flat, model=model)
+        one, other = (price(ledger, stages, Setting(each, cost_model=model)) for each in (levels, flat))
         assert one.seconds_per_minibatch <= other.seconds_per_minibatch * (1 + 1e-9)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
@@ -88,7 +89,7 @@ def make_plan(
     ledger = Ledger(profile)
     cluster = flat_cluster(sum(replicas) // chunks, 1e9)
     stages = candidates(groups, replicas)
-    cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches, chunks=chunks)
+    cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, chunks))
     if depths is not None:
         cost = replace(cost, in_flight=tuple(depths))
     if vertical_sync:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Layer
@@ -38,7 +39,7 @@ def plan_of(
     ledger = Ledger(profile(*layers))
     cluster = cluster or flat_cluster(sum(replicas) // chunks, 1e12)
     stages = [replace(s, recompute=recompute) for s in candidates([[i] for i in range(len(layers))], replicas)]
-    cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches, chunks=chunks)
+    cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, chunks))
     if depths is not None:
         assert schedule == "1f1b"
         weights = [each.weights_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]

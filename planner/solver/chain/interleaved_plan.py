@@ -8,6 +8,7 @@ from planner.cost.asynchronous import RecomputeRule, link_of
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.schedule.schedule import Schedule
@@ -64,4 +65,4 @@ def _priced(
     ledger: Ledger, space: Chain, cluster: Cluster, schedule: Schedule, path: Path, microbatches: int, chunks: int
 ) -> Answer:
     stages = stages_along(space, path)
-    return stages, price(ledger, stages, cluster, schedule=schedule, microbatches=microbatches, chunks=chunks)
+    return stages, price(ledger, stages, Setting(cluster, schedule, microbatches, chunks))

@@ -9,6 +9,7 @@ from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
 from planner.formats.plan import CostModelName
@@ -66,12 +67,7 @@ class Request:
     def priced(self, stages: Sequence[Candidate]) -> Price:
         """The price of a plan."""
         return price(
-            self.ledger,
-            stages,
-            self.cluster,
-            model=self.model,
-            schedule=self.schedule,
-            microbatches=self.microbatches,
+            self.ledger, stages, Setting(self.cluster, self.schedule, self.microbatches, cost_model=self.model)
         )
 
 

@@ -13,6 +13,7 @@ from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
@@ -70,8 +71,9 @@ def brute_force(
         if schedule.chunked
         else plans(ledger, cluster.gpus, in_order, recompute)
     )
+    setting = Setting(cluster, schedule, microbatches, chunks, model)
     for stages in every:
-        cost = price(ledger, stages, cluster, model=model, schedule=schedule, microbatches=microbatches, chunks=chunks)
+        cost = price(ledger, stages, setting)
         if cluster.memory_bytes is not None and max(cost.gpu_bytes) > cluster.memory_bytes:
             continue
         depths = zip(stages, cost.in_flight, strict=True)

@@ -14,6 +14,7 @@ from planner.analysis.question import Question
 from planner.cost import buckets
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from planner.report.tables.explain import explanation_report
@@ -107,7 +108,7 @@ def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(model: Prof
     groups = [list(range(first, end)) for first, end in pairwise(ends)]
     cluster = flat_cluster(sum(replicas), data.draw(st.sampled_from([0.5, 2.0, 10.0])))
     ledger, stages = Ledger(model), candidates(groups, replicas)
-    formula = price(ledger, stages, cluster)
+    formula = price(ledger, stages, Setting(cluster))
     simulated = simulated_price(ledger, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
     assert simulated.seconds_per_minibatch >= formula.bottleneck.busy_s * (1 - 1e-6)
 
@@ -143,7 +144,7 @@ def test_data_parallelism_takes_what_the_formula_says(monkeypatch: pytest.Monkey
     for cluster in CLUSTERS.values():
         ledger = Ledger(even)
         stages = candidates([range(6)], [4])
-        formula = price(ledger, stages, cluster)
+        formula = price(ledger, stages, Setting(cluster))
         simulated = simulated_price(ledger, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
         assert simulated.seconds_per_minibatch == pytest.approx(formula.seconds_per_minibatch, rel=0.01)
 
@@ -156,7 +157,7 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", least_bytes)
     plan = solve(MODEL, CLUSTERS[cluster])
     ledger, stages = Ledger(MODEL), candidates([range(4)], [4])
-    formula = price(ledger, stages, CLUSTERS[cluster])
+    formula = price(ledger, stages, Setting(CLUSTERS[cluster]))
     parallel = simulated_price(ledger, stages, CLUSTERS[cluster], formula, "auto", ONE_F_ONE_B, 1)
     times = parallel.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
     assert plan.predicted.speedup_over_data_parallel == pytest.approx(times, rel=0.01)

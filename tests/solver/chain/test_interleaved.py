@@ -14,6 +14,7 @@ from planner.cost.interleaved import InterleavedModel
 from planner.cost.layer_costs import Ledger, candidates
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
@@ -47,14 +48,7 @@ def priced(workers: int, chunks: int, microbatches: int, forward_s: list[float],
     layers = [layer(f"l{i}", each, 2 * each, saved_bytes=1) for i, each in enumerate(forward_s)]
     model = profile(*(each.model_copy(update={"accumulate_s": accumulate_s}) for each in layers))
     stages = candidates([[i] for i in range(len(forward_s))], [1] * len(forward_s))
-    return price(
-        Ledger(model),
-        stages,
-        flat_cluster(workers, 1.0),
-        schedule=INTERLEAVED,
-        microbatches=microbatches,
-        chunks=chunks,
-    )
+    return price(Ledger(model), stages, Setting(flat_cluster(workers, 1.0), INTERLEAVED, microbatches, chunks))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
@@ -34,8 +35,8 @@ def straight(*recompute: bool) -> list[Candidate]:
 
 def test_a_stage_that_recomputes_takes_one_more_forward_and_keeps_its_input_only() -> None:
     ledger, cluster = Ledger(HEAVY), flat_cluster(2, 1000.0)
-    plain = price(ledger, straight(False, False), cluster)
-    again = price(ledger, straight(True, True), cluster)
+    plain = price(ledger, straight(False, False), Setting(cluster))
+    again = price(ledger, straight(True, True), Setting(cluster))
     assert (plain.seconds_per_minibatch, again.seconds_per_minibatch) == (3, 4)
     # The first stage has two in flight and no input but the data's; the second has one, and 10 bytes of input.
     assert [memory.activations_bytes for memory in plain.memory] == [2 * 500, 500]
@@ -45,7 +46,7 @@ def test_a_stage_that_recomputes_takes_one_more_forward_and_keeps_its_input_only
 
 def test_gpipe_recomputes_every_microbatch() -> None:
     ledger, cluster = Ledger(HEAVY), flat_cluster(2, 1000.0)
-    cost = price(ledger, straight(True, False), cluster, schedule=GPIPE, microbatches=5)
+    cost = price(ledger, straight(True, False), Setting(cluster, GPIPE, 5))
     assert cost.seconds_per_minibatch == pytest.approx(4 + 3 + 2 * 10 / 1000 + 4 * 4)
     assert [memory.activations_bytes for memory in cost.memory] == [500, 5 * 500]
 
@@ -54,7 +55,7 @@ def test_an_all_reduce_does_not_hide_behind_a_recomputation() -> None:
     model = profile(layer("a", 6, 1, weight_bytes=60))
     ledger, cluster = Ledger(model), flat_cluster(2, 10.0)  # 6 s of all-reduce, of which 1 s may hide
     stage = Candidate(frozenset(), frozenset({0}), 2, recompute=True)
-    assert price(ledger, [stage], cluster).seconds_per_minibatch == pytest.approx((6 + 6 + 1 + 6 - 1) / 2)
+    assert price(ledger, [stage], Setting(cluster)).seconds_per_minibatch == pytest.approx((6 + 6 + 1 + 6 - 1) / 2)
 
 
 def test_only_the_stage_that_must_recomputes() -> None:

@@ -10,6 +10,7 @@ from planner.cost.asynchronous import Link, RecomputeRule, ResourceModel, cost_m
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Ledger
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.pipedream import load_graph_txt
@@ -132,7 +133,7 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
     before = relaxation.before(target_s, after)
     state_of = {frozenset(space.layers(0, state)): state for state in range(len(space))}
     for stages in plans(ledger, gpus, in_order=False, recompute=recompute):
-        cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches)
+        cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches))
         if cost.seconds_per_minibatch > target_s or any(memory and m.total_bytes > memory for m in cost.memory):
             continue
         replicas = [stage.replicas for stage in stages]

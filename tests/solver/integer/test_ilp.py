@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planner.cost.asynchronous import cost_model, link_of
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.cost.synchronous import SynchronousModel
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
@@ -174,7 +175,7 @@ def fastest(ledger: Ledger, cluster: Cluster, constraints: Constraints, schedule
     for stages in every_plan(ledger, cluster):
         if not respects(ledger, stages, constraints):
             continue
-        cost = price(ledger, stages, cluster, schedule=find(schedule), microbatches=microbatches)
+        cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches))
         limits = [cluster.memory_of(stage.kind) for stage in stages]
         if all(limit is None or m.total_bytes <= limit for m, limit in zip(cost.memory, limits, strict=True)):
             best = min(best, cost.seconds_per_minibatch)

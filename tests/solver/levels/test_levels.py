@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from planner.cost.asynchronous import RecomputeRule, link_of
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.cost.synchronous import SynchronousModel
 from planner.cost.topology import Topology
 from planner.errors import InfeasibleError
@@ -73,7 +74,7 @@ def check(
             Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
             for i, j, r, again in zip(path.states, path.states[1:], path.replicas, path.recompute, strict=False)
         ]
-        cost = price(ledger, stages, cluster, model=model, schedule=find(schedule), microbatches=microbatches)
+        cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, cost_model=model))
         limit = cluster.memory_bytes
         fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
         return cost.seconds_per_minibatch if fits else np.inf

@@ -9,6 +9,7 @@ import pytest
 
 from planner.cost.layer_costs import Ledger
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver import solve
@@ -28,7 +29,7 @@ def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[Path, fl
 
     def seconds(path: Path) -> float:
         assert path not in priced
-        found = price(ledger, stages_along(space, path), cluster).seconds_per_minibatch
+        found = price(ledger, stages_along(space, path), Setting(cluster)).seconds_per_minibatch
         assert path.gpus <= cluster.gpus
         priced[path] = found
         return priced[path]

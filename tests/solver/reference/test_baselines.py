@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planner.cost.layer_costs import Candidate, Ledger
 from planner.cost.pricing import price
+from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver.chain.states import uncut_groups
@@ -69,14 +70,16 @@ def test_the_straight_pipeline_is_the_best_of_all(model: Profile, gpus: int) -> 
 
     def seconds(bounds: tuple[int, ...]) -> float:
         stages = [Candidate(frozenset(range(i)), frozenset(range(i, j)), 1) for i, j in pairwise((0, *bounds))]
-        return price(ledger, stages, cluster).seconds_per_minibatch
+        return price(ledger, stages, Setting(cluster)).seconds_per_minibatch
 
     every = [
         seconds((*cuts, legal[-1]))
         for count in range(min(gpus, len(legal)))
         for cuts in combinations(legal[:-1], count)
     ]
-    found = [price(ledger, stages, cluster).seconds_per_minibatch for stages in baselines.straight(ledger, cluster)]
+    found = [
+        price(ledger, stages, Setting(cluster)).seconds_per_minibatch for stages in baselines.straight(ledger, cluster)
+    ]
     assert min(found) == pytest.approx(min(every))
 
 

@@ -1,0 +1,54 @@
+"""What a plan is priced for: cluster, schedule and cost model in one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.errors import InputError
+from planner.formats.cluster import Cluster
+from planner.formats.plan import CostModelName
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.registry import SCHEDULES
+from planner.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is priced for.
+
+    Args:
+        cluster: devices, memory and links.
+        schedule: the order of work.
+        microbatches: per minibatch, each of the profile's size; 1 for schedules that do not divide minibatches.
+        chunks: stages per worker; 1 for schedules without chunks.
+        cost_model: the planner's own, or a published one.
+
+    Raises:
+        InputError: for a published cost model with a schedule that it does not describe, and for microbatches or
+            chunks that make no sense under the schedule.
+    """
+
+    cluster: Cluster
+    schedule: Schedule = ONE_F_ONE_B
+    microbatches: int = 1
+    chunks: int = 1
+    cost_model: CostModelName = "resource"
+
+    def __post_init__(self) -> None:
+        schedule, microbatches = self.schedule, self.microbatches
+        if microbatches < 1:
+            raise InputError(f"{microbatches} microbatches make no minibatch", hint="give `microbatches` 1 or more")
+        if self.chunks < 1:
+            raise InputError(f"{self.chunks} chunks hold no model", hint="give `chunks` 1 or more")
+        assert self.chunks == 1 or schedule.chunked
+        if not schedule.stashes and self.cost_model != "resource":
+            raise InputError(
+                f"the cost model '{self.cost_model}' describes the schedule 1f1b, not {schedule}",
+                hint="use `cost_model=resource`",
+            )
+        if not schedule.divides and microbatches > 1:
+            dividing = [each.name for each in SCHEDULES if each.divides]
+            raise InputError(
+                f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
+                hint=f"use `schedule` {', '.join(dividing[:-1])} or {dividing[-1]}, or leave `microbatches` out",
+            )
