@@ -1,4 +1,4 @@
-"""A row of PipeDream's tables on the testbed: our plan, the published configuration, and data parallelism."""
+"""Run a row of PipeDream's tables on the testbed: our plan, the published configuration, and data parallelism."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from planner.solver import solve
 
 @dataclass(frozen=True)
 class Ran:
-    """One row as it ran; speed-ups are measured.
+    """Results of one row; speed-ups are measured.
 
     Attributes:
-        bandwidth_bytes_per_s: of the slowest link of the cluster that was emulated.
+        bandwidth_bytes_per_s: of the slowest link of the emulated cluster.
         config: of our plan.
         over_one: speed-up of our plan over one device.
         data_parallel_over_one: of DistributedDataParallel.
-        theirs_over_one: of the published configuration with the best cuts, where it ran.
-        communication_cut: share of data parallelism's bytes that our plan does not send, counted.
-        predicted_over_measured: seconds per minibatch of our plan.
+        theirs_over_one: of the published configuration with the best cuts, if it ran.
+        communication_cut: share of data parallelism's bytes that our plan does not send, as counted.
+        predicted_over_measured: ratio of seconds per minibatch of our plan.
     """
 
     bandwidth_bytes_per_s: float
@@ -54,7 +54,7 @@ class Ran:
 
 
 def emulated_row(bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, folder: Path) -> tuple[Emulated, Cluster]:
-    """The row's model for its GPU, emulated, and the measured links of the hosts.
+    """Emulate the row's model on its GPU, and measure the links of the hosts.
 
     Args:
         bed: at least as many hosts as the row has GPUs.
@@ -67,7 +67,7 @@ def emulated_row(bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, fo
         factor = bandwidth_bytes_per_s / there.slowest_bandwidth_bytes_per_s
         there = row.site.cluster(row.servers, None, factor)
     profile = profile_of_row(row)
-    # With two levels the inner links are ten times as fast: the machine has to carry those as well.
+    # With two levels the inner links are ten times as fast, because this machine has to carry those bytes as well.
     scale = fitting_scale(profile, there, LINK_BYTES_PER_S / len(there.levels))
     return emulate(profile, scale, folder), bed.links(scale.cluster(there))
 
@@ -75,7 +75,7 @@ def emulated_row(bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, fo
 def run_row(
     bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, seconds: float, folder: Path, *, theirs: bool
 ) -> Ran:
-    """Solve for the measured links, and run our plan, data parallelism and, with `theirs`, the published plan."""
+    """Solve for the measured links; run our plan, data parallelism and, with `theirs`, the published plan."""
     emulated, links = emulated_row(bed, row, bandwidth_bytes_per_s, folder)
     with scaled_buckets(emulated.scale.byte_factor):
         plan = solve(emulated.profile, links)
@@ -96,11 +96,11 @@ def run_row(
 
 
 def published_plan(profile: Profile, links: Cluster, row: Row) -> Plan | None:
-    """The published configuration with the best cuts found; None where the model has too few layers."""
+    """Return the published configuration with the best cuts found; None where the model has too few layers."""
     cuts = best_cuts(Ledger(profile), links, row.replicas, "resource")
     return None if cuts is None else given_plan(profile, links, cuts.layers, row.replicas)
 
 
 def whole_s(profile: Profile) -> float:
-    """Seconds of a minibatch on one device."""
+    """Return the seconds of a minibatch on one device."""
     return sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)

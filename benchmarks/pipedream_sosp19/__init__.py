@@ -1,1 +1,1 @@
-"""PipeDream at SOSP 2019, solved and run."""
+"""PipeDream's results at SOSP 2019, solved and run."""

@@ -1,4 +1,4 @@
-"""PipeDream at SOSP 2019 (Narayanan et al.), solved, and run on emulated devices. See README.md in this folder.
+"""Solve the rows of PipeDream at SOSP 2019 (Narayanan et al.), and run them on emulated devices. See README.md here.
 
 python -m benchmarks.pipedream_sosp19 --save
 """
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Do the parts, print the tables, and keep them."""
+    """Run the parts asked for, print the tables, and save them if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--parts", nargs="*", choices=PARTS, default=PARTS, help="these only, or none; the rest stays as kept"
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def solve_row(row: Row) -> Solved:
-    """At the nominal bandwidth, within the GPU's memory."""
+    """Solve a row at the nominal bandwidth, within the GPU's memory."""
     said = answer(row, scan=False)
     assert said.ours is not None, f"{row.name} does not fit"
     return Solved(
@@ -62,9 +62,9 @@ def solve_row(row: Row) -> Solved:
 
 
 def run_part(part: str, rows: Sequence[Row], seconds: float, results: Results) -> None:
-    """Run some rows on one set of hosts."""
+    """Run the rows of a part on one set of hosts."""
     bandwidths = {row.name: _bandwidth(part, row, results) for row in rows}
-    if part == "implied":  # those that have one
+    if part == "implied":  # rows that have one
         rows = [row for row in rows if bandwidths[row.name] is not None]
     most = max((row.gpus for row in rows), default=1)
     with tempfile.TemporaryDirectory(prefix="sosp19-") as folder, testbed(most) as bed:
@@ -86,9 +86,9 @@ def _bandwidth(part: str, row: Row, results: Results) -> float | None:
 
 
 def run_schedules(bed: Testbed, row: Row, seconds: float, folder: Path) -> dict[str, Scheduled]:
-    """The straight pipeline under 1F1B at PipeDream's depth, and under schedules that drain.
+    """Run the straight pipeline under 1F1B at PipeDream's depth, and under synchronous schedules.
 
-    GPipe divides a minibatch into as many parts as 1F1B has in flight, and runs the forward of each twice.
+    GPipe divides a minibatch into as many microbatches as 1F1B has minibatches in flight, and recomputes each forward.
     """
     emulated, links = emulated_row(bed, row, None, folder)
     straight = published_plan(emulated.profile, links, row)
@@ -112,7 +112,7 @@ def run_schedules(bed: Testbed, row: Row, seconds: float, folder: Path) -> dict[
 
 
 def at_published_depth(plan: Plan) -> Plan:
-    """A straight pipeline with as many minibatches in flight in each stage as there are stages from it on."""
+    """Return a straight pipeline; each stage has as many minibatches in flight as there are stages from it on."""
     count = len(plan.stages)
     stages = (stage.model_copy(update={"in_flight": count - index}) for index, stage in enumerate(plan.stages))
     return plan.model_copy(update={"stages": tuple(stages)})

@@ -1,4 +1,4 @@
-"""What is said and measured of the paper's rows, and the tables of it."""
+"""Records of what is predicted and measured for the paper's rows, and their tables."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks.published_configs.rows import ROWS, Row
 from benchmarks.published_rows import Ran
 
 PARTS = ("solved", "nominal", "implied", "straight", "gpipe")
-# Narayanan et al., SOSP 2019, on the throughput of GPipe below that of PipeDream at PipeDream's depth (NOAM).
+# Narayanan et al., SOSP 2019: how much lower GPipe's throughput is than PipeDream's, at PipeDream's depth (NOAM).
 SLOWER = {"gnmt16, 4x4 (A)": 0.55, "gnmt16, 8x2 (B)": 0.71}
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What the planner says of a row; speed-ups are over data parallelism.
+    """The planner's answer to a row; speed-ups are over data parallelism.
 
     Attributes:
-        config: ours.
-        over_data_parallel: ours, predicted.
+        config: of our plan.
+        over_data_parallel: predicted, of our plan.
         communication_cut: share of data parallelism's bytes that our plan does not send.
-        theirs_over_data_parallel: the published configuration with the best cuts, predicted.
+        theirs_over_data_parallel: predicted, of the published configuration with the best cuts.
         data_parallel_over_one: predicted speed-up of data parallelism over one device.
         implied_bytes_per_s: the largest bandwidth at which the published speed-up is about met; None where there is
             none among those tried.
@@ -47,7 +47,7 @@ class Scheduled:
 
 
 def rows_of(part: str) -> list[Row]:
-    """The published rows that a part is about."""
+    """Return the published rows of a part."""
     sosp = [row for row in ROWS if row.table == "SOSP"]
     match part:
         case "solved":
@@ -61,7 +61,7 @@ def rows_of(part: str) -> list[Row]:
 
 
 def tables(results: Results) -> str:
-    """All that is kept, in Markdown."""
+    """Return all saved results in Markdown."""
     parts: list[str] = []
     if solved := results.records("solved", Solved):
         parts.append(f"Solved at the nominal bandwidth ({results.about('solved')}):\n\n{solved_table(solved)}")
@@ -79,7 +79,7 @@ def tables(results: Results) -> str:
 
 
 def solved_table(solved: Mapping[str, Solved]) -> str:
-    """Published and predicted, side by side."""
+    """Return the table of published and predicted values."""
     headers = ("row", "published", "over DP", "ours", "over DP", "less sent", "published config: over DP", "DP over 1")
     rows = [
         [
@@ -99,7 +99,7 @@ def solved_table(solved: Mapping[str, Solved]) -> str:
 
 
 def run_table(published: Sequence[Row], ran: Mapping[str, Ran]) -> str:
-    """Published and measured, side by side."""
+    """Return the table of published and measured values."""
     headers = ["row", "link, Gbps", "published", "over DP", "ours", "over DP", "published config: over DP"]
     headers += ["DP over 1", "predicted / measured"]
     rows = []
@@ -124,7 +124,7 @@ def run_table(published: Sequence[Row], ran: Mapping[str, Ran]) -> str:
 
 
 def straight_table(ran: Mapping[str, Ran]) -> str:
-    """Speed-ups over one machine of the straight pipeline, of the best plan and of data parallelism."""
+    """Return the speed-ups over one machine of the straight pipeline, the best plan and data parallelism."""
     replicated = {row.name: row for row in ROWS if row.table == "arXiv" and row.config != "straight"}
     headers = ("row", "link, Gbps", "straight, published", "straight", "replicated, published", "replicated", "BSP")
     rows = [
@@ -144,7 +144,7 @@ def straight_table(ran: Mapping[str, Ran]) -> str:
 
 
 def schedule_table(scheduled: Mapping[str, Scheduled]) -> str:
-    """Seconds under each schedule, and how much less throughput than 1F1B's that is."""
+    """Return the seconds under each schedule, and how much lower than 1F1B's its throughput is."""
     headers = ("row", "schedule", "simulated, s", "measured, s", "slower, simulated", "slower", "slower, published")
     rows = []
     for key, one in scheduled.items():

@@ -1,4 +1,4 @@
-"""PipeDream's Table 1 (Harlap et al., arXiv 1806.03377), solved and run on emulated devices. See README.md here.
+"""Solve PipeDream's Table 1 (Harlap et al., arXiv 1806.03377), and run it on emulated devices. See README.md here.
 
 python -m benchmarks.pipedream_table1 --save
 """
@@ -38,12 +38,12 @@ HEADERS = (
 
 
 def table1() -> list[Row]:
-    """The seven rows of the table; the text's straight pipelines are no part of it."""
+    """Return the seven rows of the table, without the straight pipelines from the paper's text."""
     return [row for row in ROWS if row.table == "arXiv" and row.config != "straight"]
 
 
 def main() -> None:
-    """Run the rows, print the table, and keep it."""
+    """Run the rows, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", help="these only, counted from 0; the others stay as kept")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def tables(results: Results) -> str:
-    """What is kept, in Markdown."""
+    """Return the saved results in Markdown."""
     titles = {"implied": "At the bandwidth that the published BSP had", "nominal": "At the nominal bandwidth"}
     parts = []
     for part, title in titles.items():
@@ -75,7 +75,7 @@ def tables(results: Results) -> str:
 
 
 def report(results: Mapping[str, Ran]) -> str:
-    """The table in Markdown, published numbers first."""
+    """Return the table in Markdown, published numbers first."""
     ran = {row: results[row.name] for row in table1() if row.name in results}
     cells = [
         [

@@ -1,1 +1,1 @@
-"""Time and memory that profiling takes."""
+"""Time and memory of profiling."""

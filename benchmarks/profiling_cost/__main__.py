@@ -1,4 +1,4 @@
-"""What does profiling cost? See README.md in this folder.
+"""Measure the time and memory of profiling. See README.md in this folder.
 
 python -m benchmarks.profiling_cost --save
 """
@@ -27,7 +27,7 @@ BATCH_SIZES = {"vgg16": 32, "resnet50": 16, "unet": 2, "gpt2": 4}
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process, from start to end."""
+    """Time and memory of one process, from start to end."""
 
     wall_s: float
     processor_s: float
@@ -35,7 +35,7 @@ class Cost:
 
 
 def main() -> int:
-    """Each in a process of its own; print the tables, and with --save put them into the README."""
+    """Measure each case in its own process, print the tables, and with --save write them into the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "models", nargs="*", help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)}), or llama70"

@@ -1,4 +1,4 @@
-"""Llama 2 70B (Touvron et al. 2023), from its configuration."""
+"""Llama 2 70B (Touvron et al. 2023), built from its configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def build_model() -> nn.Module:
-    """80 layers of 8192, grouped-query attention."""
+    """Return a model of 80 layers of width 8192 with grouped-query attention."""
     config = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.profiling_cost.step MODEL BATCH [--keep]`: plain training steps, for their peak memory."""
+"""Run plain training steps, for their peak memory: python -m benchmarks.profiling_cost.step MODEL BATCH [--keep]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def main() -> None:
-    """Nothing of the planner's but the reading of the model file."""
+    """Train; of the planner, only the loader of model files is used."""
     path, batch_size, *keep = sys.argv[1:]
     if keep:
         keep_freed_pages()

@@ -1,4 +1,4 @@
-"""Do we find the configurations that PipeDream published, and do we predict its speed-ups? See README.md here.
+"""Compare our configurations and predicted speed-ups with those that PipeDream published. See README.md here.
 
 python -m benchmarks.published_configs
 """
@@ -33,12 +33,12 @@ from planner.solver import solve
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORS = (1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
-CLOSE = 0.15  # how near a published ratio must be met for a bandwidth to be called implied
+CLOSE = 0.15  # how closely an implied bandwidth must meet the published ratio
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What we say to a row."""
+    """Our answer to a row."""
 
     row: Row
     ours: Plan | None
@@ -66,12 +66,12 @@ def _profile(model: str, minibatch: int, device: str) -> Profile:
 
 
 def profile_of_row(row: Row) -> Profile:
-    """Estimated, for the row's device and minibatch."""
+    """Return the estimated profile for the row's device and minibatch."""
     return _profile(row.model, row.minibatch, row.site.device)
 
 
 def implied_bandwidth(row: Row) -> float | None:
-    """The bandwidth at which our price of data parallelism is its published speed-up; None where none is given."""
+    """Return the bandwidth at which we predict data parallelism's published speed-up; None where none is published."""
     ledger = Ledger(profile_of_row(row))
     whole = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
     return _implied_bandwidth(row, ledger, float(whole.compute_s))
@@ -113,7 +113,7 @@ def answer(row: Row, scan: bool) -> Answer:
 
 
 def _variants(row: Row, profile: Profile, cluster: Cluster) -> tuple[str, str, str]:
-    """Our configuration if updates took no time; if nothing overlapped; if memory had no limit."""
+    """Return our configurations without update time, without overlap, and without a memory limit."""
     no_update = tuple(layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers)
     asked = (
         (profile.model_copy(update={"layers": no_update}), cluster),
@@ -137,7 +137,7 @@ def _data_parallel_s(ledger: Ledger, cluster: Cluster) -> float:
 
 
 def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
-    """The bandwidth at which our price of data parallelism is its published speed-up over one machine."""
+    """Return the bandwidth at which we predict data parallelism's published speed-up over one machine."""
     if row.data_parallel_over_one is None:
         return None
     low, high = 1e6, 1e12
@@ -150,7 +150,7 @@ def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
 
 
 def implied_by_ratio(row: Row) -> float | None:
-    """The largest bandwidth at which the published configuration is about as much faster than data parallelism."""
+    """Return the largest bandwidth at which we predict about the published speed-up over data parallelism."""
     if len(row.replicas) == 1:
         return None
     ledger = Ledger(profile_of_row(row))
@@ -166,7 +166,7 @@ def implied_by_ratio(row: Row) -> float | None:
 
 
 def _agreeing_factors(row: Row, profile: Profile, memory_bytes: int | None) -> tuple[float, ...]:
-    """Factors on the bandwidth (or on the devices' speed, inverted) at which our answer is the published one."""
+    """Return the factors on bandwidth (or on the devices' time) at which our answer is the published one."""
     wanted = "-".join(map(str, row.replicas))
     agreeing = []
     for factor in FACTORS:
@@ -201,7 +201,7 @@ def _factors(factors: tuple[float, ...] | None) -> str:
 
 
 def tables(answers: list[Answer]) -> str:
-    """Configurations and speed-ups; then why they differ."""
+    """Return the tables of configurations and speed-ups, and of the reasons why they differ."""
     first, second = [], []
     for a in answers:
         row, ours, published = a.row, a.ours, a.published_model
@@ -253,7 +253,7 @@ def tables(answers: list[Answer]) -> str:
 
 
 def main() -> None:
-    """Print both tables as Markdown."""
+    """Solve all rows and print both tables as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=sorted(MODELS), choices=sorted(MODELS), help="models")
     parser.add_argument("--no-scan", action="store_true", help="leave out the last column, which takes longest")

@@ -1,4 +1,4 @@
-"""The best cuts for a given number of replicas per stage: what a published configuration would cost here."""
+"""Find the best cuts for given replicas per stage, to price a published configuration."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Fixed:
 
 
 def best_cuts(ledger: Ledger, cluster: Cluster, replicas: Sequence[int], model: CostModelName) -> Fixed | None:
-    """The cheapest cuts found for stages of these replicas; None where the model has too few layers.
+    """Return the cheapest cuts found for these replicas per stage; None where the model has too few layers.
 
-    A dynamic programme over the slowest link, then each cut is moved while that helps at the true price.
+    A dynamic programme with the slowest link gives the first cuts. Each is then moved while that lowers the true price.
     """
     space = Chain(ledger)
     last = len(space) - 1

@@ -1,10 +1,9 @@
-"""PipeDream's published configurations, typed in from the two papers.
+"""PipeDream's published configurations, copied from the two papers.
 
     arXiv   Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", arXiv 1806.03377, Table 1
     SOSP    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Table 1
 
-The speed-ups of the first are over one machine and over data parallelism (BSP), those of the second over data
-parallelism.
+The first gives speed-ups over one machine and over data parallelism (BSP), the second only over data parallelism.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.units import parse_bandwidth
 
-TITAN_X = "titan-x"  # 12 GB; the papers do not say which of the two Titan X: taken for Maxwell's
+TITAN_X = "titan-x"  # 12 GB; the papers do not say which Titan X, so we assume Maxwell's
 
 
 @dataclass(frozen=True)
 class Site:
-    """A kind of cluster: servers of `gpus` devices, joined inside at `inner` and outside at `outer`."""
+    """A kind of cluster: servers of `gpus` devices, with links of `inner` inside and `outer` between servers."""
 
     name: str
     device: str
@@ -28,7 +27,7 @@ class Site:
     outer: str
 
     def cluster(self, servers: int, memory_bytes: int | None, factor: float = 1.0) -> Cluster:
-        """So many of these servers; `factor` makes all links faster."""
+        """Return a cluster of this many servers, all links `factor` times as fast."""
         outer = parse_bandwidth(self.outer) * factor
         inner = parse_bandwidth(self.inner) * factor
         if self.gpus == 1:
@@ -38,7 +37,7 @@ class Site:
         return hierarchical_cluster((self.gpus, servers), (inner, outer), memory_bytes)
 
 
-# Links inside a server: PCIe 3.0 x16 carries about 12 GB/s; an NVLink of the second generation 25 GB/s each way.
+# Links inside a server: about 12 GB/s for PCIe 3.0 x16, and 25 GB/s each way for NVLink 2.
 ARXIV_A = Site("A: Titan X, 25 Gbps", TITAN_X, 1, "25Gbps", "25Gbps")
 ARXIV_B = Site("B: V100, 10 Gbps", "v100", 1, "10Gbps", "10Gbps")
 SOSP_A = Site("A: 4 x V100 PCIe, 10 Gbps", "v100-pcie", 4, "12GB/s", "10Gbps")
@@ -76,17 +75,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Model and cluster."""
+        """Model and cluster, for the tables."""
         return f"{self.model}, {self.site.gpus}x{self.servers} ({self.site.name[0]})"
 
     @property
     def gpus(self) -> int:
-        """Devices in all."""
+        """Number of devices."""
         return self.servers * self.site.gpus
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of the published configuration, per stage."""
+        """Replicas per stage of the published configuration."""
         if self.config == "straight":
             return (1,) * self.gpus
         return tuple(map(int, self.config.split("-")))
@@ -111,7 +110,7 @@ ROWS = (
     Row("arXiv", "inception_v3", 32, ARXIV_A, 8, "8", 7.66, 1.00, 0.0, 7.66),
     Row("arXiv", "inception_v3", 32, ARXIV_B, 8, "7-1", 6.88, 1.45, 0.47, 4.74),
     Row("arXiv", "s2vt", 80, ARXIV_A, 4, "2-1-1", 3.34, 3.01, 0.95, 1.10),
-    # Text of the same paper: straight pipelines of VGG16.
+    # From the text of the same paper: straight pipelines of VGG16.
     Row("arXiv", "vgg16", 32, ARXIV_A, 4, "straight", 2.56, 2.56 / 1.47, None, 1.47),
     Row("arXiv", "vgg16", 32, ARXIV_A, 8, "straight", 3.49, 3.49 / 2.35, None, 2.35),
     Row("SOSP", "vgg16", 64, SOSP_A, 4, "15-1", None, 5.28),

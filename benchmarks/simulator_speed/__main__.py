@@ -1,4 +1,4 @@
-"""How long does `plan simulate` take? See README.md in this folder.
+"""Measure how long `plan simulate` takes. See README.md in this folder.
 
 python -m benchmarks.simulator_speed --save
 """
@@ -30,7 +30,7 @@ MARKER = "<!-- result -->"
 
 @dataclass(frozen=True)
 class Case:
-    """A plan of so many stages with so many replicas each."""
+    """A plan of `stages` stages with `replicas` replicas each."""
 
     stages: int
     replicas: int
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def cluster(self) -> Cluster:
-        """Flat, or servers."""
+        """The cluster, flat or of servers."""
         workers = self.stages * self.replicas
         if self.server == 1:
             return flat_cluster(workers, 1.25e9)
@@ -64,7 +64,7 @@ CASES = (
 
 
 def main() -> None:
-    """Simulate every case in a process of its own; print the table."""
+    """Simulate every case in its own process, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write the table into the README")
     save = parser.parse_args().save
@@ -110,7 +110,7 @@ def _row(case: Case, folder: Path) -> str:
 
 
 def _events(case: Case) -> int:
-    """Forward, backward and two messages at both ends, per unit and stage; updates; all-reduces."""
+    """Return the number of events: forward, backward, messages at both ends, updates and all-reduces."""
     units = case.minibatches * case.microbatches
     rounds = case.minibatches if case.microbatches > 1 else -(-case.minibatches // case.replicas)
     per_round = case.stages * case.replicas * (1 + (case.replicas > 1))

@@ -1,4 +1,4 @@
-"""How do the solver's time and memory grow with layers and GPUs? See README.md in this folder.
+"""Measure how the solver's time and memory grow with layers and GPUs. See README.md in this folder.
 
 python -m benchmarks.solver_growth
 """
@@ -23,7 +23,7 @@ GPUS = (8, 128, 2048, 16384)
 
 
 def main() -> None:
-    """Solve every size in a process of its own; print the table and the slopes."""
+    """Solve every size in its own process, and print the table and the slopes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
@@ -82,7 +82,7 @@ def _measure(layers: int, gpus: int, cost_model: str) -> dict[str, float | str]:
 
 
 def _slope(points: list[tuple[int, float]]) -> float:
-    """Exponent of the power law that fits best."""
+    """Return the exponent of the power law that fits best."""
     if len(points) < 2:
         return float("nan")
     x, y = np.log(np.array(points, dtype=float)).T

@@ -1,4 +1,4 @@
-"""How long does solving take, beside the published optimizer? See README.md in this folder.
+"""Compare the solver's speed with that of the published optimizer. See README.md in this folder.
 
 python -m benchmarks.solver_speed
 """
@@ -30,7 +30,7 @@ REPEATS = 5
 
 
 def main() -> None:
-    """Print both tables as markdown."""
+    """Measure both, and print the tables as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=1500, help="of the long chain (default: %(default)s)")
     parser.add_argument("--chain-gpus", type=int, nargs="+", default=[16, 64, 256, 1024])
@@ -67,7 +67,7 @@ def _published_profiles() -> None:
 
 
 def _solved(profile: Profile, gpus: int) -> tuple[Plan, float]:
-    """The plan, and the median of the processor's seconds, after one run to warm up."""
+    """Return the plan and the median processor time, after one run to warm up."""
     plan = solve(profile, flat_cluster(gpus, BANDWIDTH_BYTES_PER_S), cost_model="pipedream")
     seconds = []
     for _ in range(REPEATS):
@@ -80,7 +80,7 @@ def _solved(profile: Profile, gpus: int) -> tuple[Plan, float]:
 
 
 def _whole_process_s(path: Path, gpus: int) -> float:
-    """Seconds of the processor for `plan solve`, from the start of the interpreter to its end."""
+    """Return the processor time of `plan solve`, from the start of the interpreter to its end."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--profile", str(path), "--gpus", str(gpus), "--bandwidth", "10Gbps", "--cost-model", "pipedream"]
         command = [sys.executable, "-m", "planner", "solve", *arguments, "-o", f"{folder}/plan.json"]
@@ -103,7 +103,7 @@ def _chains(layers: int, gpu_counts: list[int], longest_s: float) -> None:
 
 
 def _measured_growth(longest_s: float) -> tuple[str, float]:
-    """Run the published programme at growing sizes, and compare its answer; seconds per step at the largest."""
+    """Run the published programme at growing sizes, check its answers, and return seconds per step at the largest."""
     texts, per_step_s = [], 0.0
     for layers, gpus in ((50, 8), (100, 8), (100, 16), (200, 16), (400, 16), (800, 16)):
         if per_step_s * _steps(layers, gpus) > longest_s:
@@ -131,7 +131,7 @@ def _measured_growth(longest_s: float) -> tuple[str, float]:
 
 
 def _steps(layers: int, gpus: int) -> float:
-    """Last stages that the programme looks at: L²/2 · G²/2."""
+    """Return how many last stages the programme considers: L²/2 · G²/2."""
     return layers**2 / 2 * gpus**2 / 2
 
 

@@ -1,9 +1,9 @@
-"""The dynamic programme of PipeDream's published optimizer, written plainly, for a chain and one level of GPUs.
+"""Solve a chain on one level of GPUs by the dynamic programme of PipeDream's published optimizer.
 
-Narayanan et al., SOSP 2019, section 3.1, in the form of the published code (optimizer_graph_hierarchical.py): the best
-time of the first j layers on m GPUs is the least, over every last stage from k to j on some m' of them, of the larger
-of the time before it, its own time, and the time of the boundaries. O(L²·G²) steps in pure Python, as published. It
-only computes what its last level needs (plans from the first layer on), which favours it.
+Narayanan et al., SOSP 2019, section 3.1, in the form of the published code (optimizer_graph_hierarchical.py). The best
+time of the first j layers on m GPUs is a minimum over all last stages from k to j on m' of the GPUs. Each candidate
+takes the maximum of the time of what precedes the stage, its own time, and the time of the boundary. It takes O(L²·G²)
+steps in pure Python, as published. Only what the last level needs is computed, which favours the published optimizer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ChainLayer:
-    """What the published optimizer reads of a layer."""
+    """The published optimizer's inputs for a layer."""
 
     compute_s: float
     activation_bytes: float
@@ -22,7 +22,7 @@ class ChainLayer:
 
 
 def best_time_s(layers: Sequence[ChainLayer], gpus: int, bandwidth_bytes_per_s: float) -> float:
-    """Seconds per minibatch of the best pipeline."""
+    """Return the seconds per minibatch of the best pipeline."""
     count = len(layers)
     compute, weights = [0.0], [0.0]
     for layer in layers:

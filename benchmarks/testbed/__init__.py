@@ -1,1 +1,1 @@
-"""What the planner predicts, beside what runs on hosts that are namespaces and devices that sleep."""
+"""Compare predictions with runs on emulated hosts (network namespaces) and emulated devices (that sleep)."""

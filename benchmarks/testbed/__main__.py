@@ -1,4 +1,4 @@
-"""A plan and data parallelism on emulated devices: predicted, simulated, measured. See README.md in this folder.
+"""Run a plan and data parallelism on emulated devices, and compare with predictions. See README.md in this folder.
 
 python -m benchmarks.testbed --profile profiles/vgg16/cpu.json --gpus 4 --bandwidth 1Gbps
 python -m benchmarks.testbed --profile profiles/resnet50/cpu.json --topology 2x4 --bandwidth 10Gbps,1Gbps
@@ -28,11 +28,11 @@ from planner.formats.profile import Profile
 from planner.solver import solve
 from planner.units import parse_bandwidth
 
-MOST_DEVICES = 32  # processes of 200 MB on a machine that has two cores for them
+MOST_DEVICES = 32  # processes of 200 MB on a machine of two cores
 
 
 def main() -> None:
-    """Run and print."""
+    """Run, and print predictions and measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True, help="whose times and bytes the devices emulate")
     parser.add_argument("--gpus", type=int, help="devices, each on a link of its own")
@@ -46,7 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         _run(arguments)
-    except PlannerError as error:  # as `plan` says it
+    except PlannerError as error:  # as the command line says it
         print_complaint("error", error.message, error.hint or f"see: {parser.prog} --help")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -95,7 +95,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _replicas(arguments: argparse.Namespace, cluster: Cluster) -> list[int] | None:
-    """The stages' replicas of --config."""
+    """Return the replicas per stage that --config names."""
     if arguments.config is None:
         return None
     counts = arguments.config.split("-")

@@ -1,4 +1,4 @@
-"""The hosts with their workers: started once, then given one task after the other."""
+"""Start hosts with their workers once, and give them one task after the other."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from planner.formats.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
-MESSAGE_BYTES = 2_000_000  # that links are measured with
-FEW = 8  # hosts; the links of more take longer, one after the other
+MESSAGE_BYTES = 2_000_000  # of messages that links are measured with
+FEW = 8  # hosts; more have more links, which are measured one after the other
 FIRST_PORT = 20_000
-BURST = "16kb"  # of the shapers: what passes unshaped after a pause must be little beside a message
+BURST = "16kb"  # passes the shapers at full speed after a pause; must be small next to a message
 
 
 class TestbedError(PlannerError):
@@ -32,21 +32,21 @@ class TestbedError(PlannerError):
 
 @dataclass
 class Testbed:
-    """Hosts and a worker in each; made by `testbed`."""
+    """Hosts with a worker each, made by `testbed`."""
 
     network: Network
     nursery: subprocess.Popen[str]
     _links: dict[tuple[Any, ...], Cluster] = field(default_factory=dict)
     _tasks: int = 0
 
-    __test__ = False  # not a test class, whatever its name begins with
+    __test__ = False  # tells pytest that this is no test class
 
     def links(self, nominal: Cluster, message_bytes: int | None = None) -> Cluster:
-        """Shape the links like those of `nominal`, and measure what they give to its workers.
+        """Shape the links like those of `nominal`, and return them as its workers measure them.
 
         Args:
-            nominal: what the shapers are told.
-            message_bytes: of the long messages; None for some that do not take long.
+            nominal: the rates of the shapers.
+            message_bytes: of the long messages; None for a size that is measured quickly.
         """
         message_bytes = message_bytes or (MESSAGE_BYTES if nominal.gpus <= FEW else MESSAGE_BYTES // 2)
         rates = tuple(level.bandwidth_bytes_per_s for level in nominal.levels)
@@ -87,7 +87,7 @@ class Testbed:
 
 @contextmanager
 def testbed(hosts: int) -> Iterator[Testbed]:
-    """`hosts` hosts with a worker each; all of it is gone on the way out.
+    """Yield `hosts` hosts with a worker each; at the end all of it is removed.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
@@ -95,7 +95,7 @@ def testbed(hosts: int) -> Iterator[Testbed]:
     """
     with shaped_network(hosts, BURST) as net:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would warn that the hosts have no names
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise it warns that the hosts have no names
         nursery = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.testbed.nursery"],
             stdin=subprocess.PIPE,
@@ -122,7 +122,7 @@ testbed.__test__ = False  # type: ignore[attr-defined]  # nor a test
 
 
 def _read(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
-    """The next line that the nursery says."""
+    """Return the nursery's next line."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     if not ready:

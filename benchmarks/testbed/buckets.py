@@ -1,4 +1,4 @@
-"""Gradients are all-reduced in buckets of fixed sizes: on the testbed those shrink with all other bytes."""
+"""Scale the fixed sizes of gradient buckets with all other bytes of the testbed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import planner.cost.buckets
 
 @contextmanager
 def scaled_buckets(byte_factor: float) -> Iterator[None]:
-    """The planner's buckets are so much smaller inside the block: for runs, and for what is predicted of them."""
+    """Scale the planner's buckets within the context, for runs and for their predictions."""
     before = planner.cost.buckets.LEAST_BUCKET_BYTES, planner.cost.buckets.MOST_BUCKET_BYTES
     least, most = (max(1, int(size * byte_factor)) for size in before)
     planner.cost.buckets.LEAST_BUCKET_BYTES, planner.cost.buckets.MOST_BUCKET_BYTES = least, most

@@ -1,7 +1,7 @@
-"""A profile -> an emulated model of it: slower, and with fewer bytes, in whatever proportion the machine can carry.
+"""Turn a profile into an emulated model: slower, and with fewer bytes, as far as this machine requires.
 
-With times dilated `time_factor`-fold and bytes scaled `byte_factor`-fold, links of bandwidth B become links of
-B · byte_factor / time_factor, and every ratio of computation to communication stays what it was.
+Times are multiplied by `time_factor`, bytes by `byte_factor`, and link bandwidths by byte_factor / time_factor. So all
+ratios of computation to communication stay the same.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Va
 from planner.model.load import capture_file
 from planner.model.spec import load_model_file
 
-LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can carry
-LEAST_WHOLE_S = 1.0  # a minibatch of the whole model
-SHARE_S = 0.15  # a minibatch's share of one device
-MOST_BLOCKS = 48  # smaller neighbours are joined: a sleep per layer costs the machine some 0.1 ms
+LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can sustain
+LEAST_WHOLE_S = 1.0  # for a minibatch of the whole model
+SHARE_S = 0.15  # for a device's share of a minibatch
+MOST_BLOCKS = 48  # more are joined, because a sleep per layer costs this machine about 0.1 ms
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Seconds here per second there, bytes here per byte there."""
+    """Emulated seconds per real second, and emulated bytes per real byte."""
 
     time_factor: float
     byte_factor: float
 
     def cluster(self, there: Cluster) -> Cluster:
-        """The links here that are like those there."""
+        """Return the emulated links of the real cluster."""
         factor = self.byte_factor / self.time_factor
         levels = (
             level.model_copy(update={"bandwidth_bytes_per_s": level.bandwidth_bytes_per_s * factor})
@@ -41,7 +41,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Emulated:
-    """A model file of sleeping layers, its profile, and how it compares with what it stands for."""
+    """A model file of sleeping layers, its profile, and its scale."""
 
     path: Path
     profile: Profile
@@ -50,7 +50,7 @@ class Emulated:
 
 
 def fitting_scale(profile: Profile, cluster: Cluster, bytes_per_s: float = LINK_BYTES_PER_S) -> Scale:
-    """The scale at which late sleeps are little beside a device's share, and the slowest link has `bytes_per_s`."""
+    """Return the scale at which late sleeps hardly matter, and the slowest link has `bytes_per_s`."""
     seconds = max(LEAST_WHOLE_S, SHARE_S * cluster.gpus)
     whole_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)
     time_factor = seconds / whole_s
@@ -58,11 +58,11 @@ def fitting_scale(profile: Profile, cluster: Cluster, bytes_per_s: float = LINK_
 
 
 def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
-    """Write a model that takes `scale`d times and bytes.
+    """Write a model whose times and bytes are scaled.
 
     Args:
-        profile: of a model with any branches: here the layers are a chain, and what crosses a cut is one tensor of as
-            many bytes.
+        profile: of a model that may have branches. Its emulated layers are a chain, and what crosses a cut is one
+            tensor of as many bytes.
         scale: of times and bytes.
         folder: for the model file.
     """
@@ -83,7 +83,7 @@ def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
 
 
 def as_chain(profile: Profile) -> list[Block]:
-    """The layers in their order; `output_bytes` is what crosses the cut behind each, none where no cut is legal."""
+    """Return the layers in order, joined where no cut is legal; `output_bytes` crosses the cut after each."""
     position = {layer.name: index for index, layer in enumerate(profile.layers)}
     crossing = [0] * len(profile.layers)
     values = {(layer.name, v.name): v.output_bytes for layer in profile.layers for v in layer.outputs}
@@ -106,10 +106,10 @@ def as_chain(profile: Profile) -> list[Block]:
 
 
 def joined(chain: list[Block], most: int) -> list[Block]:
-    """Neighbours joined, one pair after the other, until there are no more than `most`.
+    """Join neighbours, one pair after the other, until there are at most `most`.
 
-    First those that together take little time and between which much is sent: stages want to be of even time, and cut
-    where little crosses. Time counts more.
+    Pairs that take little time and exchange many bytes come first, because good stages have equal times, and few bytes
+    cross their cuts. Time counts more.
     """
     blocks = list(chain)
     while len(blocks) > most:
@@ -134,7 +134,7 @@ def _seconds(block: Block) -> float:
 
 
 def _profile(path: Path, blocks: list[Block], size: int, name: str) -> Profile:
-    """What `plan profile` would measure of the model file, from what its layers are told to take."""
+    """Return the profile that `plan profile` would measure, from the times that the layers are given."""
     training_spec = load_model_file(str(path))
     graph = capture_file(training_spec, training_spec.example_batch(size))
     parameters = dict(graph.model.named_parameters())

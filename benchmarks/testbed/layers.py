@@ -1,10 +1,10 @@
-"""Emulated devices: layers that sleep for their time and carry tensors and weights of their bytes.
+"""Emulate devices by layers that sleep for their time, and have tensors and weights of their bytes.
 
 A device has a clock. A layer starts when the one before it on the same device has ended, and the device sleeps until
-its time is over: what Python needs between two layers, and what a sleep was late, comes out of the next layer's time,
-as with a GPU whose kernels are launched ahead. After a wait longer than `SLACK_S` the clock begins anew.
+the layer's time is over. Python's time between layers and the delay of a late sleep thus shorten the next sleep, as on
+a GPU whose kernels are launched ahead. After a wait longer than `SLACK_S` the clock starts again.
 
-Nothing is computed: outputs and gradients are buffers made once. What travels and what is all-reduced is real.
+Nothing is computed: outputs and gradients are buffers, allocated once. Messages and all-reduces are real.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 SLACK_S = 0.005
 ELEMENT_BYTES = 4
-LOSS = "loss"  # the layer behind the last block, which takes no time
+LOSS = "loss"  # layer after the last block, which takes no time
 
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: seconds and bytes for one microbatch, as emulated."""
+    """One layer: emulated seconds and bytes for one microbatch."""
 
     forward_s: float
     backward_s: float
@@ -37,15 +37,15 @@ class Block:
 
 
 class Device:
-    """The clock of this process's device."""
+    """Clock of this process's device."""
 
     def __init__(self) -> None:
         self._busy_until_s = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Be busy for so long after what came before."""
+        """Be busy for `seconds` after the previous work."""
         if not dist.is_initialized():
-            return  # while models are built and captured, layers take no time
+            return  # while models are built and captured, layers do not sleep
         now = time.perf_counter()
         start = self._busy_until_s if now - self._busy_until_s < SLACK_S else now
         self._busy_until_s = start + seconds
@@ -57,7 +57,7 @@ DEVICE = Device()
 
 
 class EmulatedLayer(nn.Module):
-    """A layer of a profile: takes and returns a tensor of shape (samples, bytes of a sample / 4)."""
+    """A layer of a profile, which maps a tensor of shape (samples, bytes of a sample / 4) to another one."""
 
     def __init__(self, block: Block, microbatch_size: int) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class EmulatedLayer(nn.Module):
         self._buffers_of: dict[tuple[int, ...], Tensor] = {}
 
     def forward(self, value: Tensor) -> Tensor:
-        """Sleep, and hand on the output."""
+        """Sleep, and return the output."""
         result: Tensor = _Emulated.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
         return result
 
     def buffer(self, *shape: int) -> Tensor:
-        """A tensor of this shape, the same each time."""
+        """Return a tensor of this shape, the same one each time."""
         if shape not in self._buffers_of:
             self._buffers_of[shape] = torch.zeros(shape)
         return self._buffers_of[shape].detach()
@@ -95,7 +95,7 @@ class _Emulated(torch.autograd.Function):
 
 
 class SleepingOptimizer(torch.optim.Optimizer):
-    """Takes the time that the profile says, and leaves the weights alone."""
+    """Sleeps for the update time of the profile, and leaves the weights unchanged."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -107,17 +107,17 @@ class SleepingOptimizer(torch.optim.Optimizer):
 
 
 def build_model(blocks: Iterable[Block], microbatch_size: int) -> nn.Sequential:
-    """The layers, one after the other."""
+    """Return the layers in sequence."""
     return nn.Sequential(*(EmulatedLayer(block, microbatch_size) for block in blocks))
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """As few numbers as a batch can have: data does not travel."""
+    """Return the smallest possible batch, since data is not sent."""
     return (torch.zeros(batch_size, 1),), torch.zeros(batch_size)
 
 
 def loss(output: Tensor, _target: Tensor) -> Tensor:
-    """Of one number: the rest of the output takes no part."""
+    """Return a loss of one number of the output."""
     return output[0, 0]
 
 
@@ -153,7 +153,7 @@ def optimizer(parameters):
 
 
 def write_model(blocks: list[Block], microbatch_size: int, folder: Path) -> Path:
-    """Write the model file, and beside it what its layers take; returns the file."""
+    """Write the model file and its layers' costs; return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"microbatch_size": microbatch_size, "blocks": [asdict(block) for block in blocks]}
     (folder / "blocks.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -163,6 +163,6 @@ def write_model(blocks: list[Block], microbatch_size: int, folder: Path) -> Path
 
 
 def load_blocks(path: Path) -> tuple[list[Block], int]:
-    """What `write_model` wrote."""
+    """Return the costs that `write_model` wrote."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return [Block(**block) for block in content["blocks"]], content["microbatch_size"]

@@ -1,4 +1,4 @@
-"""One plan on the testbed: predicted and measured seconds per minibatch."""
+"""Run one plan on the testbed, and compare predicted with measured seconds per minibatch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 
 DDP_BUCKET_BYTES = 25 * 2**20
-ROUNDS = 6  # of runs that drain: the first is left out
+ROUNDS = 6  # of synchronous runs; the first does not count
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per minibatch of a run: predicted, which is simulated, by the cost model alone, and measured."""
+    """Seconds per minibatch of a run: predicted by simulation, by the cost model alone, and measured."""
 
     model: str
     cluster: str
@@ -32,17 +32,17 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a part of the measurement."""
+        """Relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def cost_model_error(self) -> float:
-        """Of the cost model."""
+        """Relative error of the cost model."""
         return self.cost_model_s / self.measured_s - 1
 
 
 def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, seconds: float) -> Measured:
-    """Train for about `seconds` after the start-up."""
+    """Train a plan for about `seconds` after the start-up, and compare with its prediction."""
     measured_s = train_s(bed, emulated, plan, seconds)
     return Measured(
         model=plan.model,
@@ -56,13 +56,13 @@ def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, se
 
 
 def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> float:
-    """Measured seconds per minibatch."""
+    """Return the measured seconds per minibatch."""
     predicted_s = plan.predicted.seconds_per_minibatch
     period = math.lcm(*plan.replicas)
     if plan.microbatches > 1:
         steps = max(ROUNDS, math.ceil(seconds / predicted_s))
     else:
-        # The executor leaves out two depths per replica at the start and one at the end.
+        # The executor excludes two pipeline depths per replica at the start and one at the end.
         first = plan.stages[0]
         steps = 4 * first.in_flight * first.replicas + max(2 * period, math.ceil(seconds / predicted_s))
         steps = math.ceil(steps / period) * period
@@ -72,15 +72,15 @@ def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> flo
 def data_parallel_run(
     bed: Testbed, emulated: Emulated, links: Cluster, seconds: float, beside: Plan | None = None
 ) -> Measured:
-    """DistributedDataParallel on all devices; what is predicted of it counts its buckets.
+    """Run DistributedDataParallel on all devices; the prediction counts its buckets.
 
-    `beside`: a plan whose minibatches it trains, divided as there; undivided ones of one microbatch without it. With
-    fewer microbatches than devices it has one on each, and seconds are for as many samples as a minibatch of the plan.
+    `beside`: a plan whose minibatches and microbatches it trains; without it, minibatches of one microbatch. With fewer
+    microbatches than devices, each device has one, and seconds are for as many samples as the plan's minibatch has.
     """
     microbatches = 1 if beside is None else beside.microbatches
-    # Any schedule that divides minibatches is the same on one stage.
+    # On one stage all schedules that divide minibatches are the same.
     schedule: str = "1f1b" if microbatches == 1 else "1f1b-flush"
-    together = max(microbatches, links.gpus)  # between two updates
+    together = max(microbatches, links.gpus)  # microbatches between two updates
     everything, counted = [len(emulated.profile.layers)], 1 if microbatches == 1 else together
     priced = given_plan(emulated.profile, links, everything, (links.gpus,), schedule, counted)
     plan = priced.model_copy(update={"microbatches": microbatches})
@@ -102,7 +102,7 @@ def data_parallel_run(
 
 
 def recomputing(plan: Plan) -> Plan:
-    """The same plan with stages that run their forward again; what it says of times and memory is without that."""
+    """Return the plan with stages that recompute; its predicted times and memory remain those without."""
     stages = tuple(stage.model_copy(update={"recompute": True}) for stage in plan.stages)
     return plan.model_copy(update={"stages": stages})
 
@@ -114,7 +114,7 @@ def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) 
     if job.baseline is not None:
         assert job.plan.microbatch_size is not None
         return job.plan.microbatch_size * job.plan.microbatches / result.samples_per_s
-    # Completions come in bursts, of which a window may have one more or less: of the mean over the stages less is seen.
+    # Completions come in bursts, so a window may have one more or less. The mean over stages varies less.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:
         by_stage[report.stage] += report.samples_per_s
@@ -122,7 +122,7 @@ def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) 
 
 
 def described(cluster: Cluster) -> str:
-    """The measured links, for a table."""
+    """Return a text of the measured links for a table."""
     sizes = "x".join(str(level.size) for level in cluster.levels)
     rates = ", ".join(f"{8 * level.bandwidth_bytes_per_s / 1e6:.0f}" for level in cluster.levels)
     return f"{sizes}, {rates} Mbps"

@@ -1,9 +1,9 @@
-"""One process that has imported PyTorch, and forks a worker into each host: 16 imports would take a minute.
+"""Import PyTorch once, and fork a worker into each host, because 16 imports would take a minute.
 
     python -m benchmarks.testbed.nursery
 
-reads one JSON object per line: first the hosts, then tasks; it answers each with one line, the result of worker 0 or
-an error. It ends with its standard input, and its workers end with it.
+It reads one JSON object per line, first the hosts, then tasks. It answers each with one line: the result of worker 0 or
+an error. It ends when its standard input ends, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serve tasks until standard input ends."""
     die_with_parent()
     torch.set_num_threads(1)
     hosts = json.loads(sys.stdin.readline())
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _serve(task: dict[str, Any], connections: list[Connection]) -> dict[str, Any]:
-    """Give the task to the workers; the answer of the first one, or the first failure."""
+    """Give the task to the workers; return the answer of the first one, or the first failure."""
     for connection in connections:
         connection.send(task)
     result: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def _serve(task: dict[str, Any], connections: list[Connection]) -> dict[str, Any
 
 
 def _worker(rank: int, namespace: str, connection: Connection) -> None:
-    """Join the host's network, then run tasks until the nursery is gone."""
+    """Join the host's network, then run tasks until the nursery ends."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.close()
@@ -96,9 +96,9 @@ def _worker(rank: int, namespace: str, connection: Connection) -> None:
             task = connection.recv()
             try:
                 connection.send(_run(task))
-            except BaseException as error:  # told to the nursery, which gives up
+            except BaseException as error:  # reported to the nursery, which gives up
                 connection.send({"error": f"{error}\n{traceback.format_exc()}"})
-    os._exit(0)  # gloo's teardown now and then never ends
+    os._exit(0)  # gloo's teardown sometimes hangs
 
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _train(job: Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _scaled_ddp_buckets(byte_factor: float) -> Iterator[None]:
-    """DistributedDataParallel's shrink, too."""
+    """Scale the buckets of DistributedDataParallel within the context."""
     bucketed = partial(DistributedDataParallel, bucket_cap_mb=25 * byte_factor)
     setattr(planner.executor.data_parallel, "DistributedDataParallel", bucketed)  # noqa: B010
     try:

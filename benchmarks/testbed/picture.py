@@ -1,4 +1,4 @@
-"""Predicted against measured, as a plain SVG."""
+"""Draw predicted against measured times as an SVG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks.testbed.measure import Measured
 
 SIZE, MARGIN = 520, 60
-BAND = 0.08  # the error that no run should exceed
+BAND = 0.08  # error that no run should exceed
 _STYLE = """\
 <style>
 text { font: 13px system-ui, sans-serif; fill: #222 } .axis { stroke: #888 } .band { fill: #4477aa; fill-opacity: 0.13 }
@@ -18,7 +18,7 @@ text { font: 13px system-ui, sans-serif; fill: #222 } .axis { stroke: #888 } .ba
 
 
 def scatter_svg(runs: Sequence[Measured]) -> str:
-    """Seconds per minibatch on logarithmic axes; on the dashed line both agree, in the band they do to 8%."""
+    """Return seconds per minibatch on logarithmic axes: equal on the dashed line, within 8% in the band."""
     times = [t for run in runs for t in (run.predicted_s, run.measured_s)]
     low, high = math.log(min(times) * 0.8), math.log(max(times) * 1.25)
     inner = SIZE - 2 * MARGIN

@@ -1,4 +1,4 @@
-"""What the planner says of a plan with given stages, and of data parallelism."""
+"""Predict a plan with given stages, and data parallelism."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def given_plan(
     microbatches: int = 1,
     depth: DepthRule = "auto",
 ) -> Plan:
-    """The plan whose stages have so many layers and replicas, priced like any other."""
+    """Return a priced plan with the given layers and replicas per stage."""
     ledger = Ledger(profile)
     ends = [0, *accumulate(stages)]
     assert ends[-1] == len(profile.layers)
@@ -51,23 +51,23 @@ def given_plan(
 
 
 def balanced_stages(profile: Profile, count: int) -> list[int]:
-    """Layers of each of `count` stages that compute about equally long."""
+    """Return the layers of each of `count` stages of about equal computing time."""
     return [len(stage.layers) for stage in equal_time(Ledger(profile), count)]
 
 
 def in_proportion(count: int, parts: Sequence[float]) -> list[int]:
-    """Whole numbers in about this proportion that add up to `count`: (10, (1, 1, 1)) -> [3, 4, 3]."""
+    """Return integers in about this proportion whose sum is `count`: (10, (1, 1, 1)) -> [3, 4, 3]."""
     ends = [round(count * end / sum(parts)) for end in accumulate(parts)]
     return [end - start for start, end in pairwise([0, *ends])]
 
 
 def data_parallel_s(profile: Profile, cluster: Cluster, bucket_bytes: float, microbatches: int = 1) -> float:
-    """Seconds per round of DistributedDataParallel: its buckets go off one after the other while the backward runs.
+    """Return the seconds per round of DistributedDataParallel, which reduces buckets while the backward runs.
 
-    Layers hand in their gradients from the last to the first, and a bucket is full when it has `bucket_bytes` (Li et
-    al. 2020, section 3.2.3). The cost model takes equal parts instead, because it knows no layers.
+    Layers complete their gradients from the last to the first, and a bucket is full at `bucket_bytes` (Li et al. 2020,
+    section 3.2.3). The cost model takes equal parts instead, because it does not see layers.
 
-    `microbatches`: of a device; the gradients of all but the last are added up before that one's backward.
+    `microbatches`: of a device; all but the last accumulate their gradients without communication.
     """
     link = link_of(cluster)
     computed_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)

@@ -1,4 +1,4 @@
-"""How far are predictions from measurements? Many runs on emulated devices. See README.md in this folder.
+"""Compare predictions with measurements of many runs on emulated devices. See README.md in this folder.
 
 python -m benchmarks.testbed.predictions --save
 """
@@ -44,12 +44,12 @@ class Case:
     Attributes:
         model: folder in profiles/.
         sizes: devices, or devices per server and servers.
-        bandwidths: of the links of the devices that are emulated, inner to outer.
-        config: replicas of stages; None for what the solver finds.
-        layers: of each of these stages, in proportion; None for stages of equal time.
+        bandwidths: of the links of the emulated devices, inner to outer.
+        config: replicas of stages; None for the solver's plan.
+        layers: relative number per stage; None for stages of equal time.
         schedule: of the plan.
         microbatches: per minibatch.
-        link_bytes_per_s: of the slowest link here.
+        link_bytes_per_s: of the slowest link of the testbed.
     """
 
     model: str
@@ -88,7 +88,7 @@ CASES = (
 
 
 def main() -> None:
-    """Run all cases, print the table, and keep it."""
+    """Run all cases, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each run, after its start-up")
     parser.add_argument("--cases", type=int, nargs="+", help="run these only, counted from 0")
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def measure(cases: Sequence[Case], seconds: float) -> list[Measured]:
-    """Every case, on one set of hosts."""
+    """Run every case on one set of hosts."""
     most = max(hierarchical_cluster(case.sizes, [1.0] * len(case.sizes)).gpus for case in cases)
     runs: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(most) as bed:
@@ -138,13 +138,13 @@ def _run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Measured:
 
 
 def _devices(case: Case, links: str) -> str:
-    """Those that are emulated, and the links that stood for theirs: "4, 1Gbps (45 Mbps)"."""
+    """Return the emulated devices and links, with the testbed's link in parentheses: "4, 1Gbps (45 Mbps)"."""
     sizes = "x".join(map(str, case.sizes))
     return f"{sizes}, {', '.join(case.bandwidths)} ({links.removeprefix(f'{sizes}, ')})"
 
 
 def report(runs: Sequence[Measured]) -> str:
-    """The table and its summary, in Markdown."""
+    """Return the table and its summary in Markdown."""
     table = tabulate([_row(run) for run in runs], HEADERS, tablefmt="github", floatfmt=FORMATS)
     lines = [f"On emulated devices, {time.strftime('%Y-%m-%d')}, {environment()}:", "", table, ""]
     for what, errors in (

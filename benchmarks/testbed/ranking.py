@@ -1,4 +1,4 @@
-"""Does the measured order of plans agree with the predicted one? See README.md in this folder.
+"""Compare the measured order of plans with the predicted one. See README.md in this folder.
 
 python -m benchmarks.testbed.ranking --save
 """
@@ -29,11 +29,11 @@ from planner.units import parse_bandwidth
 TABLE = Path(__file__).with_name("ranking.md")
 PLANS = 20
 CONFIGS = ((2, 1, 1), (3, 1), (1, 1, 1, 1), (2, 2), (1, 2, 1), (1, 3), (1, 1, 2), (4,))
-SHIFTS = (0, 2, -2)  # layers by which the first cut is moved
+SHIFTS = (0, 2, -2)  # layers that the first cut is moved by
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vgg16", help="folder in profiles/ (default: %(default)s)")
     parser.add_argument("--bandwidth", default="1Gbps", help="of the devices that are emulated (default: %(default)s)")
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def different_plans(profile: Profile, links: Cluster, count: int) -> list[Plan]:
-    """The solver's plan first, then others of all configurations, with cuts of equal time and shifted ones."""
+    """Return the solver's plan, then plans of all configurations with cuts of equal time, and shifted ones."""
     found = [solve(profile, links)]
     for plan in _candidates(profile, links):
         if len(found) < count and all(stages_of(plan) != stages_of(other) for other in found):
@@ -83,13 +83,13 @@ def _candidates(profile: Profile, links: Cluster) -> Iterator[Plan]:
 
 
 def stages_of(plan: Plan) -> str:
-    """Replicas, and the number of layers before each cut."""
+    """Return the replicas, and the number of layers before each cut."""
     cuts = list(accumulate(len(stage.layers) for stage in plan.stages))[:-1]
     return plan.config + (f", cut after {', '.join(map(str, cuts))}" if cuts else "")
 
 
 def report(runs: Sequence[Measured], names: Sequence[str]) -> str:
-    """The plans by their measured time, and how well the orders agree."""
+    """Return the plans by measured time, and how well the orders agree."""
     order = sorted(range(len(runs)), key=lambda index: runs[index].measured_s)
     rows = [
         [names[i] + (" (solver)" if i == 0 else ""), runs[i].predicted_s, runs[i].measured_s, runs[i].error]
@@ -110,7 +110,7 @@ def report(runs: Sequence[Measured], names: Sequence[str]) -> str:
 
 
 def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
-    """Concordant pairs less discordant ones, as a share of all; predictions equal to 0.1% count as neither."""
+    """Return concordant less discordant pairs as a share of all; predictions within 0.1% count as neither."""
     score = 0
     pairs = list(combinations(range(len(one)), 2))
     for i, j in pairs:

@@ -1,4 +1,4 @@
-"""How far are the events of real runs from the simulated ones? See README.md in this folder.
+"""Compare the events of real runs with simulated ones. See README.md in this folder.
 
 python -m benchmarks.timeline --save
 """
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE, RESULTS = (Path(__file__).with_name(name) for name in ("results.md", "results.json"))
 PICTURE = ROOT / "docs" / "images" / "timeline-measured.svg"
 AIM = 0.05
-DRAWN = 12  # minibatches from the start of the run, in the picture
+DRAWN = 12  # first minibatches of the run, in the picture
 REAL = (
     RealCase("vgg16", 32, "1f1b"),
     RealCase("vgg16", 8, "1f1b-flush", 4),
@@ -61,7 +61,7 @@ HEADERS = (
 
 
 def main() -> None:
-    """Run all cases, or some, print the table, and keep it."""
+    """Run the cases asked for, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["real", "emulated"], help="two workers that compute, or four that sleep")
     parser.add_argument("--cases", nargs="+", default=[""], help="runs whose names have one of these in them")
@@ -94,7 +94,7 @@ def main() -> None:
 def _runs(
     only: str | None, parts: Sequence[str], seconds: float
 ) -> Iterator[tuple[RealCase | EmulatedCase, Plan, Timeline]]:
-    """Each case when it has run."""
+    """Yield each case's run."""
     with tempfile.TemporaryDirectory(prefix="timeline-") as name:
         folder = Path(name)
         computing = [case for case in REAL if only != "emulated" and any(part in case.name for part in parts)]
@@ -110,7 +110,7 @@ def _runs(
 
 
 def row(case: RealCase | EmulatedCase, comparison: RunComparison) -> list[Any]:
-    """Of the table."""
+    """Return a row of the table."""
     planned, own = comparison.as_planned, comparison.as_run
     simulated, measured = comparison.simulated, comparison.measured
     return [
@@ -126,7 +126,7 @@ def row(case: RealCase | EmulatedCase, comparison: RunComparison) -> list[Any]:
 
 
 def report(rows: Sequence[Sequence[Any]]) -> str:
-    """The table and its summary, in Markdown."""
+    """Return the table and its summary in Markdown."""
     table = tabulate(rows, HEADERS, tablefmt="github", floatfmt=("", "", "", "", "+.1%", *[".2%"] * 6, "+.2%"))
     within = [sum(each[column] <= AIM for each in rows) for column in (7, 10)]
     return (
@@ -136,7 +136,7 @@ def report(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def picture(simulated: Timeline, measured: Timeline) -> str:
-    """Both, from the start."""
+    """Return a picture of the simulated and the measured timeline, from the start."""
     return timeline_svg([only_minibatches(run, range(DRAWN)) for run in (simulated, measured)])
 
 

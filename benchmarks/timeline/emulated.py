@@ -1,4 +1,4 @@
-"""Four emulated devices over shaped links: real messages, schedules and weight versions, emulated arithmetic."""
+"""Run four emulated devices over shaped links: messages, schedules and weight versions are real."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ DEVICES = 4
 
 @dataclass(frozen=True)
 class EmulatedCase:
-    """One run of a profile's emulation, in stages of equal time."""
+    """A run of an emulated profile in stages of equal time."""
 
     model: str
-    bandwidth: str  # of the devices that are emulated
+    bandwidth: str  # between the emulated devices
     replicas: tuple[int, ...]
     schedule: str
     microbatches: int = 1
 
     @property
     def kind(self) -> str:
-        """For the table."""
+        """Description in the table."""
         return f"emulated, {DEVICES} workers"
 
     @property
     def name(self) -> str:
-        """For the table, and to choose it by."""
+        """Name in the table and on the command line."""
         config = "-".join(map(str, self.replicas))
         return f"{self.model} {config} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
 
 
 def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
-    """Shape the links and measure them, plan, and train for about `seconds`, noting every minibatch."""
+    """Shape and measure the links, plan, and train for about `seconds`, recording every minibatch."""
     profile = read_profile(ROOT / "profiles" / case.model / "cpu.json")
     there = flat_cluster(DEVICES, parse_bandwidth(case.bandwidth))
     scale = fitting_scale(profile, there)

@@ -1,4 +1,4 @@
-"""Two workers with real computation, each on a core of its own, over this machine's loopback."""
+"""Run two workers with real computation, each on its own core, over this machine's loopback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES = (Loopback(), Loopback())
 
 @dataclass(frozen=True)
 class RealCase:
-    """One run of a model under profiles/ in two stages."""
+    """A run of a model under profiles/ in two stages."""
 
     model: str
     microbatch_size: int
@@ -33,24 +33,24 @@ class RealCase:
 
     @property
     def kind(self) -> str:
-        """For the table."""
+        """Description in the table."""
         return "real, 2 workers"
 
     @property
     def name(self) -> str:
-        """For the table, and to choose it by."""
+        """Name in the table and on the command line."""
         return f"{self.model} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
 
 
 def measure_links(folder: Path) -> Cluster:
-    """What `plan profile --links` finds between the two."""
+    """Measure the links between the two workers with `plan profile --links`."""
     path = folder / "cluster.json"
     run_workers(PLACES, "planner", ["profile", "--links", "--json", "-o", str(path)], TIMEOUT_S)
     return load_cluster(path)
 
 
 def run_case(case: RealCase, cluster: Cluster, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
-    """Profile, plan, and train for about `seconds`, noting every minibatch."""
+    """Profile, plan, and train for about `seconds`, recording every minibatch."""
     profile = _profile(case, folder)
     plan = straight_plan(profile, cluster, case.schedule, case.microbatches)
     plan_path, trace = folder / f"{case.name}.plan.json", folder / f"{case.name}.trace.json"
@@ -67,9 +67,9 @@ def _model(case: RealCase) -> Path:
 
 
 def _profile(case: RealCase, folder: Path) -> Profile:
-    """Measured while another worker trains on the other core, as in the run.
+    """Profile while another worker trains on the other core, as in the run.
 
-    Anew for each run, because the speed of a machine that is shared drifts by several per cent within minutes.
+    Each run has its own profile, because the speed of a shared machine drifts by several per cent within minutes.
     """
     path = folder / f"{case.name}.profile.json"
     command = [sys.executable, "-m", "planner", "profile", str(_model(case)), "--processes", str(len(CORES))]

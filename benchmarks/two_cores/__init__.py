@@ -1,1 +1,1 @@
-"""How fast are two processes on two cores, against one?"""
+"""Speed of two processes on two cores, compared with one process."""

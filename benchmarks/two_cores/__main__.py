@@ -1,4 +1,4 @@
-"""How fast are two processes on two cores, against one? See README.md in this folder.
+"""Compare two processes on two cores with a single process. See README.md in this folder.
 
 python -m benchmarks.two_cores --save
 """
@@ -42,7 +42,7 @@ class Contender:
 
 
 def main() -> None:
-    """Measure every contender once per round, interleaved, and print the tables."""
+    """Measure every contender once per round, in turn, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(BATCH_SIZES), default=sorted(BATCH_SIZES))
     parser.add_argument("--networks", nargs="+", default=["loopback", "1gbit"], help="loopback, or a rate for tc")
@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="two_cores-") as folder:
         for model in arguments.models:
             for link in arguments.networks:
-                # What hardly depends on the network is measured over the first one alone.
+                # Contenders that hardly depend on the network are measured only over the first one.
                 whole = link == arguments.networks[0]
                 counts = arguments.microbatches if whole else arguments.microbatches[:1]
                 with places(link) as where:
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _contenders(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> list[Contender]:
-    """All ways to train the model between the two places, for one table."""
+    """Return all ways to train the model between the two places, for one table."""
     where, batch_size = ours.where, ours.batch_size
     asynchronous = ours.straight("1f1b", 1)
     cut = ours.cut(asynchronous)
@@ -120,7 +120,7 @@ def _contenders(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) 
 
 
 def _measure(ours: Ours, contenders: Sequence[Contender], rounds: int) -> list[Sample]:
-    """Every contender once per round; each round starts with another one, so that none is always first."""
+    """Measure every contender once per round; rounds start with different ones, so that none is always first."""
     samples = []
     for index in range(rounds):
         shift = index * len(contenders) // rounds
@@ -146,7 +146,7 @@ def _measure(ours: Ours, contenders: Sequence[Contender], rounds: int) -> list[S
 
 
 def first_stage_s(result: Mapping[str, Any]) -> float | None:
-    """Seconds that the first stage computes for a minibatch, from the result of `plan train`; None of a baseline's."""
+    """Return the first stage's computing seconds per minibatch, from `plan train`; None for a baseline."""
     if "reports" not in result:
         return None
     report = next(each for each in result["reports"] if each["stage"] == 0)
@@ -155,7 +155,7 @@ def first_stage_s(result: Mapping[str, Any]) -> float | None:
 
 
 def _described(environment: Mapping[str, str], arguments: argparse.Namespace) -> str:
-    """What the tables belong to, in a sentence."""
+    """Return a sentence about what the tables belong to."""
     return (
         f"{environment['date']}: {environment['cpu']}, {environment['system']}, Python {environment['python']}, torch "
         f"{environment['torch']}, gloo. Samples/s, medians of {arguments.rounds} windows of {arguments.seconds:g} s."
@@ -163,7 +163,7 @@ def _described(environment: Mapping[str, str], arguments: argparse.Namespace) ->
 
 
 def _environment() -> dict[str, str]:
-    """What the numbers belong to."""
+    """Return the machine and versions that the numbers belong to."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": time.strftime("%Y-%m-%d"),

@@ -1,4 +1,4 @@
-"""What was aimed for, and whether it came out."""
+"""Compare the results with the aims."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = tuple[str, str, str, str]
 
 
 def aims_markdown(samples: Sequence[Sample], memory: Sequence[StashMemory]) -> str:
-    """A table of all aims that `samples` and `memory` say something about."""
+    """Return a table of all aims that `samples` and `memory` have results for."""
     rows: list[Row] = []
     for model, network in dict.fromkeys((sample.model, sample.network) for sample in samples):
         here = [sample for sample in samples if (sample.model, sample.network) == (model, network)]
@@ -64,7 +64,7 @@ def _of_microbatches(where: str, rates: dict[str, float]) -> Iterator[Row]:
 
 
 def _of_stashing(where: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """By the computing time of the first stage, which has the versions; rates hide it where another is slower."""
+    """Return the cost of stashing in the first stage's computing time; samples/s hide it if another stage is slower."""
     seconds = {
         name: statistics.median(s.first_stage_s for s in samples if s.contender == name and s.first_stage_s is not None)
         for name in (ASYNCHRONOUS, UNSTASHED)

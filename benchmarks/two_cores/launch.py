@@ -1,4 +1,4 @@
-"""Starting one pinned process per core, on this machine's loopback or on hosts of their own, and reading its result."""
+"""Start one pinned process per core, over the loopback or on emulated hosts, and read its result."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CORES = (0, 1)
 
 
 class Place(Protocol):
-    """Where a process runs: a network namespace, or this machine itself."""
+    """A place for a process: a network namespace, or this machine itself."""
 
     @property
     def address(self) -> str:
         """Address that the other processes reach."""
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """`arguments`, to be run there."""
+        """Return the command line that runs `arguments` there."""
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """Environment variables for a process there."""
@@ -40,21 +40,21 @@ class Loopback:
     address = "127.0.0.1"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Nothing to add."""
+        """Return `arguments` unchanged."""
         return list(arguments)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Ours, with gloo on the loopback interface."""
+        """Our environment with gloo on the loopback interface."""
         return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(extra or {})}
 
 
 class RunError(PlannerError):
-    """A measured run failed or hung; the message ends with what it printed last."""
+    """A measured run failed or hung; the message ends with its last output."""
 
 
 @contextmanager
 def places(name: str) -> Iterator[tuple[Place, ...]]:
-    """Two places joined by `name`: "loopback", or the rate of the link between two namespaces ("1gbit")."""
+    """Yield two places joined by `name`: "loopback", or a link's rate between two namespaces ("1gbit")."""
     if name == "loopback":
         yield (Loopback(), Loopback())
     else:
@@ -65,9 +65,9 @@ def places(name: str) -> Iterator[tuple[Place, ...]]:
 def run_workers(
     where: Sequence[Place], module: str, arguments: Sequence[str], timeout_s: float, folder: Path = ROOT
 ) -> dict[str, Any]:
-    """Run `python -m module arguments` under torchrun, one process per place, each pinned to a core of its own.
+    """Run `python -m module arguments` under torchrun, one process per place, each pinned to its own core.
 
-    Returns the JSON object that the first process prints on stdout.
+    Return the JSON object that the first process prints on stdout.
 
     Raises:
         RunError: when a process fails or `timeout_s` is over; none is left running.
@@ -100,14 +100,14 @@ def run_workers(
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """The last JSON object of `text`, on one line or several; libraries may have printed something before it."""
+    """Return the last JSON object of `text`, on one line or several; libraries may print other text before it."""
     begin = max(text.rfind("\n{"), 0)
     found: dict[str, Any] = json.loads(text[begin:])
     return found
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """torchrun ends its workers when it is asked to end; then it is made to."""
+    """Ask torchrun to end, because it then ends its workers; kill it if it does not."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -1,4 +1,4 @@
-"""Our schedules, through the public command line: plan profile, plan solve, plan train."""
+"""Run our schedules through the public command line: plan profile, plan solve, plan train."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
 from planner.units import parse_bandwidth
 
-LOOPBACK = "10Gbps"  # what a plan for the loopback assumes; neither model is near it
+LOOPBACK = "10Gbps"  # assumed for the loopback; neither model needs as much
 WARM_UP_STEPS = 20
 STASHED, UNSTASHED = "planner", "benchmarks.two_cores.unstashed"  # modules to run
 
 
 @dataclass
 class Ours:
-    """One model on one network: profiled once per microbatch size, on one idle core, then solved and trained."""
+    """One model on one network: profiled once per microbatch size on an idle core, then solved and trained."""
 
     model: str
     network: str
@@ -39,22 +39,22 @@ class Ours:
 
     @property
     def spec(self) -> Path:
-        """The same file whose functions the baselines call."""
+        """Path of the model file, whose functions the baselines call, too."""
         return ROOT / "benchmarks" / "two_cores" / f"{self.model}.py"
 
     def cut(self, plan: Path) -> int:
-        """Where the baselines are cut: where `plan`, for whole minibatches, is."""
+        """Where the baselines are cut: as our plan for whole minibatches."""
         return cut_of(load_plan(plan), load_profile(self.profile(1)))
 
     def solved(self) -> Path:
-        """What `plan solve` finds best for two devices; returns the plan's path."""
+        """Solve for two devices; return the plan's path."""
         plan = self.folder / f"{self.model}-{self.network}.plan.json"
         command = ["--gpus", str(len(CORES)), "--bandwidth", self._bandwidth, "--profile", str(self.profile(1))]
         _plan("solve", *command, "-o", str(plan))
         return plan
 
     def straight(self, schedule: str, microbatches: int) -> Path:
-        """The best plan of two stages with one worker each; returns the plan's path."""
+        """Find the best plan of two stages with one worker each; return its path."""
         plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"
         cluster = flat_cluster(len(CORES), parse_bandwidth(self._bandwidth))
         save_plan(straight_plan(load_profile(self.profile(microbatches)), cluster, schedule, microbatches), plan)
@@ -62,11 +62,11 @@ class Ours:
 
     @property
     def _bandwidth(self) -> str:
-        """The network's, as `plan` writes it: tc's "1gbit" is "1Gbps"."""
+        """Return the network's bandwidth as `plan` writes it: tc's "1gbit" is "1Gbps"."""
         return LOOPBACK if self.network == "loopback" else self.network.replace("gbit", "Gbps").replace("mbit", "Mbps")
 
     def profile(self, microbatches: int) -> Path:
-        """The profile at the size of a microbatch, measured when it is first asked for."""
+        """Return the profile for a microbatch, measured at the first call."""
         size = self.batch_size // microbatches
         path = self.folder / f"{self.model}-{size}.profile.json"
         if not path.exists():
@@ -74,7 +74,7 @@ class Ours:
         return path
 
     def train(self, plan: Path, module: str = STASHED) -> dict[str, Any]:
-        """Train for about `seconds` after the start-up; the result of `plan train --json`."""
+        """Train for about `seconds` after the start-up; return the result of `plan train --json`."""
         predicted_s = load_plan(plan).predicted.seconds_per_minibatch
         steps = WARM_UP_STEPS + math.ceil(self.seconds / predicted_s)
         arguments = ["train", str(self.spec), "--plan", str(plan), "--steps", str(steps), "--json"]
@@ -82,10 +82,10 @@ class Ours:
 
 
 def cut_of(plan: Plan, profile: Profile) -> int:
-    """Children of the model's sequence in the baselines' first stage: the boundary nearest to the plan's cut.
+    """Return how many children of the model's sequence are in the baselines' first stage: nearest to the plan's cut.
 
     Raises:
-        RunError: when the plan is no straight pipeline of two stages.
+        RunError: when the plan is not a straight pipeline of two stages.
     """
     if plan.replicas != (1, 1):
         raise RunError(f"the plan '{plan.config}' has no single cut that the baselines could be given")
@@ -94,7 +94,7 @@ def cut_of(plan: Plan, profile: Profile) -> int:
     per_child: dict[int, float] = defaultdict(float)
     for name, value in seconds.items():
         child = name.split(".")[0]
-        if child.isdigit():  # the loss belongs to no child
+        if child.isdigit():  # the loss is in no child
             per_child[int(child)] += value
     return min(per_child, key=lambda cut: abs(sum(s for child, s in per_child.items() if child < cut) - wanted_s))
 

@@ -1,4 +1,4 @@
-"""What weight stashing takes in memory: the same run with a version per minibatch in flight, and with one."""
+"""Measure the memory of weight stashing: a run with a version per minibatch in flight, and one with one version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class StashMemory:
-    """Peaks of a first stage that holds nearly all of a model, in bytes."""
+    """Peak memory of a first stage that holds nearly all of a model, in bytes."""
 
     model: str
     weight_bytes: int  # of the stage
@@ -36,12 +36,12 @@ class StashMemory:
 
     @property
     def measured_bytes(self) -> int:
-        """What the versions beside the newest took."""
+        """Memory of all versions but the newest."""
         return self.stashed_bytes - self.unstashed_bytes
 
     @property
     def formula_bytes(self) -> int:
-        """(d - 1) W: a version for each of the d minibatches in flight, the newest one among them."""
+        """(d - 1) W: one version for each of the d minibatches in flight, without the newest."""
         return (self.versions - 1) * self.weight_bytes
 
 
@@ -61,7 +61,7 @@ def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
 
 
 def deep_plan(profile: Profile) -> Plan:
-    """All layers but the last few in the first stage, with so many minibatches in flight that their versions show."""
+    """Return a plan with all but a few layers in the first stage, and enough minibatches in flight to show versions."""
     ledger = Ledger(profile)
     groups = uncut_groups(ledger)
     total = sum(layer.weight_bytes for layer in profile.layers)

@@ -1,6 +1,6 @@
-"""The best plan with one worker per stage, for the question "how fast is a pipeline on two cores?".
+"""Find the best plan with one worker per stage, to measure a pipeline on two cores.
 
-`plan solve` answers a wider question, and where weights are few its answer is one stage with two replicas.
+`plan solve` also considers replicas. For models with few weights its answer is one stage with two replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from planner.solver.chain.states import uncut_groups
 
 
 def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatches: int) -> Plan:
-    """The fastest of all cuts of `profile` into two stages, tried one by one, under the default cost model."""
+    """Return the fastest of all cuts of `profile` into two stages under the default cost model, by trying each."""
     began = time.perf_counter()
     ledger = Ledger(profile)
     groups = uncut_groups(ledger)

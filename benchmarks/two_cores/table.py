@@ -1,4 +1,4 @@
-"""From samples to tables: medians over the rounds with their range, and ratios to the plain loop and to DDP."""
+"""Turn samples into tables: medians over the rounds with their range, and ratios to the plain loop and to DDP."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Sample:
     round: int
     samples_per_s: float
     predicted_samples_per_s: float | None = None
-    first_stage_s: float | None = None  # computing of the first stage for a minibatch
+    first_stage_s: float | None = None  # computing time of the first stage per minibatch
 
 
 def markdown(samples: Sequence[Sample]) -> str:
-    """One Markdown table for each model and network, in the order in which they were measured."""
+    """Return a Markdown table for each model and network, in the order of measurement."""
     groups = dict.fromkeys((sample.model, sample.network) for sample in samples)
     return "\n\n".join(
         f"### {model}, {network}\n\n"
@@ -43,7 +43,7 @@ def _table(samples: Sequence[Sample]) -> str:
         rates.setdefault(sample.contender, []).append(sample.samples_per_s)
         predicted[sample.contender] = sample.predicted_samples_per_s
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    # The first round starts with the first contender, so this is the order in which they were written down.
+    # The first round starts with the first contender, so this is the order of their definition.
     rows = [
         (
             name,

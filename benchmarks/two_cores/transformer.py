@@ -1,6 +1,6 @@
-"""Eight identical Transformer blocks: compute spread evenly, few weights, small activations between the blocks.
+"""Eight equal Transformer blocks: evenly spread compute, few weights, small activations between blocks.
 
-The input is already embedded and the head is tiny, so that half of the blocks is half of the work.
+The input is already embedded and the head is tiny, so half of the blocks is half of the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, width] -> the same."""
+        """Map [batch, length, width] to the same shape."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(2, (3, HEADS, WIDTH // HEADS)).transpose(1, 3)
         attended = F.scaled_dot_product_attention(*qkv.unbind(2))  # [batch, heads, length, width / heads]
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
@@ -43,13 +43,13 @@ class Head(nn.Module):
         self.classifier = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, width] -> [batch, classes]."""
+        """Map [batch, length, width] to [batch, classes]."""
         y: Tensor = self.classifier(x.mean(1))
         return y
 
 
 def build_model() -> nn.Module:
-    """The blocks and the head, in one sequence."""
+    """Return the blocks and the head, in one sequence."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(BLOCKS)), Head())
 

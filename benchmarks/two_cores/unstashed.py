@@ -1,7 +1,7 @@
-"""`plan`, without weight stashing: there is one version of the weights, updated in place, whatever is in flight.
+"""Run `plan` without weight stashing: one version of the weights is updated in place, whatever is in flight.
 
-Backwards then see other weights than their forwards did, which is no training to recommend. It is the same work but for
-the versions, so what these cost is the difference.
+Backwards then use other weights than their forwards, so do not train like this. But the work is the same apart from the
+versions, so the difference is their cost.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from planner.executor.run.versions import WeightVersions
 
 
 class OneVersion(WeightVersions):
-    """The interface of `WeightVersions`, and nothing behind it."""
+    """The interface of `WeightVersions` with a single version."""
 
     def stash(self, unit: object, number: int | None = None) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     @contextmanager
     def at(self, unit: object) -> Iterator[None]:
-        """The weights that are there."""
+        """Leave the weights as they are."""
         yield
 
     @contextmanager
     def restored(self, unit: object) -> Iterator[None]:
-        """The weights that are there."""
+        """Leave the weights as they are."""
         yield
 
     def update(self, step: Callable[[], object], kept: Collection[int] = ()) -> None:
-        """In place."""
+        """Update in place."""
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             step()
 
 
 if __name__ == "__main__":
-    vars(replica)["WeightVersions"] = OneVersion  # what every stage of this process makes its versions of
+    vars(replica)["WeightVersions"] = OneVersion  # the class that every stage of this process uses
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""A small VGG: the convolutions do most of the work, the fully connected layers hold most of the weights.
+"""A small VGG: convolutions do most of the work, fully connected layers have most of the weights.
 
-So an all-reduce of the weights is expensive, and the activations at the end of the convolutions are cheap to send.
+So an all-reduce of the weights is expensive, while the activations after the convolutions are cheap to send.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HIDDEN = 2048
 
 
 def build_model() -> nn.Module:
-    """Four convolutions with pooling, then three fully connected layers, in one sequence."""
+    """Return four convolutions with pooling, then three fully connected layers, in one sequence."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for inputs, outputs in zip((3, *CHANNELS), CHANNELS, strict=False):

@@ -1,6 +1,6 @@
-"""One process of a baseline, as a PyTorch user would write it: plain loop, DDP, torch.distributed.pipelining.
+"""Run one process of a baseline as a PyTorch user would write it: plain loop, DDP, torch.distributed.pipelining.
 
-Started once per host by torchrun; rank 0 prints {"samples_per_s": ...} for a window of whole steps after a warm-up.
+torchrun starts it once per host. Rank 0 prints {"samples_per_s": ...} for a window of whole steps after a warm-up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from planner.profiler.measured.malloc import keep_freed_pages
 
 WARM_UP_STEPS = 5
-BATCHES = 8  # random minibatches, used in turn, as `plan train` does: making a new one each time would be timed too
+BATCHES = 8  # random minibatches, used in turn as in `plan train`, because making new ones would be timed, too
 Step = Callable[[], None]
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True, help="length of the measured window")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_pages()  # as `plan train` does: the schedules are compared here, not the allocators
+    keep_freed_pages()  # as `plan train` does, so that schedules are compared and not allocators
     dist.init_process_group("gloo")
     module = importlib.import_module(f"benchmarks.two_cores.{arguments.model}")
     step, samples = STEPS[arguments.contender](module, arguments)
@@ -50,18 +50,18 @@ def main() -> None:
         cores = sorted(os.sched_getaffinity(0))
         print(json.dumps({"samples_per_s": samples_per_s, "steps": steps, "cores": cores}), flush=True)
     dist.destroy_process_group()
-    # Seen with DistributedDataParallel over gloo: the interpreter's own teardown now and then never ends.
+    # With DistributedDataParallel over gloo, the interpreter's own teardown sometimes hangs.
     sys.stdout.flush()
     os._exit(0)
 
 
 def measure(step: Step, samples: int, seconds: float) -> tuple[float, int]:
-    """Samples per second over the world, and the number of steps in the window.
+    """Return the samples per second over all ranks, and the number of steps in the window.
 
     Args:
         step: one optimizer step, called by every rank equally often.
-        samples: that all ranks together process in one step.
-        seconds: about how long the window is to be; every rank does the same number of steps.
+        samples: processed in one step by all ranks together.
+        seconds: approximate length of the window; every rank does the same number of steps.
     """
     for _ in range(WARM_UP_STEPS):
         step()
@@ -80,19 +80,19 @@ def measure(step: Step, samples: int, seconds: float) -> tuple[float, int]:
 
 
 def plain(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, int]:
-    """The unsplit model; with two ranks: two processes that share nothing, which is what two cores can do at most."""
+    """Train the unsplit model; two ranks share nothing, which is the most that two cores can do."""
     model = module.build_model()
     return _local_step(module, model, arguments.batch_size), arguments.batch_size * dist.get_world_size()
 
 
 def ddp(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, int]:
-    """DDP with the minibatch divided over the ranks: the same batch per update as the pipelines."""
+    """Train with DDP, the minibatch divided over the ranks: the same batch per update as the pipelines."""
     model = DistributedDataParallel(module.build_model(), gradient_as_bucket_view=True)
     return _local_step(module, model, arguments.batch_size // dist.get_world_size()), arguments.batch_size
 
 
 def ddp_each(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, int]:
-    """DDP with a whole minibatch on every rank: half the all-reduces per sample, twice the batch per update."""
+    """Train with DDP and a whole minibatch per rank: half the all-reduces per sample, twice the batch per update."""
     model = DistributedDataParallel(module.build_model(), gradient_as_bucket_view=True)
     return _local_step(module, model, arguments.batch_size), arguments.batch_size * dist.get_world_size()
 
@@ -115,12 +115,12 @@ def _local_step(module: ModuleType, model: nn.Module, batch_size: int) -> Step:
 
 
 def torch_1f1b(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, int]:
-    """torch.distributed.pipelining's synchronous 1F1B."""
+    """Train with torch.distributed.pipelining's synchronous 1F1B."""
     return _torch_pipeline(Schedule1F1B, module, arguments)
 
 
 def torch_gpipe(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, int]:
-    """torch.distributed.pipelining's GPipe."""
+    """Train with torch.distributed.pipelining's GPipe."""
     return _torch_pipeline(ScheduleGPipe, module, arguments)
 
 
