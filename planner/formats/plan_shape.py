@@ -1,4 +1,4 @@
-"""A plan as the schedules see it."""
+"""Turn a plan into the shape that schedules work on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.schedule.schedule import Channel, PipelineShape, Schedule
 
 
 def shape_of(plan: Plan) -> PipelineShape:
-    """Who runs which stage, and who exchanges what with whom."""
+    """Return who runs which stage, and which stages exchange values."""
     return PipelineShape(
         ranks=tuple(stage.ranks for stage in plan.stages),
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in plan.transfers),
@@ -25,7 +25,7 @@ def shape_of(plan: Plan) -> PipelineShape:
 
 
 def check_accumulate(plan: Plan, accumulate: int) -> None:
-    """Refuse to accumulate over minibatches where the plan's schedule cannot.
+    """Check that the plan's schedule can accumulate gradients over minibatches.
 
     Raises:
         InputError: with what to do instead.
@@ -42,21 +42,21 @@ def check_accumulate(plan: Plan, accumulate: int) -> None:
 
 
 def shared_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """The pairs of stages that share weights; none where the plan cannot be trained because of them."""
+    """Return the pairs of stages that share weights; none where the plan cannot be trained because of them."""
     return () if plan.vertical_sync else trainable_pairs(plan.shared, plan.replicas, plan.schedule)
 
 
 def trainable_pairs(
     shared: Sequence[Shared], replicas: Sequence[int], schedule: Schedule
 ) -> tuple[tuple[int, int], ...]:
-    """The same of stages with so many replicas."""
+    """Return the pairs of stages that share weights; none where the replicas keep the schedule from training them."""
     pairs = tuple(each.stages for each in shared)
     uneven = schedule.stashes and any(len({replicas[stage] for stage in pair}) > 1 for pair in pairs)
     return () if uneven else pairs
 
 
 def deadlock(plan: Plan) -> PlanError:
-    """The error for a plan whose depths let its workers wait for each other for ever, as one made by hand may."""
+    """Return the error for a plan whose depths deadlock its workers, as those of a plan edited by hand may."""
     depths = [stage.in_flight for stage in plan.stages]
     hint = "make the plan again with: plan solve"
     uneven = [replicas for replicas in plan.replicas if plan.microbatches % replicas]

@@ -1,4 +1,4 @@
-"""What a worker does, as data.
+"""Instructions: what a worker does, as data.
 
 A *unit* of work is one microbatch of one minibatch (asynchronous schedules have one microbatch per minibatch).
 An instruction names its unit and stage; a message also names the stage and the rank at its other end. Nothing
@@ -47,7 +47,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Of the backward of `unit` run what earlier stages wait for: the gradients of what was received."""
+    """Run the part of the backward of `unit` that earlier stages wait for: the gradients of the stage's inputs."""
 
     stage: int
     unit: Unit

@@ -1,4 +1,4 @@
-"""Vertical sync (PipeDream, SOSP'19, section 3.3): every stage runs a minibatch at the version of its first stage.
+"""Vertical sync (PipeDream, SOSP 2019, section 3.3): all stages run a minibatch at the first stage's weight version.
 
 A version is what some first minibatches have left, so with replicas "the same version" means: of the same minibatches.
 Minibatch t enters the first stage, of r_0 replicas and depth d_0, after v = max(0, floor(t / r_0) - d_0 + 1) of its

@@ -16,7 +16,7 @@ from benchmarks.two_cores.stashing import IN_FLIGHT, StashMemory, deep_plan
 from benchmarks.two_cores.table import DDP, ONE_PROCESS, Sample, markdown
 from benchmarks.two_cores.unstashed import OneVersion
 from planner.formats.plan_shape import shape_of
-from planner.schedule.check import check_streams
+from planner.schedule.streams.check import check_streams
 from tests.samples import layer, profile
 
 MODELS = ("transformer", "vgg_like")

@@ -6,9 +6,9 @@ import pytest
 
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan_shape import shape_of
-from planner.schedule.check import check_streams
-from planner.schedule.draw import draw_order
 from planner.schedule.schedule import Channel, PipelineShape
+from planner.schedule.streams.check import check_streams
+from planner.schedule.streams.draw import draw_order
 from planner.schedule.zb_v import ZB_V
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.plan import simulate

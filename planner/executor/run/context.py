@@ -25,8 +25,8 @@ from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule
 from planner.model.stage.warmup import warm_up
 from planner.schedule.instructions import Instruction
-from planner.schedule.parts.segments import segment_stream, segments
 from planner.schedule.schedule import PipelineShape
+from planner.schedule.streams.segments import segment_stream, segments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.schedule.parts.evaluation import evaluation_stream, group_size
 from planner.schedule.schedule import Channel, PipelineShape
+from planner.schedule.streams.evaluation import evaluation_stream, group_size
 
 
 class Evaluator:

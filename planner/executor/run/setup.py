@@ -16,7 +16,7 @@ from planner.errors import PlanError
 from planner.executor.job import Job
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import deadlock, shape_of
-from planner.schedule.check import ScheduleError, check_streams
+from planner.schedule.streams.check import ScheduleError, check_streams
 from planner.version import __version__
 
 TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat

@@ -1,4 +1,4 @@
-"""A run in segments, with the pipeline drained between them: where every stage is at one version, after one minibatch.
+"""Divide a run into segments between which the pipeline drains, so that all stages are at one version there.
 
 A schedule's stream starts anew in each segment. So a run that was stopped at the end of a segment and goes on from
 there later does, to the bit, what it had done without the stop.
@@ -14,7 +14,7 @@ from planner.schedule.schedule import PipelineShape, stream
 
 
 def segments(first: int, last: int, *periods: int | None) -> Iterator[tuple[int, int]]:
-    """Cut the minibatches `first` to `last` (exclusive) at every multiple of each of `periods`; None never cuts.
+    """Yield the segments of the minibatches `first` to `last` (exclusive) cut at every multiple of each of `periods`; None never cuts.
 
     Multiples count from the run's beginning, not from `first`: a run that goes on is cut where the whole one was.
     """
@@ -26,7 +26,7 @@ def segments(first: int, last: int, *periods: int | None) -> Iterator[tuple[int,
 
 
 def segment_stream(shape: PipelineShape, stage: int, rank: int, first: int, last: int) -> Iterator[Instruction]:
-    """The worker's stream for minibatches `first` to `last` (exclusive), starting with an empty pipeline.
+    """Yield the worker's stream for minibatches `first` to `last` (exclusive), starting with an empty pipeline.
 
     As `stream`, with minibatch and round numbers `first` higher. Who runs a minibatch is counted from `first`, and so
     are versions of the weights.

@@ -1,4 +1,4 @@
-"""Forward-only streams: batches pass through the stages, and nothing returns.
+"""Make forward-only streams for evaluation: batches pass through the stages, and nothing returns.
 
 Batch b runs on replica b mod r of every stage. A worker with several stages takes groups of batches through one stage
 after the other, as under interleaved; all workers go through groups, stages and batches in the same order, and a stage
@@ -14,7 +14,7 @@ from planner.schedule.schedule import PipelineShape
 
 
 def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator[Instruction]:
-    """The instructions of worker `rank` for `batches` batches.
+    """Yield the instructions of worker `rank` for `batches` batches.
 
     Args:
         shape: of the pipeline, with the channels of evaluation.
@@ -30,7 +30,7 @@ def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator
 
 
 def group_size(shape: PipelineShape) -> int:
-    """Batches in a group: enough to give every worker something to do."""
+    """Return the batches in a group: enough to give every worker something to do."""
     return sum(len(ranks) for ranks in set(shape.ranks))
 
 

@@ -1,4 +1,4 @@
-"""Schedules as text, one line per worker: what tests and documents show is what runs."""
+"""Draw schedules as text, one line per worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from planner.schedule.schedule import PipelineShape, stream
 
 
 def draw_order(shape: PipelineShape, minibatches: int) -> list[str]:
-    """Per worker the order of its computations: F forward, B backward, U update; "F1.0" is microbatch 0 of 1.
+    """Return a line per worker with its computations: F forward, B backward, U update; "F1.0" is microbatch 0 of 1.
 
     Of a backward in two parts, B is what other stages wait for, W the rest.
 

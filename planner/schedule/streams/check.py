@@ -1,4 +1,4 @@
-"""Proof by execution that the streams of a plan fit together: no deadlock, no unmatched message, no missing data.
+"""Prove by execution that the streams of a plan fit together: no deadlock, no unmatched message, no missing data.
 
 Sends never wait, so the streams form a deterministic dataflow network (Kahn 1974): whatever the timing of the
 workers, every run reaches the same end. One abstract run that completes therefore proves that all do.
@@ -40,7 +40,7 @@ _Datum = tuple[Literal["activation", "gradient", "shared"], Unit, int]
 
 
 class ScheduleError(AssertionError):
-    """The streams of a schedule contradict each other: a defect of the generator, never of the user."""
+    """Streams that contradict each other: a defect of the schedule, never of the user."""
 
 
 def check_streams(shape: PipelineShape, minibatches: int) -> None:
@@ -86,7 +86,7 @@ class _Run:
         return -(-self.minibatches // self.shape.minibatches_per_update(stage))
 
     def _advance(self, rank: int) -> bool:
-        """Run `rank` until it waits; whether it got anywhere."""
+        """Run `rank` until it waits; return whether it ran anything."""
         moved = False
         while (instruction := self.blocked[rank]) is not None and self._execute(rank, instruction):
             self.blocked[rank] = next(self.streams[rank], None)
@@ -159,7 +159,7 @@ class _Run:
         replica.owed |= {("gradient", unit, c.source) for c in self.shape.arriving(stage) if c.gradient}
 
     def _finish_round(self, rank: int, stage: int, round_: int) -> None:
-        """Gradients of the round are complete: nothing of it may be in flight."""
+        """Check that no unit of the round is in flight, now that its gradients count as complete."""
         replica, per_round = self.replicas[rank, stage], self.shape.minibatches_per_update(stage)
         if late := [unit for unit in replica.used if unit.minibatch // per_round <= round_]:
             raise ScheduleError(f"rank {rank} ends round {round_} of stage {stage} before {late} are done")
@@ -167,7 +167,7 @@ class _Run:
     def _take(
         self, rank: int, instruction: Forward | Backward | BackwardInput | AddShared, needed: set[_Datum]
     ) -> None:
-        """Use up what has come for a computation."""
+        """Use up what a computation needs of what has arrived."""
         replica = self.replicas[rank, instruction.stage]
         if missing := needed - replica.here:
             raise ScheduleError(f"rank {rank} runs {instruction} without {sorted(missing, key=str)}")
@@ -204,7 +204,7 @@ class _Run:
 
 @dataclass
 class _Replica:
-    """One replica of a stage: updates done, older versions kept for forwards to come, and of units in flight."""
+    """State of one replica of a stage: updates done, older versions kept, and units in flight with their versions."""
 
     updates: int = 0
     added: int = -1  # the last round whose gradients of shared weights were added up
@@ -226,5 +226,5 @@ def _datum(message: Send | Receive) -> _Datum:
 
 
 def _link(sender: int, receiver: int, receive: Receive) -> tuple[int, int, type, int, int]:
-    """What keeps messages in order: one direction between two stages, from one worker to another."""
+    """Return the key of a message's route: messages of one kind between two stages on two workers keep their order."""
     return sender, receiver, type(receive), receive.stage, receive.peer_stage
