@@ -22,12 +22,12 @@ class Entry:
     depth: int
 
     def version(self, minibatch: int, replicas: int) -> int:
-        """The rounds of a stage of `replicas` after which its weights are those that `minibatch` uses there."""
+        """Return after how many rounds of a stage of `replicas` its weights are those that `minibatch` uses there."""
         rounds = max(0, minibatch // self.replicas - self.depth + 1)
         return rounds * self.replicas // replicas
 
     def to_come(self, minibatches: range, replicas: int, newest: int) -> tuple[int, ...]:
-        """Versions older than `newest` that a replica's coming `minibatches` use."""
+        """Return the versions older than `newest` that a replica's coming `minibatches` use."""
         found: list[int] = []
         for minibatch in minibatches:
             version = self.version(minibatch, replicas)

@@ -14,7 +14,9 @@ from planner.schedule.schedule import PipelineShape, stream
 
 
 def segments(first: int, last: int, *periods: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the segments of the minibatches `first` to `last` (exclusive) cut at every multiple of each of `periods`; None never cuts.
+    """Yield the segments of the minibatches `first` to `last` (exclusive), cut at every multiple of each period.
+
+    A period of None never cuts.
 
     Multiples count from the run's beginning, not from `first`: a run that goes on is cut where the whole one was.
     """
