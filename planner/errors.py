@@ -79,7 +79,7 @@ class LayerError(PlannerError):
     """An operation of the captured model raised.
 
     Attributes:
-        place: "model.py:12" as the tracer saw it, or "loss()"; None where it saw nothing.
+        place: "model.py:12" as the tracer saw it; "module 'path'" or "loss()" for library code; None where unknown.
     """
 
     def __init__(self, message: str, *, hint: str = "", place: str | None = None) -> None:
@@ -89,3 +89,13 @@ class LayerError(PlannerError):
 
 class WorkerError(PlannerError):
     """A worker process died, hung or lost its connection."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type where there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def reason_of(error: BaseException) -> str:
+    """Return type and first line of an error: "KeyError: 'x'"."""
+    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tree_map
 from torch.utils.data import default_collate
 
-from planner.errors import ModelFileError
+from planner.errors import ModelFileError, first_line
 from planner.model.memory_format import channels_last
 
 
@@ -163,7 +163,7 @@ def collate(items: Sequence[Any]) -> Batch:
         target = None if all(target is None for target in targets) else default_collate(targets)
     except (TypeError, RuntimeError, KeyError) as cause:
         raise ModelFileError(
-            f"items of dataset() cannot be stacked into a batch: {str(cause).splitlines()[0]}",
+            f"items of dataset() cannot be stacked into a batch: {first_line(cause)}",
             hint="give all items the same structure of tensors, numbers, tuples and dicts, and the same shapes",
         ) from cause
     return Batch(tuple(args), kwargs, target)

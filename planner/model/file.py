@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from planner.errors import ModelFileError
+from planner.errors import ModelFileError, reason_of
 
 DEFAULT_BUILDER = "build_model"
 
@@ -68,9 +68,3 @@ def failing_line(cause: BaseException, folder: Path) -> str | None:
     frames = traceback.extract_tb(cause.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).resolve().parent == folder.resolve()]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
-
-
-def reason_of(cause: BaseException) -> str:
-    """Return type and first line of an error: "KeyError: 'x'"."""
-    lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__

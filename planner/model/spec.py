@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
-from planner.errors import ModelFileError, PlannerError
+from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, make_batch
-from planner.model.file import DEFAULT_BUILDER, failing_line, import_file, on_path, reason_of, split_location
+from planner.model.file import DEFAULT_BUILDER, failing_line, import_file, on_path, split_location
 from planner.model.loss import LossFunction
 
 DEFAULT_LEARNING_RATE = 0.01

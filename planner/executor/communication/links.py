@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.errors import first_line
 from planner.executor.communication.messages import Layout, pack, unpack
 from planner.executor.health.failures import ConnectionLostError
 from planner.executor.run.setup import Place
@@ -256,6 +257,6 @@ def _wait(work: dist.Work, peer: int) -> None:
         work.wait()
     except RuntimeError as cause:
         raise ConnectionLostError(
-            f"the connection to rank {peer} broke: {str(cause).splitlines()[0]}",
+            f"the connection to rank {peer} broke: {first_line(cause)}",
             hint="look for the first worker that failed",
         ) from cause

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from planner.errors import InputError, LayerError, PlannerError, WorkerError
+from planner.errors import InputError, LayerError, PlannerError, WorkerError, reason_of
 from planner.executor.health.heartbeat import Beat, Heartbeat, State
 from planner.executor.job import Failure, Job
 from planner.formats.files import save_record
+from planner.model.file import split_location
 
 # How long a worker that lost its peer waits before it ends: the launcher ends all workers as soon as one has ended, and
 # the peer, whose failure is the cause, must have reported it by then.
@@ -57,7 +58,7 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
     rank = int(os.environ.get("RANK", "0"))
     beat = heartbeat.read() if heartbeat is not None else None
     known = error if isinstance(error, PlannerError) else None
-    message = known.message if known else f"{_reason(error)}{_at(_place(error, job))}"
+    message = known.message if known else f"{reason_of(error)}{_at(_place(error, job))}"
     if isinstance(known, LayerError):
         message = f"{known.message}{_at(_resolve(known.place, job))}"
     return Failure(
@@ -140,7 +141,7 @@ def place_in_dump(dump: str, job: Job) -> str | None:
 
 def model_folder(job: Job) -> Path:
     """Return the folder of the user's file."""
-    return _model_path(job).resolve().parent
+    return split_location(job.model)[0].resolve().parent
 
 
 def _killed(rank: int, signal_name: str, beat: Beat | None, job: Job) -> WorkersFailedError:
@@ -172,11 +173,6 @@ def _is_connection_loss(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "Socket"))
     )
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def innermost(stack: Sequence[tuple[str, int, str]], job: Job) -> str | None:
@@ -212,16 +208,11 @@ def _resolve(place: str | None, job: Job) -> str | None:
     """Add file and line to a function of the model file, such as "loss()"."""
     if place is None or not place.endswith("()"):
         return place
-    path = _model_path(job)
+    path = split_location(job.model)[0]
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == place.removesuffix("()"):
             return f"{place} at {path}:{node.lineno}"
     return f"{place} of {path}"
-
-
-def _model_path(job: Job) -> Path:
-    path, _, builder = job.model.rpartition(":")
-    return Path(path) if path and builder.isidentifier() else Path(job.model)
 
 
 def _in_libraries(filename: str) -> bool:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.errors import PlannerError, WorkerError
+from planner.errors import PlannerError, WorkerError, first_line
 from planner.executor.health.failures import GRACE_S, error_of, innermost, stage_of, worker_name
 from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat
@@ -121,7 +121,7 @@ class RemoteWatch:
                 ranks = sorted(known)
                 pages = self._bulletin.store.multi_get([f"page/{rank}" for rank in ranks])
             except RuntimeError as cause:
-                self._lost(str(cause).splitlines()[0])
+                self._lost(first_line(cause))
                 return
             self._reached = sequence
             hang = self._judge(ranks, pages)

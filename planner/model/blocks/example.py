@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.errors import CaptureError
+from planner.errors import CaptureError, reason_of
 from planner.model.batch import Batch
 from planner.model.capture.block_layers import tensors_of
 from planner.model.loss import LossFunction, loss_of
@@ -21,8 +21,7 @@ def _call(name: str, block: nn.Module, value: Any, batch: Batch | None) -> Any:
     try:
         return block(*batch.args, **batch.kwargs) if batch is not None else block(value)
     except Exception as cause:  # whatever the user's forward raises
-        reason = (str(cause).strip().splitlines() or [""])[0]
-        raise CaptureError(f"block '{name}' fails: {type(cause).__name__}: {reason}", hint=_CONTRACT) from cause
+        raise CaptureError(f"block '{name}' fails: {reason_of(cause)}", hint=_CONTRACT) from cause
 
 
 def joined_by_writes(named: Sequence[tuple[str, nn.Module]], batch: Batch) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-from planner.errors import CaptureError, LayerError, PlannerError
+from planner.errors import CaptureError, LayerError, PlannerError, first_line, reason_of
 from planner.model.capture.names import scope_of
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
@@ -42,15 +42,14 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
             hint="replace Python's if, while and .item() on tensors by operations such as torch.where, or name the "
             "parts of the model in blocks(model): see docs/model-file.md",
         )
-    reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-    if (unsupported := re.search(r"Unsupported input type <class '([^']+)'>", reason)) is not None:
+    if (unsupported := re.search(r"Unsupported input type <class '([^']+)'>", first_line(cause))) is not None:
         return CaptureError(
             f"example_batch() gives the model a {unsupported[1].rpartition('.')[2]}, which no graph can take",
             hint="give tensors, numbers, strings and None, within tuples, lists and dicts, and make anything else "
             "of them in forward",
         )
     return CaptureError(
-        f"{what}: {type(cause).__name__}: {reason}",
+        f"{what}: {reason_of(cause)}",
         hint="the model must run on example_batch(n), and must not depend on the values of tensors",
     )
 
@@ -72,15 +71,10 @@ def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError
         return None
     # A line of generated code begins with the value that it makes: "linear_1 = torch.nn.functional.linear(...)".
     name = re.match(r"\w+", generated[-1].line or "")
-    reason = (str(cause).strip().splitlines() or [""])[0]
     hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
     if isinstance(cause, torch.OutOfMemoryError):
         hint = "plan with less `memory_bytes`, or with `recompute=auto`"
-    return LayerError(
-        f"{type(cause).__name__}: {reason}",
-        hint=hint,
-        place=places.get(name[0]) if name is not None else None,
-    )
+    return LayerError(reason_of(cause), hint=hint, place=places.get(name[0]) if name is not None else None)
 
 
 def user_place(node: fx.Node) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from planner.errors import InputError
+from planner.errors import InputError, first_line
 
 Code = Callable[..., Any]
 
@@ -38,9 +38,8 @@ def check_compiler(device_type: str) -> None:
         compiled(_tiny)(torch.ones(8, device=device_type))
     except Exception as cause:  # whatever the tracer, the code generator or the compiler behind it raises
         needed = "a C++ compiler (g++ or clang++) and Python's headers" if device_type == "cpu" else "Triton and gcc"
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
         raise InputError(
-            f"torch.compile does not work for {device_type} on this machine: {lines[0]}",
+            f"torch.compile does not work for {device_type} on this machine: {first_line(cause)}",
             hint=f"it needs {needed}; or profile without `compiled`",
         ) from cause
 

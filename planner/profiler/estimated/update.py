@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from planner.errors import InputError
+from planner.errors import InputError, first_line
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
@@ -61,9 +61,9 @@ def _trace_update(training_spec: TrainingSpec, parameters: list[nn.Parameter]) -
         with OperationRecorder(op_class="update") as recorder:
             optimizer.step()
     except (NotImplementedError, RuntimeError) as cause:
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise InputError(
-            f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks at numbers: {reason}",
+            f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks at numbers: "
+            f"{first_line(cause)}",
             hint="measure it on the device, or estimate with another optimizer",
         ) from cause
     # Step counters are on no device, and their arithmetic takes no time worth counting.

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from planner.errors import InputError, WorkerError
+from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
 from planner.profiler.links.local_link import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
@@ -86,9 +86,8 @@ def measure_cluster(
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as cause:  # what torch.distributed raises for lost or unreachable peers
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise WorkerError(
-            f"the links cannot be measured: {reason}",
+            f"the links cannot be measured: {first_line(cause)}",
             hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use",
         ) from cause
     return Cluster(levels=levels) if levels else None

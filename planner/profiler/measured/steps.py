@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from planner.errors import ModelFileError
+from planner.errors import ModelFileError, reason_of
 from planner.model.stage.stage import LayerObserver
 from planner.profiler.measured.clock import Clock, CpuClock, LayerMarks
 
@@ -49,9 +49,8 @@ class StepTimes:
 
 def step_failure(cause: Exception) -> ModelFileError:
     """Return the error for whatever PyTorch raises in a step of the user's model, too little memory included."""
-    reason = (str(cause).strip().splitlines() or [""])[0]
     return ModelFileError(
-        f"a training step of the model fails: {type(cause).__name__}: {reason}",
+        f"a training step of the model fails: {reason_of(cause)}",
         hint="run it on example_batch(n) without planner: forward, loss, backward and the optimizer's step",
     )
 

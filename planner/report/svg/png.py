@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.errors import InputError
+from planner.errors import InputError, first_line
 
 SCALE = 2.0  # pixels per unit of the picture
 
@@ -16,9 +16,8 @@ def png(svg: str) -> bytes:
     try:
         import cairosvg
     except (ImportError, OSError) as cause:  # OSError: the Cairo library is missing
-        why = str(cause).splitlines()[0]
         raise InputError(
-            f"png needs CairoSVG and the Cairo library: {why}",
+            f"png needs CairoSVG and the Cairo library: {first_line(cause)}",
             hint="pip install 'pipeline-planner[report]' and apt-get install libcairo2, or take `format=svg`",
         ) from None
     made: bytes = cairosvg.svg2png(bytestring=svg.encode(), scale=SCALE)
