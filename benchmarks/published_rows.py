@@ -13,7 +13,7 @@ from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, Emulated, emulate, fitting_scale
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan, train_s
 from benchmarks.testbed.predict import given_plan
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -97,7 +97,7 @@ def run_row(
 
 def published_plan(profile: Profile, links: Cluster, row: Row) -> Plan | None:
     """Return the published configuration with the best cuts found; None where the model has too few layers."""
-    cuts = best_cuts(Ledger(profile), links, row.replicas, "resource")
+    cuts = best_cuts(LayerCosts(profile), links, row.replicas, "resource")
     return None if cuts is None else given_plan(profile, links, cuts.layers, row.replicas)
 
 

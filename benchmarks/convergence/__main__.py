@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.convergence import characters, digits
 from benchmarks.convergence.picture import curves_svg
 from planner.api import estimate, train
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.executor.job import TrainingOptions
@@ -160,15 +160,15 @@ def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan
     microbatches = MICROBATCHES if schedule in DIVIDED else 1
     profile: Profile = estimate(str(module.__file__), device="cpu", batch_size=module.MINIBATCH // microbatches)
     chunks = 2 if schedule == "interleaved" else 1
-    ledger, cluster = Ledger(profile), flat_cluster(STAGES // chunks, 1e9)
-    stages = equal_layers(ledger, STAGES)
-    cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, chunks))
+    layer_costs, cluster = LayerCosts(profile), flat_cluster(STAGES // chunks, 1e9)
+    stages = equal_layers(layer_costs, STAGES)
+    cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, chunks))
     if vertical_sync:
-        cost = synced_price(ledger, stages, cost)
+        cost = synced_price(layer_costs, stages, cost)
     report = SolverReport(
         name="equal layers", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    plan = assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)
+    plan = assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)
     return plan.model_copy(update={"vertical_sync": vertical_sync})
 
 

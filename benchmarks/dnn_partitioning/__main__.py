@@ -14,7 +14,7 @@ from tabulate import tabulate
 from benchmarks.dnn_partitioning.objective import Host, LoadRequest
 from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
 from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.request import IlpAnswer
@@ -57,7 +57,7 @@ def _row(path: Path, name: str, cpu: bool, ilp_s: float) -> list[str]:
     for solver, limit_s in ((solve_loads, None), (solve_ilp, ilp_s)):
         started = time.process_time()
         try:
-            answer = solver(LoadRequest(Ledger(profile), cluster), Deadline.after(limit_s))
+            answer = solver(LoadRequest(LayerCosts(profile), cluster), Deadline.after(limit_s))
         except TimeoutError:
             cells += ["none in time", ""]
             continue

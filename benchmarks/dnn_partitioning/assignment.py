@@ -42,7 +42,7 @@ class Assignment:
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
         cluster = request.cluster
         self.kinds = [cluster.kind_of(rank) if cluster.kinds else None for rank in range(self.gpus)]
-        layers = request.ledger.profile.layers
+        layers = request.layer_costs.profile.layers
         each_s = [compute_s(layer) for layer in layers]
         self.group_s = [sum(each_s[layer] for layer in group) for group in self.groups]
         self._scale = _SCALE * self.gpus / sum(each_s)
@@ -78,15 +78,15 @@ class Assignment:
         return [[problem.add_variable(f"{name}{n}_{d}", 0, 1, cat) for d in range(self.gpus)] for n in range(count)]
 
     def _pin(self, problem: pulp.LpProblem, runs: Variables) -> None:
-        position, constraints = self.request.ledger.position, self.request.constraints
+        position, constraints = self.request.layer_costs.position, self.request.constraints
         for numbers in (constraints.stage_of, constraints.gpu_of):  # a device is a stage
             for name, device in numbers.items():
                 problem += runs[self.group_of[position[name]]][device] == 1
 
     def _load(self, problem: pulp.LpProblem, runs: Variables, longest: pulp.LpVariable) -> None:
         """Add the rows of every device's load and memory."""
-        ledger, link = self.request.ledger, link_of(self.request.cluster)
-        moving = [value for value in ledger.traffic if self._may_cross(value.producer, value.users)]
+        layer_costs, link = self.request.layer_costs, link_of(self.request.cluster)
+        moving = [value for value in layer_costs.traffic if self._may_cross(value.producer, value.users)]
         enters, leaves = (self._variables(problem, name, len(moving)) for name in ("y", "z"))
         for n, value in enumerate(moving):
             maker = runs[self.group_of[value.producer]]
@@ -94,7 +94,7 @@ class Assignment:
                 for d, user in enumerate(runs[group]):
                     problem += enters[n][d] >= user - maker[d]
                     problem += leaves[n][d] >= maker[d] - user
-        sizes = [sum(held_bytes(ledger.profile.layers[index]) for index in group) for group in self.groups]
+        sizes = [sum(held_bytes(layer_costs.profile.layers[index]) for index in group) for group in self.groups]
         for d, kind in enumerate(self.kinds):
             speed = 1.0 if kind is None else kind.speed
             crossing = [(pair[n][d], value) for pair in (enters, leaves) for n, value in enumerate(moving)]

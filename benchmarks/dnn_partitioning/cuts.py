@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
 from planner.cost.asynchronous import link_of
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED
@@ -56,17 +56,17 @@ class LoadSearch:
     """The cuts of a model, and the loads of the stages between them.
 
     Args:
-        ledger: the model.
+        layer_costs: the model.
         words: cuts, a bit set of layer positions per row; the empty one and the whole among them.
         cluster: of one level.
     """
 
-    def __init__(self, ledger: Ledger, words: Words, cluster: Cluster) -> None:
+    def __init__(self, layer_costs: LayerCosts, words: Words, cluster: Cluster) -> None:
         self.interrupted = False  # by the deadline: there may be faster plans
-        layers, link = ledger.profile.layers, link_of(cluster)
+        layers, link = layer_costs.profile.layers, link_of(cluster)
         bits = to_bits(words, len(layers))
         # Whole numbers, whose sums are exact: a cut is never earlier than one inside it.
-        each: Floats = ticks(ledger)
+        each: Floats = ticks(layer_costs)
         before: Floats = bits @ each
         total_s = sum(compute_s(layer) for layer in layers)
         # Cuts within a time of each other are neighbours, and each stands after those it contains.
@@ -79,13 +79,13 @@ class LoadSearch:
         self._held = np.asarray(self._bits @ held, dtype=np.float64)
         columns = np.ascontiguousarray(self._bits.T)
         # Users within each cut of each value, and the cuts at which it is made and still needed.
-        shape = (len(ledger.traffic), len(words))
+        shape = (len(layer_costs.traffic), len(words))
         self._used, self._live = np.zeros(shape, np.int16), np.zeros(shape, np.bool_)
-        for number, value in enumerate(ledger.traffic):
+        for number, value in enumerate(layer_costs.traffic):
             self._used[number] = columns[list(value.users)].sum(axis=0)
             self._live[number] = (columns[value.producer] > 0) & (self._used[number] < len(value.users))
-        self._cost_s = np.array([value_load_s(value, link) for value in ledger.traffic])
-        self._bytes = np.array([v.output_bytes + v.gradient_bytes for v in ledger.traffic], dtype=np.float64)
+        self._cost_s = np.array([value_load_s(value, link) for value in layer_costs.traffic])
+        self._bytes = np.array([v.output_bytes + v.gradient_bytes for v in layer_costs.traffic], dtype=np.float64)
         self._front_s: Floats = self._cost_s @ self._live
         self._front_bytes: Floats = self._bytes @ self._live
 

@@ -11,30 +11,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.dnn_partitioning.objective import compute_s, held_bytes
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.formats.profile import Profile
 
 
 class Reduced:
-    """A profile without its free layers; `ledger` is of what is left, `expand` puts the others back.
+    """A profile without its free layers; `layer_costs` is of what is left, `expand` puts the others back.
 
     Args:
-        ledger: of the whole profile.
+        layer_costs: of the whole profile.
         memory_matters: whether some device cannot hold all layers: if not, bytes cost nothing.
     """
 
-    def __init__(self, ledger: Ledger, *, memory_matters: bool) -> None:
-        self._whole, self._memory_matters = ledger, memory_matters
-        profile = ledger.profile
+    def __init__(self, layer_costs: LayerCosts, *, memory_matters: bool) -> None:
+        self._whole, self._memory_matters = layer_costs, memory_matters
+        profile = layer_costs.profile
         self._with: dict[str, str | None] = {}  # free layer to the layer it goes with; None for the first stage
         if not profile.no_cut_after:  # which speaks of neighbours in the order
             while (found := self._free_layer()) is not None:
                 self._with[found[0]] = found[1]
-        self.ledger = Ledger(_without(profile, self._with)) if self._with else ledger
+        self.layer_costs = LayerCosts(_without(profile, self._with)) if self._with else layer_costs
 
     def expand(self, stages: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """Return stages of the whole profile from stages of the reduced one."""
-        names = [layer.name for layer in self.ledger.profile.layers]
+        names = [layer.name for layer in self.layer_costs.profile.layers]
         home = {names[index]: number for number, stage in enumerate(stages) for index in stage.layers}
         for free in reversed(self._with):
             other = self._with[free]

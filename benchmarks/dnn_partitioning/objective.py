@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.asynchronous import Link, link_of
-from planner.cost.layer_costs import Candidate, Ledger, Traffic
+from planner.cost.layer_costs import Candidate, LayerCosts, Traffic
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Layer
@@ -52,20 +52,20 @@ class LoadRequest(Request):
     def relaxed_s(self) -> float:
         """Time of perfect balance without communication, which no plan beats."""
         speeds = sum(kind.count * kind.speed for kind in self.cluster.kinds) or self.cluster.gpus
-        return sum(compute_s(layer) for layer in self.ledger.profile.layers) / speeds
+        return sum(compute_s(layer) for layer in self.layer_costs.profile.layers) / speeds
 
     @property
     def memory_matters(self) -> bool:
         """Whether some device could not hold the whole model and all that it moves."""
         limits = [self.cluster.memory_of(kind) for kind in self.kinds]
-        moved = sum(value.output_bytes + value.gradient_bytes for value in self.ledger.traffic)
-        most = sum(held_bytes(layer) for layer in self.ledger.profile.layers) + POSTED * moved
+        moved = sum(value.output_bytes + value.gradient_bytes for value in self.layer_costs.traffic)
+        most = sum(held_bytes(layer) for layer in self.layer_costs.profile.layers) + POSTED * moved
         return any(limit is not None and limit < most for limit in limits)
 
     def load(self, stage: Candidate) -> tuple[float, int]:
         """Return the seconds that the stage's device is busy, and the bytes that it holds."""
-        link, layers = link_of(self.cluster), [self.ledger.profile.layers[index] for index in stage.layers]
-        moved = moved_values(self.ledger, stage.layers)
+        link, layers = link_of(self.cluster), [self.layer_costs.profile.layers[index] for index in stage.layers]
+        moved = moved_values(self.layer_costs, stage.layers)
         moved_s = 0.0 if isinstance(stage.kind, Host) else sum(value_load_s(value, link) for value in moved)
         moved_bytes = sum(value.output_bytes + value.gradient_bytes for value in moved)
         busy_s = sum(compute_s(layer) for layer in layers) / stage.speed + moved_s
@@ -93,7 +93,7 @@ def value_load_s(value: Traffic, link: Link) -> float:
     return (value.output_bytes + value.gradient_bytes) / link.bandwidth_bytes_per_s + messages * link.latency_s
 
 
-def moved_values(ledger: Ledger, layers: frozenset[int]) -> list[Traffic]:
+def moved_values(layer_costs: LayerCosts, layers: frozenset[int]) -> list[Traffic]:
     """Return the values that enter or leave these layers, each once."""
-    leaving = [t for t in ledger.traffic if t.producer in layers and set(t.users) - layers]
-    return leaving + [t for t in ledger.traffic if t.producer not in layers and layers.intersection(t.users)]
+    leaving = [t for t in layer_costs.traffic if t.producer in layers and set(t.users) - layers]
+    return leaving + [t for t in layer_costs.traffic if t.producer not in layers and layers.intersection(t.users)]

@@ -11,7 +11,7 @@ from benchmarks.dnn_partitioning.assignment import Assignment
 from benchmarks.dnn_partitioning.cuts import LoadSearch
 from benchmarks.dnn_partitioning.free_layers import Reduced
 from benchmarks.dnn_partitioning.objective import LoadRequest
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.work import Integers
 from planner.formats.constraints import Constraints
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
@@ -37,12 +37,12 @@ def solve_loads(request: LoadRequest, deadline: Deadline) -> IlpAnswer | None:
     """
     assert request.contiguous
     assert request.constraints.empty
-    reduced = Reduced(request.ledger, memory_matters=request.memory_matters)
+    reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
     # The cuts along the profile's order are few, and their best plan bounds the search over all of them.
-    best = LoadSearch(reduced.ledger, _prefixes(reduced.ledger), request.cluster).best(np.inf, deadline)
-    every, bound_s = enumerate_downsets(reduced.ledger, MOST_STATES), request.relaxed_s
+    best = LoadSearch(reduced.layer_costs, _prefixes(reduced.layer_costs), request.cluster).best(np.inf, deadline)
+    every, bound_s = enumerate_downsets(reduced.layer_costs, MOST_STATES), request.relaxed_s
     if every is not None:
-        over = LoadSearch(reduced.ledger, every, request.cluster)
+        over = LoadSearch(reduced.layer_costs, every, request.cluster)
         best = over.best(np.inf if best is None else best.seconds, deadline) or best
         if not over.interrupted and best is not None:
             bound_s = best.seconds
@@ -69,8 +69,8 @@ def solve_ilp(request: LoadRequest, deadline: Deadline, solver: MilpName | None 
         return _placed(request, deadline, solver)
     reduced = None
     if request.constraints.empty:
-        reduced = Reduced(request.ledger, memory_matters=request.memory_matters)
-        request = replace(request, ledger=reduced.ledger)
+        reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
+        request = replace(request, layer_costs=reduced.layer_costs)
     columns = LoadColumns(request)
     answer = Flow(request, columns, solver).solve(deadline)
     if answer is None:
@@ -109,9 +109,9 @@ def _placed(request: LoadRequest, deadline: Deadline, solver: MilpName) -> IlpAn
         if answer is None or answer.optimal:
             return answer
     contiguous = None
-    profile = request.constraints.as_forbidden_cuts(request.ledger.profile, in_order=False)
+    profile = request.constraints.as_forbidden_cuts(request.layer_costs.profile, in_order=False)
     if profile is not None:
-        ordered = replace(request, ledger=Ledger(profile), constraints=Constraints(), contiguous=True)
+        ordered = replace(request, layer_costs=LayerCosts(profile), constraints=Constraints(), contiguous=True)
         contiguous = solve_loads(ordered, NO_HURRY)
     if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
         bound_s = min(request.relaxed_s if answer is None else answer.bound_s, contiguous.seconds)
@@ -121,7 +121,7 @@ def _placed(request: LoadRequest, deadline: Deadline, solver: MilpName) -> IlpAn
     return answer
 
 
-def _prefixes(ledger: Ledger) -> Words:
+def _prefixes(layer_costs: LayerCosts) -> Words:
     """Return the cuts along the profile's order."""
-    ends = [0, *(group[-1] + 1 for group in uncut_groups(ledger))]
-    return to_words([range(end) for end in ends], len(ledger.profile.layers))
+    ends = [0, *(group[-1] + 1 for group in uncut_groups(layer_costs))]
+    return to_words([range(end) for end in ends], len(layer_costs.profile.layers))

@@ -10,7 +10,7 @@ import numpy as np
 from tabulate import tabulate
 
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import stage_memory
 from planner.cost.work import Integers
 from planner.formats.plan import StageMemory
@@ -85,7 +85,7 @@ def fit_amoebanet(column: Published) -> Fit:
         return unsplit(lambda samples: amoebanet_profile(cells, filters, samples), AMOEBANET_BYTES, IMAGES)
     samples = IMAGES // MICROBATCHES
     profile = amoebanet_profile(cells, filters, samples)
-    return _fit(parameters_of(profile), leanest(Ledger(profile), column.partitions), samples)
+    return _fit(parameters_of(profile), leanest(LayerCosts(profile), column.partitions), samples)
 
 
 def fit_transformer(column: Published) -> Fit:
@@ -105,7 +105,7 @@ def fit_transformer(column: Published) -> Fit:
             middle = [blocks.middle(each)] * (count - 2)
             stages = [blocks.first(each), *middle, blocks.last(layers - each * (count - 1))]
             single = parameters_of(transformer_profile(1, samples))
-            of_block = (parameters_of(blocks.ledger.profile) - single) // (BLOCKS - 1)
+            of_block = (parameters_of(blocks.layer_costs.profile) - single) // (BLOCKS - 1)
             fit = _fit(single + (layers - 1) * of_block, stages, samples)
             ends = sum(_most(make, TRANSFORMER_BYTES) for make in (blocks.first, blocks.last))
             largest = ends + (count - 2) * _most(blocks.middle, TRANSFORMER_BYTES)
@@ -116,7 +116,7 @@ class Blocks:
     """Memory of stages by their number of Transformer layers."""
 
     def __init__(self, profile: Profile, count: int) -> None:
-        self.ledger = Ledger(profile)
+        self.layer_costs = LayerCosts(profile)
         names = [layer.name for layer in profile.layers]
         self.starts = [
             next(k for k, name in enumerate(names) if name.startswith(f"layers.{block}.")) for block in range(count)
@@ -124,26 +124,26 @@ class Blocks:
 
     def first(self, count: int) -> StageMemory:
         """Return the stage that also has the embedding."""
-        return stage(self.ledger, 0, self.starts[count])
+        return stage(self.layer_costs, 0, self.starts[count])
 
     def middle(self, count: int) -> StageMemory:
         """Return a stage of layers alone."""
-        return stage(self.ledger, self.starts[1], self.starts[count + 1])
+        return stage(self.layer_costs, self.starts[1], self.starts[count + 1])
 
     def last(self, count: int) -> StageMemory:
         """Return the stage that also has the output and the loss."""
-        return stage(self.ledger, self.starts[-count], len(self.ledger.profile.layers))
+        return stage(self.layer_costs, self.starts[-count], len(self.layer_costs.profile.layers))
 
 
-def stage(ledger: Ledger, first: int, end: int) -> StageMemory:
+def stage(layer_costs: LayerCosts, first: int, end: int) -> StageMemory:
     """Return the memory of layers `first` to `end` - 1 under GPipe, which saves inputs and recomputes a microbatch."""
     candidate = Candidate(frozenset(range(first)), frozenset(range(first, end)), 1, recompute=True)
-    return stage_memory(ledger.footprint(candidate).divided(MICROBATCHES), MICROBATCHES, 1)
+    return stage_memory(layer_costs.footprint(candidate).divided(MICROBATCHES), MICROBATCHES, 1)
 
 
-def leanest(ledger: Ledger, count: int) -> list[StageMemory]:
+def leanest(layer_costs: LayerCosts, count: int) -> list[StageMemory]:
     """Return the cuts into `count` stages with the least memory on the fullest, by exact dynamic programming."""
-    space = Chain(ledger)
+    space = Chain(layer_costs)
     ends = np.arange(len(space))
     totals = []  # memory of the stage from each layer to every later one
     for start in ends[:-1]:
@@ -165,7 +165,7 @@ def leanest(ledger: Ledger, count: int) -> list[StageMemory]:
     for start_of in reversed(came):
         cuts.append(int(start_of[cuts[-1]]))
     layers = [len(space.layers(0, cut)) for cut in reversed(cuts)]
-    return [stage(ledger, first, end) for first, end in pairwise(layers)]
+    return [stage(layer_costs, first, end) for first, end in pairwise(layers)]
 
 
 def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -> Fit:
@@ -174,7 +174,7 @@ def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -
     def fit(samples: int) -> Fit:
         profile = profile_of(samples)
         every = Candidate(frozenset(), frozenset(range(len(profile.layers))), 1)
-        return _fit(parameters_of(profile), [stage_memory(Ledger(profile).footprint(every), 1, 1)], samples)
+        return _fit(parameters_of(profile), [stage_memory(LayerCosts(profile).footprint(every), 1, 1)], samples)
 
     one, two = fit(1).fullest_bytes, fit(2).fullest_bytes  # bytes grow linearly with the samples
     return fit(min(max(1, 1 + (limit_bytes - one) // (two - one)), most))
@@ -182,7 +182,7 @@ def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -
 
 def _whole(layers: int, samples: int) -> Fit:
     profile = transformer_profile(layers, samples)
-    return _fit(parameters_of(profile), [stage(Ledger(profile), 0, len(profile.layers))], samples)
+    return _fit(parameters_of(profile), [stage(LayerCosts(profile), 0, len(profile.layers))], samples)
 
 
 def _most(make: Callable[[int], StageMemory], limit_bytes: int) -> int:

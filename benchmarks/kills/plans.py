@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import planner
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
@@ -25,16 +25,16 @@ def write_plan(config: str, schedule: str, folder: Path) -> Path:
     if not path.exists():
         replicas = [int(part) for part in config.split("-")]
         microbatches = 1 if schedule == "1f1b" else MICROBATCHES
-        ledger = Ledger(planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE // microbatches))
-        layers = len(ledger.profile.layers)
+        layer_costs = LayerCosts(planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE // microbatches))
+        layers = len(layer_costs.profile.layers)
         cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
         groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]
         cluster = flat_cluster(sum(replicas), 1e9)
         stages = candidates(groups, replicas)
         how = find(schedule)
-        cost = price(ledger, stages, Setting(cluster, how, microbatches))
+        cost = price(layer_costs, stages, Setting(cluster, how, microbatches))
         report = SolverReport(
             name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
         )
-        save_plan(assemble(ledger, cluster, stages, cost, how, microbatches, report), path)
+        save_plan(assemble(layer_costs, cluster, stages, cost, how, microbatches, report), path)
     return path

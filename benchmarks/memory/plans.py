@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import price_with_copies
@@ -34,8 +34,8 @@ class Shape:
 
 def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     """Return a plan whose stages' times are about in proportion to their replicas."""
-    ledger = Ledger(profile)
-    groups = uncut_groups(ledger)
+    layer_costs = LayerCosts(profile)
+    groups = uncut_groups(layer_costs)
     layers = profile.layers
     seconds = [sum(layers[i].forward_s + layers[i].backward_s + layers[i].update_s for i in group) for group in groups]
     parts = [
@@ -43,12 +43,12 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     ]
     stages = [replace(stage, recompute=shape.recompute) for stage in candidates(parts, shape.replicas)]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
-    cost = price(ledger, stages, Setting(cluster, find(shape.schedule), shape.microbatches))
-    cost = price_with_copies(ledger, stages, cluster, cost, find(shape.schedule))
+    cost = price(layer_costs, stages, Setting(cluster, find(shape.schedule), shape.microbatches))
+    cost = price_with_copies(layer_costs, stages, cluster, cost, find(shape.schedule))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, cluster, stages, cost, find(shape.schedule), shape.microbatches, report)
+    return assemble(layer_costs, cluster, stages, cost, find(shape.schedule), shape.microbatches, report)
 
 
 def cut_by_time(seconds: Sequence[float], replicas: Sequence[int]) -> list[tuple[int, int]]:

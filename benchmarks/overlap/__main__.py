@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.emulate import Scale, emulate
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.executor.job import Job
@@ -112,15 +112,15 @@ def _profile(stages: int, message_bytes: int) -> Profile:
 
 def _plan(profile: Profile, cluster: Cluster, stages: int) -> Plan:
     """Return a plan with one layer per stage, the loss with the last, and enough minibatches in flight for the link."""
-    ledger = Ledger(profile)
+    layer_costs = LayerCosts(profile)
     groups = [[index] for index in range(stages)]
     groups[-1] += range(stages, len(profile.layers))
     chosen = candidates(groups, [1] * stages)
-    cost = price_with_depths(ledger, chosen, cluster, price(ledger, chosen, Setting(cluster)), "auto")
+    cost = price_with_depths(layer_costs, chosen, cluster, price(layer_costs, chosen, Setting(cluster)), "auto")
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, cluster, chosen, cost, ONE_F_ONE_B, 1, report)
+    return assemble(layer_costs, cluster, chosen, cost, ONE_F_ONE_B, 1, report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS, Row
 from planner.cost.asynchronous import cost_model, link_of
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName, Plan
@@ -72,9 +72,9 @@ def profile_of_row(row: Row) -> Profile:
 
 def implied_bandwidth(row: Row) -> float | None:
     """Return the bandwidth at which we predict data parallelism's published speed-up; None where none is published."""
-    ledger = Ledger(profile_of_row(row))
-    whole = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
-    return _implied_bandwidth(row, ledger, float(whole.compute_s))
+    layer_costs = LayerCosts(profile_of_row(row))
+    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), 1))
+    return _implied_bandwidth(row, layer_costs, float(whole.compute_s))
 
 
 def answer(row: Row, scan: bool) -> Answer:
@@ -83,12 +83,12 @@ def answer(row: Row, scan: bool) -> Answer:
     memory_bytes = profile.device.memory_bytes
     cluster = row.site.cluster(row.servers, memory_bytes)
     free = cluster.model_copy(update={"memory_bytes": None})
-    ledger = Ledger(profile)
-    whole = ledger.work(Candidate(frozenset(), frozenset(range(len(profile.layers))), 1))
+    layer_costs = LayerCosts(profile)
+    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(profile.layers))), 1))
     one_s = float(whole.compute_s)
-    data_parallel_s = _data_parallel_s(ledger, cluster)
-    theirs = best_cuts(ledger, free, row.replicas, "resource")
-    implied = _implied_bandwidth(row, ledger, one_s)
+    data_parallel_s = _data_parallel_s(layer_costs, cluster)
+    theirs = best_cuts(layer_costs, free, row.replicas, "resource")
+    implied = _implied_bandwidth(row, layer_costs, one_s)
     if implied is None and scan:
         implied = implied_by_ratio(row)
     at_implied = ""
@@ -131,12 +131,12 @@ def _solved(profile: Profile, cluster: Cluster, model: CostModelName) -> Plan | 
         return None
 
 
-def _data_parallel_s(ledger: Ledger, cluster: Cluster) -> float:
-    whole = ledger.work(Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), 1))
+def _data_parallel_s(layer_costs: LayerCosts, cluster: Cluster) -> float:
+    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), 1))
     return float(cost_model("resource", link_of(cluster)).stage_s(whole, float(cluster.gpus)))
 
 
-def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
+def _implied_bandwidth(row: Row, layer_costs: LayerCosts, one_s: float) -> float | None:
     """Return the bandwidth at which we predict data parallelism's published speed-up over one machine."""
     if row.data_parallel_over_one is None:
         return None
@@ -144,7 +144,7 @@ def _implied_bandwidth(row: Row, ledger: Ledger, one_s: float) -> float | None:
     for _ in range(80):
         middle = (low * high) ** 0.5
         factor = middle / row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
-        speedup = one_s / _data_parallel_s(ledger, row.site.cluster(row.servers, None, factor))
+        speedup = one_s / _data_parallel_s(layer_costs, row.site.cluster(row.servers, None, factor))
         low, high = (middle, high) if speedup < row.data_parallel_over_one else (low, middle)
     return float((low * high) ** 0.5)
 
@@ -153,13 +153,13 @@ def implied_by_ratio(row: Row) -> float | None:
     """Return the largest bandwidth at which we predict about the published speed-up over data parallelism."""
     if len(row.replicas) == 1:
         return None
-    ledger = Ledger(profile_of_row(row))
+    layer_costs = LayerCosts(profile_of_row(row))
     slowest = row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
     for factor in reversed(FACTORS):
         cluster = row.site.cluster(row.servers, None, factor)
-        theirs = best_cuts(ledger, cluster, row.replicas, "resource")
+        theirs = best_cuts(layer_costs, cluster, row.replicas, "resource")
         if theirs is not None:
-            ratio = _data_parallel_s(ledger, cluster) / theirs.seconds
+            ratio = _data_parallel_s(layer_costs, cluster) / theirs.seconds
             if abs(ratio / row.over_data_parallel - 1) < CLOSE:
                 return slowest * factor
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.cost.asynchronous import cost_model, link_of
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -38,12 +38,12 @@ class Fixed:
     busiest: str
 
 
-def best_cuts(ledger: Ledger, cluster: Cluster, replicas: Sequence[int], model: CostModelName) -> Fixed | None:
+def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int], model: CostModelName) -> Fixed | None:
     """Return the cheapest cuts found for these replicas per stage; None where the model has too few layers.
 
     A dynamic programme with the slowest link gives the first cuts. Each is then moved while that lowers the true price.
     """
-    space = Chain(ledger)
+    space = Chain(layer_costs)
     last = len(space) - 1
     if len(replicas) > last:
         return None
@@ -63,25 +63,30 @@ def best_cuts(ledger: Ledger, cluster: Cluster, replicas: Sequence[int], model: 
     cuts = [last]
     for k in range(len(replicas), 0, -1):
         cuts.append(int(came[k, cuts[-1]]))
-    return _moved(ledger, space, cluster, cuts[::-1], replicas, model)
+    return _moved(layer_costs, space, cluster, cuts[::-1], replicas, model)
 
 
 def _moved(
-    ledger: Ledger, space: Chain, cluster: Cluster, cuts: list[int], replicas: Sequence[int], model: CostModelName
+    layer_costs: LayerCosts,
+    space: Chain,
+    cluster: Cluster,
+    cuts: list[int],
+    replicas: Sequence[int],
+    model: CostModelName,
 ) -> Fixed:
-    best = _price(ledger, space, cluster, cuts, replicas, model)
+    best = _price(layer_costs, space, cluster, cuts, replicas, model)
     improved = True
     while improved:
         improved = False
         for k in range(1, len(cuts) - 1):
             for place in range(max(cuts[k - 1] + 1, cuts[k] - 6), min(cuts[k + 1], cuts[k] + 7)):
                 trial = [*cuts[:k], place, *cuts[k + 1 :]]
-                found = _price(ledger, space, cluster, trial, replicas, model)
+                found = _price(layer_costs, space, cluster, trial, replicas, model)
                 if found.seconds_per_minibatch < best.seconds_per_minibatch * (1 - 1e-9):
                     cuts, best, improved = trial, found, True
     stages = _stages(space, cuts, replicas)
     if model == "resource":
-        best = price_with_depths(ledger, stages, cluster, best, "auto", ONE_F_ONE_B, 1)
+        best = price_with_depths(layer_costs, stages, cluster, best, "auto", ONE_F_ONE_B, 1)
     bottleneck = best.bottleneck
     return Fixed(
         tuple(len(stage.layers) for stage in stages),
@@ -93,9 +98,14 @@ def _moved(
 
 
 def _price(
-    ledger: Ledger, space: Chain, cluster: Cluster, cuts: Sequence[int], replicas: Sequence[int], model: CostModelName
+    layer_costs: LayerCosts,
+    space: Chain,
+    cluster: Cluster,
+    cuts: Sequence[int],
+    replicas: Sequence[int],
+    model: CostModelName,
 ) -> Price:
-    return price(ledger, _stages(space, cuts, replicas), Setting(cluster, cost_model=model))
+    return price(layer_costs, _stages(space, cuts, replicas), Setting(cluster, cost_model=model))
 
 
 def _stages(space: Chain, cuts: Sequence[int], replicas: Sequence[int]) -> list[Candidate]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.graphs import chain
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
@@ -118,13 +118,13 @@ def _events(case: Case) -> int:
 
 
 def _plan(case: Case) -> Plan:
-    ledger, count = Ledger(chain(case.stages)), case.stages
+    layer_costs, count = LayerCosts(chain(case.stages)), case.stages
     stages = candidates([[number] for number in range(count)], [case.replicas] * count)
-    cost = price(ledger, stages, Setting(case.cluster, find(case.schedule), case.microbatches))
+    cost = price(layer_costs, stages, Setting(case.cluster, find(case.schedule), case.microbatches))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, case.cluster, stages, cost, find(case.schedule), case.microbatches, report)
+    return assemble(layer_costs, case.cluster, stages, cost, find(case.schedule), case.microbatches, report)
 
 
 if __name__ == "__main__":

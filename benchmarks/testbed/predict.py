@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from planner.cost.asynchronous import link_of, ring_all_reduce_s
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
@@ -32,12 +32,12 @@ def given_plan(
     depth: DepthRule = "auto",
 ) -> Plan:
     """Return a priced plan with the given layers and replicas per stage."""
-    ledger = Ledger(profile)
+    layer_costs = LayerCosts(profile)
     ends = [0, *accumulate(stages)]
     assert ends[-1] == len(profile.layers)
     chosen = candidates([range(first, end) for first, end in pairwise(ends)], replicas)
-    formula = price(ledger, chosen, Setting(cluster, find(schedule), microbatches))
-    cost = simulated_price(ledger, chosen, cluster, formula, depth, find(schedule), microbatches)
+    formula = price(layer_costs, chosen, Setting(cluster, find(schedule), microbatches))
+    cost = simulated_price(layer_costs, chosen, cluster, formula, depth, find(schedule), microbatches)
     report = SolverReport(
         name="given",
         cost_model="resource",
@@ -47,12 +47,12 @@ def given_plan(
         seconds=0.0,
         cost_model_s=formula.seconds_per_minibatch,
     )
-    return assemble(ledger, cluster, chosen, cost, find(schedule), microbatches, report)
+    return assemble(layer_costs, cluster, chosen, cost, find(schedule), microbatches, report)
 
 
 def balanced_stages(profile: Profile, count: int) -> list[int]:
     """Return the layers of each of `count` stages of about equal computing time."""
-    return [len(stage.layers) for stage in equal_time(Ledger(profile), count)]
+    return [len(stage.layers) for stage in equal_time(LayerCosts(profile), count)]
 
 
 def in_proportion(count: int, parts: Sequence[float]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.malloc import pages_returned
 from benchmarks.two_cores.launch import places, run_workers
 from benchmarks.two_cores.ours import STASHED, UNSTASHED, Ours
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
@@ -62,8 +62,8 @@ def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
 
 def deep_plan(profile: Profile) -> Plan:
     """Return a plan with all but a few layers in the first stage, and enough minibatches in flight to show versions."""
-    ledger = Ledger(profile)
-    groups = uncut_groups(ledger)
+    layer_costs = LayerCosts(profile)
+    groups = uncut_groups(layer_costs)
     total = sum(layer.weight_bytes for layer in profile.layers)
 
     def weights_after(cut: int) -> int:
@@ -72,11 +72,11 @@ def deep_plan(profile: Profile) -> Plan:
     cut = next(cut for cut in range(1, len(groups)) if weights_after(cut) < 0.2 * total)
     stages = candidates([[i for group in part for i in group] for part in (groups[:cut], groups[cut:])], (1, 1))
     cluster = flat_cluster(2, 1e9)
-    cost = price(ledger, stages, Setting(cluster, ONE_F_ONE_B, 1))
+    cost = price(layer_costs, stages, Setting(cluster, ONE_F_ONE_B, 1))
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    plan = assemble(ledger, cluster, stages, cost, ONE_F_ONE_B, 1, report)
+    plan = assemble(layer_costs, cluster, stages, cost, ONE_F_ONE_B, 1, report)
     first, last = plan.stages
     return plan.model_copy(update={"stages": (first.model_copy(update={"in_flight": IN_FLIGHT}), last)})
 

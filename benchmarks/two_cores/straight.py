@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from planner.cost.layer_costs import Candidate, Ledger, candidates
+from planner.cost.layer_costs import Candidate, LayerCosts, candidates
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -23,15 +23,15 @@ from planner.solver.chain.states import uncut_groups
 def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatches: int) -> Plan:
     """Return the fastest of all cuts of `profile` into two stages under the default cost model, by trying each."""
     began = time.perf_counter()
-    ledger = Ledger(profile)
-    groups = uncut_groups(ledger)
+    layer_costs = LayerCosts(profile)
+    groups = uncut_groups(layer_costs)
     priced: list[tuple[list[Candidate], Price]] = []
     for cut in range(1, len(groups)):
         halves = [[layer for group in part for layer in group] for part in (groups[:cut], groups[cut:])]
         stages = candidates(halves, (1, 1))
-        priced.append((stages, price(ledger, stages, Setting(cluster, find(schedule), microbatches))))
+        priced.append((stages, price(layer_costs, stages, Setting(cluster, find(schedule), microbatches))))
     stages, cost = min(priced, key=lambda pair: pair[1].seconds_per_minibatch)
-    cost = simulated_price(ledger, stages, cluster, cost, "auto", find(schedule), microbatches)
+    cost = simulated_price(layer_costs, stages, cluster, cost, "auto", find(schedule), microbatches)
     seconds = cost.seconds_per_minibatch
     report = SolverReport(
         name="every cut into two stages",
@@ -41,4 +41,4 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatche
         gap=0.0,
         seconds=time.perf_counter() - began,
     )
-    return assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)
+    return assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.question import Question
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
@@ -88,22 +88,22 @@ def compare(
 
 def _entries(given: GivenPlan) -> list[_Entry]:
     """List the chosen plan, then data parallelism, then the other baselines."""
-    ledger, plan, question = given.ledger, given.plan, given.question
+    layer_costs, plan, question = given.layer_costs, given.plan, given.question
     cluster = plan.cluster
     question = replace(question, schedule=plan.schedule.unchunked)  # the baselines have no chunks
-    equal_time = baselines.equal_time(ledger, cluster.gpus)
-    straight = question.fastest(ledger, [*baselines.straight(ledger, cluster), equal_time], cluster)
+    equal_time = baselines.equal_time(layer_costs, cluster.gpus)
+    straight = question.fastest(layer_costs, [*baselines.straight(layer_costs, cluster), equal_time], cluster)
     assert straight is not None  # there is equal_time at least
 
     def entry(name: str, stages: Sequence[Candidate], how: Question = question) -> _Entry:
-        return _Entry(name, stages, how, how.price(ledger, stages, cluster))
+        return _Entry(name, stages, how, how.price(layer_costs, stages, cluster))
 
     entries = [
         _Entry(CHOSEN, given.stages, given.question, given.price()),
-        entry(DATA_PARALLEL, baselines.data_parallel(ledger, cluster.gpus)),
+        entry(DATA_PARALLEL, baselines.data_parallel(layer_costs, cluster.gpus)),
         entry("straight pipeline", straight[1]),
-        entry("equal layers", baselines.equal_layers(ledger, cluster.gpus)),
-        entry("equal parameters", baselines.equal_parameters(ledger, cluster.gpus)),
+        entry("equal layers", baselines.equal_layers(layer_costs, cluster.gpus)),
+        entry("equal parameters", baselines.equal_parameters(layer_costs, cluster.gpus)),
         entry("equal time", equal_time),
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
@@ -115,14 +115,14 @@ def _entries(given: GivenPlan) -> list[_Entry]:
 
 def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
     """Make a row that is not yet compared with data parallelism."""
-    cluster, size = given.plan.cluster, given.ledger.profile.microbatch_size
+    cluster, size = given.plan.cluster, given.layer_costs.profile.microbatch_size
     microbatches = entry.question.microbatches_on(cluster)
     seconds = entry.cost.seconds_per_minibatch / microbatches
     sent = entry.cost.communication_bytes / microbatches
     memory = max(entry.cost.gpu_bytes)
     replicas = tuple(stage.replicas for stage in entry.stages)
     workers = sum(replicas) // entry.cost.chunks  # under interleaved each worker runs several stages
-    busy = busy_s(given.ledger, entry.stages, entry.question.schedule, microbatches)
+    busy = busy_s(given.layer_costs, entry.stages, entry.question.schedule, microbatches)
     return ComparisonRow(
         name=entry.name,
         config=config_of(replicas),
@@ -141,7 +141,7 @@ def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
     )
 
 
-def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: Schedule, microbatches: int) -> float:
+def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Schedule, microbatches: int) -> float:
     """Sum the seconds per microbatch that the workers of all stages compute.
 
     A microbatch runs on one replica of each stage. All replicas update: once per minibatch, or under 1f1b once per
@@ -149,7 +149,7 @@ def busy_s(ledger: Ledger, stages: Sequence[Candidate], schedule: Schedule, micr
     """
     total = 0.0
     for stage in stages:
-        work = ledger.work(stage)
+        work = layer_costs.work(stage)
         updates = stage.replicas / microbatches if schedule.divides else 1
         # The first microbatch of each replica has no gradients to accumulate into.
         accumulating = max(0, microbatches - stage.replicas) / microbatches

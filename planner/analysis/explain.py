@@ -143,7 +143,7 @@ def _moves(given: GivenPlan) -> tuple[BoundaryMove, ...]:
         ends.append(ends[-1] + len(stage.layers))
         if stage.layers != frozenset(range(ends[-2], ends[-1])):
             return ()
-    legal = baselines.legal_ends(given.ledger)
+    legal = baselines.legal_ends(given.layer_costs)
     found = []
     for boundary in range(1, len(ends) - 1):
         place = legal.index(ends[boundary])
@@ -163,7 +163,7 @@ def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> Bounda
     position = ends[boundary + 1] if step < 0 else ends[boundary + 1] - 1
     return BoundaryMove(
         boundary=boundary,
-        layer=given.ledger.profile.layers[position].name,
+        layer=given.layer_costs.profile.layers[position].name,
         to_stage=boundary + (step < 0),
         seconds_per_minibatch=cost.seconds_per_minibatch,
         slower=cost.seconds_per_minibatch / given.seconds - 1,
@@ -176,7 +176,7 @@ def _next_best(given: GivenPlan) -> Alternative | None:
     if given.plan.schedule.chunked:
         return None  # none of those has chunks
     others = [stages for stages in _others(given) if _config(stages) != given.plan.config]
-    best = given.question.fastest(given.ledger, others, given.plan.cluster, must_fit=True)
+    best = given.question.fastest(given.layer_costs, others, given.plan.cluster, must_fit=True)
     return None if best is None else _alternative(given, "the best other config", _config(best[1]), best[0])
 
 
@@ -185,10 +185,12 @@ def _config(stages: Sequence[Candidate]) -> str:
 
 
 def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
-    ledger, cluster = given.ledger, given.plan.cluster
-    found: list[Sequence[Candidate]] = [baselines.data_parallel(ledger, count) for count in counts_to_try(cluster.gpus)]
-    found += [*baselines.straight(ledger, cluster), baselines.equal_time(ledger, cluster.gpus)]
-    found += proposals(Chain(ledger), cluster, given.question.recompute)
+    layer_costs, cluster = given.layer_costs, given.plan.cluster
+    found: list[Sequence[Candidate]] = [
+        baselines.data_parallel(layer_costs, count) for count in counts_to_try(cluster.gpus)
+    ]
+    found += [*baselines.straight(layer_costs, cluster), baselines.equal_time(layer_costs, cluster.gpus)]
+    found += proposals(Chain(layer_costs), cluster, given.question.recompute)
     return list(dict.fromkeys(tuple(stages) for stages in found))
 
 
@@ -211,7 +213,7 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     try:
-        plan = given.question.solve(given.ledger.profile, cluster)
+        plan = given.question.solve(given.layer_costs.profile, cluster)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.analysis.question import Question
 from planner.cost.asynchronous import Resource
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.work import Floats
@@ -22,13 +22,13 @@ class GivenPlan:
     """A plan, the profile it was made from, and the question it answers.
 
     Attributes:
-        ledger: costs of the profile's layers.
+        layer_costs: costs of the profile's layers.
         plan: from `solve` or `load_plan`.
         question: under which it and its alternatives are priced.
         stages: of the plan, by the positions of their layers.
     """
 
-    ledger: Ledger
+    layer_costs: LayerCosts
     plan: Plan
     question: Question
     stages: tuple[Candidate, ...]
@@ -46,7 +46,7 @@ class GivenPlan:
                 "the plan is for GPUs of several kinds",
                 hint="compare and explain plans for identical GPUs",
             )
-        ledger = Ledger(profile)
+        layer_costs = LayerCosts(profile)
         if plan.profile_digest != profile.digest:
             raise PlanError(
                 f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'",
@@ -55,10 +55,10 @@ class GivenPlan:
         before: frozenset[int] = frozenset()
         stages = []
         for stage in plan.stages:
-            layers = frozenset(ledger.position[name] for name in stage.layers)
+            layers = frozenset(layer_costs.position[name] for name in stage.layers)
             stages.append(Candidate(before, layers, stage.replicas, stage.recompute))
             before |= layers
-        return cls(ledger, plan, question or question_of(plan), tuple(stages))
+        return cls(layer_costs, plan, question or question_of(plan), tuple(stages))
 
     @property
     def seconds(self) -> float:
@@ -68,19 +68,19 @@ class GivenPlan:
     def price(self) -> Price:
         """Price the plan, with the time and the memory that it states: it may have been solved for other depths."""
         return replace(
-            question_of(self.plan).formula(self.ledger, self.stages, self.plan.cluster),
+            question_of(self.plan).formula(self.layer_costs, self.stages, self.plan.cluster),
             seconds_per_minibatch=self.seconds,
             memory=tuple(stage.memory for stage in self.plan.stages),
         )
 
     def price_other(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Price:
         """Price other stages under the same question, on the plan's cluster or on another one."""
-        return self.question.price(self.ledger, stages, cluster or self.plan.cluster)
+        return self.question.price(self.layer_costs, stages, cluster or self.plan.cluster)
 
     def busy_resources(self) -> list[dict[Resource, Floats]]:
         """Compute the busy seconds per minibatch of each stage's resources."""
         setting = question_of(self.plan).setting_on(self.plan.cluster)
-        return busy_resources(self.ledger, self.stages, setting)
+        return busy_resources(self.layer_costs, self.stages, setting)
 
 
 def question_of(plan: Plan) -> Question:

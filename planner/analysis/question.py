@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.cost.asynchronous import RecomputeRule
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -63,33 +63,38 @@ class Question:
             chunks=self.chunks,
         )
 
-    def price(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
+    def price(self, layer_costs: LayerCosts, stages: Sequence[Candidate], cluster: Cluster) -> Price:
         """Price these stages, by simulation if the cost model is the planner's own."""
-        cost = self.formula(ledger, stages, cluster)
+        cost = self.formula(layer_costs, stages, cluster)
         if self.cost_model != "resource":
             return cost
         microbatches = self.microbatches_on(cluster)
-        return simulated_price(ledger, stages, cluster, cost, self.depth, self.schedule, microbatches)
+        return simulated_price(layer_costs, stages, cluster, cost, self.depth, self.schedule, microbatches)
 
     def fastest(
-        self, ledger: Ledger, options: Iterable[Sequence[Candidate]], cluster: Cluster, *, must_fit: bool = False
+        self,
+        layer_costs: LayerCosts,
+        options: Iterable[Sequence[Candidate]],
+        cluster: Cluster,
+        *,
+        must_fit: bool = False,
     ) -> tuple[float, Sequence[Candidate]] | None:
         """Return the fastest of several lists of stages with its seconds per minibatch; None if none fits."""
         best: tuple[float, Sequence[Candidate]] | None = None
-        bounds = [(self.formula(ledger, stages, cluster).seconds_per_minibatch, stages) for stages in options]
+        bounds = [(self.formula(layer_costs, stages, cluster).seconds_per_minibatch, stages) for stages in options]
         for bound_s, stages in sorted(bounds, key=lambda bound: bound[0]):
             if best is not None and bound_s >= best[0]:
                 break  # simulating can only add waiting time
-            cost = self.price(ledger, stages, cluster)
+            cost = self.price(layer_costs, stages, cluster)
             if must_fit and not fits(cost, cluster):
                 continue
             if best is None or cost.seconds_per_minibatch < best[0]:
                 best = cost.seconds_per_minibatch, stages
         return best
 
-    def formula(self, ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster) -> Price:
+    def formula(self, layer_costs: LayerCosts, stages: Sequence[Candidate], cluster: Cluster) -> Price:
         """Price these stages by the cost model, without simulating."""
-        return price(ledger, stages, self.setting_on(cluster))
+        return price(layer_costs, stages, self.setting_on(cluster))
 
 
 def fits(cost: Price, cluster: Cluster) -> bool:

@@ -54,7 +54,7 @@ class Candidate:
         return 1.0 if self.kind is None else self.kind.speed
 
 
-class Ledger:
+class LayerCosts:
     """A profile's layers as numbers, and the work and footprint of any set of layers."""
 
     def __init__(self, profile: Profile) -> None:
@@ -147,18 +147,19 @@ class Ledger:
         )
 
 
-def exchanges(ledger: Ledger, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:
+def exchanges(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:
     """What pairs of stages exchange: bytes of activations and of gradients, and how many of each."""
     return {
-        ends: np.sum([value.amounts for value in values], axis=0) for ends, values in messages(ledger, stages).items()
+        ends: np.sum([value.amounts for value in values], axis=0)
+        for ends, values in messages(layer_costs, stages).items()
     }
 
 
-def messages(ledger: Ledger, stages: Sequence[Candidate]) -> dict[tuple[int, int], list[Traffic]]:
+def messages(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], list[Traffic]]:
     """Return the values that each pair of stages exchanges: from the producer to its first user, and on to the next."""
     stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
     found: dict[tuple[int, int], list[Traffic]] = {}
-    for value in ledger.traffic:
+    for value in layer_costs.traffic:
         for ends in pairwise(sorted({stage_of[layer] for layer in (value.producer, *value.users)})):
             found.setdefault(ends, []).append(value)
     return found

@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.asynchronous import Resource, link_of
 from planner.cost.double_buffered import asynchronous_model
 from planner.cost.interleaved import InterleavedModel, StageSeconds
-from planner.cost.layer_costs import Candidate, Ledger, exchanges
+from planner.cost.layer_costs import Candidate, LayerCosts, exchanges
 from planner.cost.placement import Placement, places_matter
 from planner.cost.plan_price import Price, stage_memory
 from planner.cost.setting import Setting
@@ -21,15 +21,15 @@ from planner.formats.plan import Bottleneck
 from planner.schedule.schedule import Schedule
 
 
-def price(ledger: Ledger, stages: Sequence[Candidate], setting: Setting) -> Price:
+def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Price:
     """Price a whole plan.
 
     With several chunks per worker, the number of stages is a multiple of them, and all stages have as many replicas.
     """
     schedule, microbatches = setting.schedule, setting.microbatches
-    works = [ledger.work(stage) for stage in stages]
+    works = [layer_costs.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
-    sums, busy = _resources(ledger, stages, setting)
+    sums, busy = _resources(layer_costs, stages, setting)
     bottleneck = _busiest(busy)
     seconds = bottleneck.busy_s
     in_flight: Sequence[int] = schedule.depths(replicas, microbatches, setting.chunks)
@@ -40,11 +40,11 @@ def price(ledger: Ledger, stages: Sequence[Candidate], setting: Setting) -> Pric
             bottleneck = Bottleneck(stage=slowest, resource="compute", busy_s=sums[slowest])
     saved = in_flight
     if schedule.splits_backward and not schedule.chunked:
-        waiting = _waiting(ledger, stages, setting, in_flight)
+        waiting = _waiting(layer_costs, stages, setting, in_flight)
         saved = [flying + 2 * more for flying, more in zip(in_flight, waiting, strict=True)]
         in_flight = [flying + more for flying, more in zip(in_flight, waiting, strict=True)]
     memory = tuple(
-        stage_memory(ledger.footprint(stage).divided(microbatches), units, schedule.versions(units))
+        stage_memory(layer_costs.footprint(stage).divided(microbatches), units, schedule.versions(units))
         for stage, units in zip(stages, saved, strict=True)
     )
     sent_bytes = _sent_bytes(works, replicas, schedule, microbatches)
@@ -52,7 +52,9 @@ def price(ledger: Ledger, stages: Sequence[Candidate], setting: Setting) -> Pric
     return Price(seconds, bottleneck, tuple(in_flight), memory, sent_bytes, worker_of)
 
 
-def _waiting(ledger: Ledger, stages: Sequence[Candidate], setting: Setting, in_flight: Sequence[int]) -> list[int]:
+def _waiting(
+    layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting, in_flight: Sequence[int]
+) -> list[int]:
     """Under zb-h1, of how many microbatches a stage does the weights' part of the backward later.
 
     As many as bring it to what the first stage has in flight, if memory allows it: each keeps its saved activations and
@@ -60,12 +62,12 @@ def _waiting(ledger: Ledger, stages: Sequence[Candidate], setting: Setting, in_f
     """
     waiting, microbatches = [], setting.microbatches
     for stage, flying in zip(stages, in_flight, strict=True):
-        users = (t for t in ledger.traffic if t.producer in stage.before and stage.layers.intersection(t.users))
+        users = (t for t in layer_costs.traffic if t.producer in stage.before and stage.layers.intersection(t.users))
         more = 0
         if any(value.gradient_bytes for value in users):
             more = max(0, min(in_flight[0], -(-microbatches // stage.replicas)) - flying)
             if (limit := setting.cluster.memory_of(stage.kind)) is not None:
-                fit = ledger.footprint(stage).divided(microbatches).most_in_flight(limit, stashing=False)
+                fit = layer_costs.footprint(stage).divided(microbatches).most_in_flight(limit, stashing=False)
                 more = max(0, min(more, (int(fit) - flying) // 2))
         waiting.append(more)
     return waiting
@@ -93,28 +95,30 @@ def _interleaved(works: Sequence[Work], model: InterleavedModel) -> list[dict[Re
     return [{name: seconds[position] for name, seconds in by_resource.items()} for position in range(model.workers)]
 
 
-def busy_resources(ledger: Ledger, stages: Sequence[Candidate], setting: Setting) -> list[dict[Resource, Floats]]:
+def busy_resources(
+    layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
+) -> list[dict[Resource, Floats]]:
     """Return the busy seconds per minibatch of every resource of every stage.
 
     Of synchronous schedules, that is their part of the maximum. With several chunks per worker there is one entry per
     worker, in the order of their first stages.
     """
-    return _resources(ledger, stages, setting)[1]
+    return _resources(layer_costs, stages, setting)[1]
 
 
 def _resources(
-    ledger: Ledger, stages: Sequence[Candidate], setting: Setting
+    layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
 ) -> tuple[list[float], list[dict[Resource, Floats]]]:
     """Per stage: its part of the sum of a schedule that drains, and the busy seconds of its resources."""
     cluster, schedule, microbatches = setting.cluster, setting.schedule, setting.microbatches
-    works = [ledger.work(stage) for stage in stages]
+    works = [layer_costs.work(stage) for stage in stages]
     replicas = [stage.replicas for stage in stages]
     if schedule.chunked:
         return [], _interleaved(works, _interleaved_model(stages, setting))
     link = link_of(cluster)
     placement = None
     if places_matter(cluster, schedule):
-        placement = Placement(Topology(cluster), works, replicas, exchanges(ledger, stages))
+        placement = Placement(Topology(cluster), works, replicas, exchanges(layer_costs, stages))
     if schedule.asynchronous:
         if placement is not None:
             return [], placement.asynchronous(setting.cost_model)

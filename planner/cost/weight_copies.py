@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.buckets import ready_s
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
@@ -19,14 +19,14 @@ from planner.units import format_bytes
 _OF_A_WEIGHT = ("update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "optimizer_bytes")
 
 
-def shared_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[SharedWeight]:
+def shared_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[SharedWeight]:
     """The trained weights that two of the stages hold, for each two."""
-    return list(shared_weights(_names(ledger, stages), trained_parameters(ledger.profile)))
+    return list(shared_weights(_names(layer_costs, stages), trained_parameters(layer_costs.profile)))
 
 
-def copied_in(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[Layer]]:
+def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[Layer]]:
     """For each stage, the layers of earlier stages whose trained weights it holds again."""
-    return copied_layers(ledger.profile, _names(ledger, stages))
+    return copied_layers(layer_costs.profile, _names(layer_costs, stages))
 
 
 def counted_with_copies(profile: Profile) -> Profile | None:
@@ -56,24 +56,26 @@ def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     return sum(layer.accumulate_s for layer in copied) / stage.speed
 
 
-def ready_of_gradients_s(ledger: Ledger, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
+def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
     """When in the backward the parts of a replicated stage's gradients can be all-reduced; empty without replicas."""
     if stage.replicas == 1:
         return ()
-    layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
+    layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
     return tuple(seconds / stage.speed for seconds in ready_s(layers, copied))
 
 
-def exchanged_bytes(ledger: Ledger, stages: Sequence[Candidate], depths: Sequence[int] | None = None) -> list[int]:
+def exchanged_bytes(
+    layer_costs: LayerCosts, stages: Sequence[Candidate], depths: Sequence[int] | None = None
+) -> list[int]:
     """For each stage, the gradients of shared weights that one replica holds for their exchange.
 
     That is, for each stage that it shares with, what it has sent, which is a message for each of the other stage's
     replicas that it serves, and one from there. The sum is made in the gradients themselves. A stage that is ahead of
     others, with `depths` of 1f1b, holds what it sends and its own gradients for so many rounds more.
     """
-    layers = {layer.name: layer for layer in ledger.profile.layers}
+    layers = {layer.name: layer for layer in layer_costs.profile.layers}
     found: dict[tuple[int, int], set[str]] = {}
-    for weight in shared_in(ledger, stages):
+    for weight in shared_in(layer_costs, stages):
         # A weight is counted in the first layer that has it.
         found.setdefault(weight.stages, set()).add(weight.layers[0])
     held = [0] * len(stages)
@@ -86,13 +88,13 @@ def exchanged_bytes(ledger: Ledger, stages: Sequence[Candidate], depths: Sequenc
     return held
 
 
-def _names(ledger: Ledger, stages: Sequence[Candidate]) -> list[list[str]]:
-    layers = ledger.profile.layers
+def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[str]]:
+    layers = layer_costs.profile.layers
     return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
 
 
 def price_with_copies(
-    ledger: Ledger, stages: Sequence[Candidate], cluster: Cluster, price: Price, schedule: Schedule
+    layer_costs: LayerCosts, stages: Sequence[Candidate], cluster: Cluster, price: Price, schedule: Schedule
 ) -> Price:
     """`price` with the memory of copies: the weight's versions, its gradient twice, the optimizer's state.
 
@@ -101,12 +103,12 @@ def price_with_copies(
     Raises:
         InfeasibleError: when that does not fit.
     """
-    exchanged = exchanged_bytes(ledger, stages, price.in_flight if schedule.stashes else None)
+    exchanged = exchanged_bytes(layer_costs, stages, price.in_flight if schedule.stashes else None)
     memory = [
         held.model_copy(update={"communication_bytes": held.communication_bytes + more})
         for held, more in zip(price.memory, exchanged, strict=True)
     ]
-    for number, copied in enumerate(copied_in(ledger, stages)):
+    for number, copied in enumerate(copied_in(layer_costs, stages)):
         for layer in copied:
             held = memory[number]
             versions = schedule.versions(price.in_flight[number])
@@ -119,7 +121,7 @@ def price_with_copies(
             )
         limit = cluster.memory_of(stages[number].kind)
         if limit is not None and memory[number] != price.memory[number] and memory[number].total_bytes > limit:
-            shared = next(weight for weight in shared_in(ledger, stages) if number in weight.stages)
+            shared = next(weight for weight in shared_in(layer_costs, stages) if number in weight.stages)
             over = format_bytes(memory[number].total_bytes - limit)
             raise InfeasibleError(
                 shared.sentence(f", and what stage {number} holds for that does not fit the memory by {over}"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.asynchronous import RecomputeRule
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import price_with_copies
@@ -94,17 +94,17 @@ def solve(
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     deadline = Deadline.after(time_limit_s)
-    ledger = Ledger(profile)
-    request = Request(ledger, cluster, cost_model, schedule, microbatches, recompute, constraints or Constraints())
+    layer_costs = LayerCosts(profile)
+    request = Request(layer_costs, cluster, cost_model, schedule, microbatches, recompute, constraints or Constraints())
     trials = Trials(cluster, schedule, microbatches, depth, Tally(deadline))
     if vertical_sync:
         _check_vertical_sync(request)
         found, cost = solve_synced(request, depth, lambda r, rule: _found(r, solver, trials.again(depth=rule), chunks))
     else:
         found, cost = _found(request, solver, trials, chunks)
-    cost = price_with_copies(request.ledger, found.stages, cluster, cost, schedule)
+    cost = price_with_copies(request.layer_costs, found.stages, cluster, cost, schedule)
     report = _report(found, cost, cost_model, trials)
-    plan = assemble(request.ledger, cluster, found.stages, cost, schedule, microbatches, report)
+    plan = assemble(request.layer_costs, cluster, found.stages, cost, schedule, microbatches, report)
     plan = plan.model_copy(update={"vertical_sync": vertical_sync})
     if plan.predicted.by == "simulation" and (vertical_sync or plan.shared):
         plan = simulated_plan(plan)  # candidates know of neither
@@ -152,27 +152,33 @@ def _found(request: Request, solver: SolverName, trials: Trials, chunks: int) ->
         found = answer(request, method, trials.tally.deadline)
         cost = request.priced(found.stages)
         if request.simulated:
-            cost = trials.price(request.ledger, found.stages, cost)
+            cost = trials.price(request.layer_costs, found.stages, cost)
         return found, cost
-    ledger = request.without_constraints().ledger
+    layer_costs = request.without_constraints().layer_costs
     if schedule.chunked:
-        stages, cost, bound_s = solve_interleaved(ledger, cluster, microbatches, chunks, request.recompute, trials)
+        stages, cost, bound_s = solve_interleaved(layer_costs, cluster, microbatches, chunks, request.recompute, trials)
     else:
-        stages, cost, bound_s = _searched(request.about(ledger.profile), trials)
+        stages, cost, bound_s = _searched(request.about(layer_costs.profile), trials)
     return Found(tuple(stages), bound_s, "search"), cost
 
 
 def _searched(request: Request, trials: Trials) -> tuple[Sequence[Candidate], Price, float]:
     """Stages, their simulated price, and lower bound, for schedules with one stage per GPU."""
-    ledger, cluster, recompute = request.ledger, request.cluster, request.recompute
+    layer_costs, cluster, recompute = request.layer_costs, request.cluster, request.recompute
     task = Task(
-        Chain(ledger), cluster, request.model, request.schedule, request.microbatches, recompute, trials.tally.deadline
+        Chain(layer_costs),
+        cluster,
+        request.model,
+        request.schedule,
+        request.microbatches,
+        recompute,
+        trials.tally.deadline,
     )
     path = task.best()
     if path is None and not task.keeps_order and (wider := task.over_all_cuts()) is not None:
         task, path = wider, wider.best()
     if path is None:
-        raise explain(ledger, cluster, task.fits, task.leaner())
+        raise explain(layer_costs, cluster, task.fits, task.leaner())
     along = task
     task, path, bound_s = task.over_levels(path) if task.placed else task.beyond_the_order(path)
     stages, cost = task.priced(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
 from planner.formats.cluster import Cluster
@@ -17,7 +17,7 @@ from planner.solver.predict import predict
 
 
 def assemble(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     cluster: Cluster,
     stages: Sequence[Candidate],
     price: Price,
@@ -26,7 +26,7 @@ def assemble(
     report: SolverReport,
 ) -> Plan:
     """The Plan of these stages, on consecutive ranks unless they say which."""
-    profile = ledger.profile
+    profile = layer_costs.profile
     return Plan(
         model=profile.model,
         profile_digest=profile.digest,
@@ -39,10 +39,10 @@ def assemble(
         schedule=schedule,
         microbatch_size=profile.microbatch_size,
         microbatches=microbatches,
-        stages=_stages(ledger, stages, price),
-        transfers=transfers(ledger, stages),
-        shared=shared_between(ledger, stages),
-        predicted=predict(ledger, cluster, price, schedule, microbatches, report),
+        stages=_stages(layer_costs, stages, price),
+        transfers=transfers(layer_costs, stages),
+        shared=shared_between(layer_costs, stages),
+        predicted=predict(layer_costs, cluster, price, schedule, microbatches, report),
         solver=report,
         cluster=cluster,
     )
@@ -69,11 +69,11 @@ def simulated_plan(plan: Plan) -> Plan:
     return plan.model_copy(update={"predicted": predicted, "solver": report})
 
 
-def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[Stage, ...]:
+def _stages(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price) -> tuple[Stage, ...]:
     made: list[Stage] = []
-    ranks, copied = stage_ranks(stages, price), copied_in(ledger, stages)
+    ranks, copied = stage_ranks(stages, price), copied_in(layer_costs, stages)
     for stage, own, in_flight, memory, again in zip(stages, ranks, price.in_flight, price.memory, copied, strict=True):
-        layers = [ledger.profile.layers[index] for index in sorted(stage.layers)]
+        layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
@@ -85,7 +85,7 @@ def _stages(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> tuple[
                 update_s=sum(layer.update_s for layer in layers) / stage.speed + update_of_copies_s(stage, again),
                 accumulate_s=sum(layer.accumulate_s for layer in layers) / stage.speed
                 + adding_of_copies_s(stage, again),
-                ready_s=ready_of_gradients_s(ledger, stage, again),
+                ready_s=ready_of_gradients_s(layer_costs, stage, again),
                 memory=memory,
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
@@ -19,20 +19,20 @@ _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64
 
 
-def explain(ledger: Ledger, cluster: Cluster, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
+def explain(layer_costs: LayerCosts, cluster: Cluster, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
     """The error for a cluster whose memory no plan fits: the stage that does not, and the smallest changes that help.
 
     Args:
-        ledger: of the profile.
+        layer_costs: of the profile.
         cluster: whose memory does not suffice.
         fits: the search.
         others: searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
     assert cluster.memory_bytes is not None
-    stages, price = _leanest(ledger, cluster, fits)
+    stages, price = _leanest(layer_costs, cluster, fits)
     totals = price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)
-    layers = [ledger.profile.layers[index].name for index in sorted(stages[worst].layers)]
+    layers = [layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
     place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
     config = config_of(tuple(stage.replicas for stage in stages))
     over = totals[worst] - cluster.memory_bytes
@@ -61,7 +61,7 @@ def round_up(count: int) -> str:
     return f"{count}B"
 
 
-def _leanest(ledger: Ledger, cluster: Cluster, fits: Fits) -> tuple[Sequence[Candidate], Price]:
+def _leanest(layer_costs: LayerCosts, cluster: Cluster, fits: Fits) -> tuple[Sequence[Candidate], Price]:
     """The plan whose largest stage is smallest."""
     assert cluster.memory_bytes is not None
     low, high = cluster.memory_bytes, 2 * cluster.memory_bytes

@@ -42,7 +42,7 @@ def method_for(request: Request, solver: SolverName) -> MethodName:
     Raises:
         InputError: when the solver asked for cannot answer it.
     """
-    request.constraints.check(request.ledger.profile, request.cluster)
+    request.constraints.check(request.layer_costs.profile, request.cluster)
     wants = _beyond_the_search(request)
     if request.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
         wanted = wants or f"`solver={solver}`"
@@ -66,7 +66,7 @@ def _beyond_the_search(request: Request) -> str | None:
         return "clusters whose GPUs differ"
     if constraints.stage_of or constraints.gpu_of:
         return "layers pinned to a stage or a GPU"
-    if constraints.as_forbidden_cuts(request.ledger.profile, in_order=request.keeps_order) is None:
+    if constraints.as_forbidden_cuts(request.layer_costs.profile, in_order=request.keeps_order) is None:
         return "layers kept together that are no neighbours in the profile's order"
     return None
 
@@ -103,7 +103,7 @@ def _by_ilp(request: Request, deadline: Deadline) -> Found | None:
 def _by_trying(request: Request) -> Found | None:
     request = request.without_constraints()
     best = brute_force(
-        request.ledger,
+        request.layer_costs,
         request.cluster,
         model=request.model,
         schedule=request.schedule,
@@ -135,7 +135,7 @@ def _infeasible(request: Request, method: MethodName) -> InfeasibleError:
             hint="leave some of them out: layers that a stage needs must not be pinned to a later one",
         )
     if not request.cluster.kinds:
-        return explain(request.ledger, request.cluster, fits, {})
+        return explain(request.layer_costs, request.cluster, fits, {})
     stages, cost = unlimited
     limits = [request.cluster.memory_of(_original(request, stage)) or _PLENTY for stage in stages]
     over = [held.total_bytes - limit for held, limit in zip(cost.memory, limits, strict=True)]

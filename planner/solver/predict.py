@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.cost.asynchronous import backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
 from planner.cost.buckets import ready_s, reduced_s
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price as price_of
 from planner.cost.setting import Setting
@@ -18,20 +18,20 @@ from planner.solver.candidates.trials import simulated_price
 
 
 def predict(
-    ledger: Ledger, cluster: Cluster, price: Price, schedule: Schedule, microbatches: int, report: SolverReport
+    layer_costs: LayerCosts, cluster: Cluster, price: Price, schedule: Schedule, microbatches: int, report: SolverReport
 ) -> Prediction:
     """Compared, per microbatch, with one GPU and with all GPUs data parallel, under the same cost model.
 
     One GPU trains one microbatch per step. Neither needs to fit the memory. Where devices differ, one GPU is the
     profiled one.
     """
-    size = ledger.profile.microbatch_size
-    everything = _everything(ledger)
-    one_gpu_s = float(ledger.work(everything).compute_s)
+    size = layer_costs.profile.microbatch_size
+    everything = _everything(layer_costs)
+    one_gpu_s = float(layer_costs.work(everything).compute_s)
     if schedule.divides:
-        parallel_s, parallel_bytes = _data_parallel_divided(ledger, cluster, price, schedule, microbatches)
+        parallel_s, parallel_bytes = _data_parallel_divided(layer_costs, cluster, price, schedule, microbatches)
     else:
-        parallel_s, parallel_bytes = _data_parallel(ledger, cluster, price, report)
+        parallel_s, parallel_bytes = _data_parallel(layer_costs, cluster, price, report)
     seconds = price.seconds_per_minibatch
     samples = None if size is None else size * microbatches
     return Prediction(
@@ -49,39 +49,41 @@ def predict(
     )
 
 
-def _everything(ledger: Ledger, replicas: int = 1, kind: DeviceKind | None = None) -> Candidate:
-    return Candidate(frozenset(), frozenset(range(len(ledger.profile.layers))), replicas, kind=kind)
+def _everything(layer_costs: LayerCosts, replicas: int = 1, kind: DeviceKind | None = None) -> Candidate:
+    return Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), replicas, kind=kind)
 
 
-def _data_parallel(ledger: Ledger, cluster: Cluster, price: Price, report: SolverReport) -> tuple[float, float]:
+def _data_parallel(
+    layer_costs: LayerCosts, cluster: Cluster, price: Price, report: SolverReport
+) -> tuple[float, float]:
     """Seconds and bytes per minibatch of all GPUs data parallel, each with one minibatch per step, as under 1f1b.
 
     With buckets that are as late as in a simulation, that is what its simulation says, too: nothing shares the links
     with its all-reduce. Where devices differ, it waits for the slowest.
     """
-    everything = ledger.work(_everything(ledger))
+    everything = layer_costs.work(_everything(layer_costs))
     model = cost_model(report.cost_model, link_of(cluster))
     slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
     seconds = float(model.stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
     if price.cost_model_s is not None:
-        seconds += _late_buckets_s(ledger.profile, cluster, slowest) / cluster.gpus
+        seconds += _late_buckets_s(layer_costs.profile, cluster, slowest) / cluster.gpus
     return seconds, 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)
 
 
 def _data_parallel_divided(
-    ledger: Ledger, cluster: Cluster, price: Price, schedule: Schedule, microbatches: int
+    layer_costs: LayerCosts, cluster: Cluster, price: Price, schedule: Schedule, microbatches: int
 ) -> tuple[float, float]:
     """Seconds and bytes per microbatch of all GPUs data parallel, with as many microbatches per step as the plan.
 
     With fewer per minibatch than GPUs, it has one per GPU: the others would have nothing to do.
     """
     slowest = min(cluster.kinds, key=lambda kind: kind.speed, default=None)
-    stages = [_everything(ledger, cluster.gpus, slowest)]
+    stages = [_everything(layer_costs, cluster.gpus, slowest)]
     how = schedule.unchunked  # one stage has no chunks
     most = max(microbatches, cluster.gpus)
-    cost = price_of(ledger, stages, Setting(cluster, how, most))
+    cost = price_of(layer_costs, stages, Setting(cluster, how, most))
     if price.cost_model_s is not None:
-        cost = simulated_price(ledger, stages, cluster, cost, "auto", how, most)
+        cost = simulated_price(layer_costs, stages, cluster, cost, "auto", how, most)
     return cost.seconds_per_minibatch / most, cost.communication_bytes / most
 
 

@@ -83,10 +83,10 @@ class Task:
         if not self.schedule.asynchronous:
             return self._beyond_drained(path)
         model = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
-        ledger, cluster = self.space.ledger, self.cluster
+        layer_costs, cluster = self.space.layer_costs, self.cluster
         memory = cluster.memory_bytes
         beyond = search_beyond(
-            ledger,
+            layer_costs,
             model,
             cluster.gpus,
             memory,
@@ -136,7 +136,7 @@ class Task:
         if not self.schedule.stashes or (self.cluster.memory_bytes is not None and not np.isfinite(self.seconds(path))):
             return self.seconds(path)
         stages = stages_along(self.space, path)
-        resources = busy_resources(self.space.ledger, stages, Setting(self.cluster, cost_model=self.model))
+        resources = busy_resources(self.space.layer_costs, stages, Setting(self.cluster, cost_model=self.model))
         busy_s = [max(map(float, each.values())) for each in resources]
         seconds = max(busy_s)
         uneven = sum(r * each**2 for r, each in zip(path.replicas, busy_s, strict=True)) / self.cluster.gpus
@@ -145,13 +145,13 @@ class Task:
     @property
     def keeps_order(self) -> bool:
         """Whether stages must be runs of consecutive layers: the executor builds no others."""
-        return self.space.ledger.profile.trainable
+        return self.space.layer_costs.profile.trainable
 
     def over_all_cuts(self) -> Task | None:
         """The same task over every cut of the graph, or None where those are too many."""
         most = MOST_STATES if self.schedule.asynchronous else MOST_DRAINED_STATES
-        words = enumerate_downsets(self.space.ledger, most)
-        return None if words is None else self.over(Downsets(self.space.ledger, words, complete=True))
+        words = enumerate_downsets(self.space.layer_costs, most)
+        return None if words is None else self.over(Downsets(self.space.layer_costs, words, complete=True))
 
     def leaner(self) -> dict[str, Fits]:
         """Ways to need less memory, by the arguments that ask for them."""
@@ -198,7 +198,7 @@ class Task:
         # Memory was the search's business; the number of GPUs may be a supposed one.
         cluster = self.cluster if path.gpus <= self.cluster.gpus else _flat_cluster(self.link, path.gpus, None)
         return stages, price(
-            self.space.ledger, stages, Setting(cluster, self.schedule, self.microbatches, cost_model=self.model)
+            self.space.layer_costs, stages, Setting(cluster, self.schedule, self.microbatches, cost_model=self.model)
         )
 
     def question(self) -> Question:

@@ -8,7 +8,7 @@ import pytest
 
 from planner.analysis.compare import Comparison, ComparisonRow, compare
 from planner.analysis.question import Question
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.errors import PlanError
@@ -83,8 +83,8 @@ def test_other_schedules(schedule: str, microbatches: int) -> None:
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
     assert {chosen.schedule.name, parallel.schedule.name} == {schedule}
     assert len(comparison.rows) == (6 if schedule == "gpipe" else 7)
-    stages = baselines.data_parallel(Ledger(MODEL), 2)
-    cost = price(Ledger(MODEL), stages, Setting(flat_cluster(2, 10.0), find(schedule), microbatches))
+    stages = baselines.data_parallel(LayerCosts(MODEL), 2)
+    cost = price(LayerCosts(MODEL), stages, Setting(flat_cluster(2, 10.0), find(schedule), microbatches))
     # So few gradients are one bucket, full after the backwards of c and b; the formula has six equal parts.
     late_s = (2 + 2) - 8 / 6
     # Under naive the all-reduce of a round is waited for once, not by every minibatch.

@@ -15,7 +15,7 @@ from benchmarks.gpipe.profiles import parameters_of, transformer_profile
 from benchmarks.gpipe.throughput import Throughput, by_formula, key, run_setting, setting
 from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.predict import simulated_s
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import flat_cluster
 from tests.samples import layer, profile
 
@@ -57,13 +57,13 @@ def test_the_formula() -> None:
 
 def test_the_leanest_cuts_are_those_of_trying_all() -> None:
     layers = [layer(f"l{k}", 1, 2, 100 * (k % 3 + 1), 1000 * (7 * k % 5), saved_bytes=500) for k in range(7)]
-    ledger = Ledger(profile(*layers, layer("end")))
+    layer_costs = LayerCosts(profile(*layers, layer("end")))
     for count in (1, 2, 3):
         tried = (
-            max(largest.stage(ledger, *span).total_bytes for span in pairwise((0, *cuts, 8)))
+            max(largest.stage(layer_costs, *span).total_bytes for span in pairwise((0, *cuts, 8)))
             for cuts in combinations(range(1, 8), count - 1)
         )
-        found = largest.leanest(ledger, count)
+        found = largest.leanest(layer_costs, count)
         assert len(found) == count
         assert max(stage.total_bytes for stage in found) == min(tried)
 
@@ -72,7 +72,7 @@ def test_the_memory_of_transformers_adds_up() -> None:
     """Stages of blocks are the model's; three layers in one stage are counted in two ways."""
     samples = largest.SENTENCES // largest.MICROBATCHES
     whole = transformer_profile(3, samples)
-    alone = largest.stage(Ledger(whole), 0, len(whole.layers))
+    alone = largest.stage(LayerCosts(whole), 0, len(whole.layers))
     assert alone.weights_bytes == 4 * parameters_of(whole)
     blocks = largest.Blocks(whole, 3)
     assert blocks.middle(1).weights_bytes == 4 * (parameters_of(whole) - parameters_of(transformer_profile(2, samples)))

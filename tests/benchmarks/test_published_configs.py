@@ -11,7 +11,7 @@ from benchmarks.estimate.__main__ import rank_correlation
 from benchmarks.published_configs.__main__ import answer, tables
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import load_profile
 from planner.solver import solve
@@ -33,14 +33,14 @@ def test_the_best_cuts_of_the_best_configuration_are_the_plans(gpus: int) -> Non
     profile = load_profile(ROOT / "profiles/vgg16/cpu.json")
     cluster = flat_cluster(gpus, 1.25e8)
     plan = solve(profile, cluster, recompute="never")
-    fixed = best_cuts(Ledger(profile), cluster, plan.replicas, "resource")
+    fixed = best_cuts(LayerCosts(profile), cluster, plan.replicas, "resource")
     assert fixed is not None
     assert fixed.seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
 
 
 def test_more_stages_than_layers_have_no_price() -> None:
     profile = load_profile(ROOT / "profiles/lstm_lm/cpu.json")
-    assert best_cuts(Ledger(profile), flat_cluster(64, 1e9), (1,) * 64, "resource") is None
+    assert best_cuts(LayerCosts(profile), flat_cluster(64, 1e9), (1,) * 64, "resource") is None
 
 
 def test_a_row_is_answered() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import flat_cluster
 from planner.solver import solve
 from tests.samples import layer, profile
@@ -18,9 +18,9 @@ def test_the_graphs_have_the_sizes_of_their_models() -> None:
     assert 1_150 < len(nasnet_like().layers) < 1_350
     assert len(chain(37).layers) == 37
     assert chain(37) == chain(37)
-    longest_skip = max(max(t.users) - t.producer for t in Ledger(unet_like()).traffic)
+    longest_skip = max(max(t.users) - t.producer for t in LayerCosts(unet_like()).traffic)
     assert longest_skip > len(unet_like().layers) / 2
-    most_used = max(len(t.users) for t in Ledger(encoder_decoder_like(layers=6)).traffic)
+    most_used = max(len(t.users) for t in LayerCosts(encoder_decoder_like(layers=6)).traffic)
     assert most_used >= 6  # every layer of the decoder reads the encoder's output
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.cost.asynchronous import Link, ResourceModel, ring_all_reduce_s
 from planner.cost.double_buffered import DoubleBufferedModel
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import IMPOSSIBLE, Work
@@ -73,7 +73,7 @@ def test_fewest_replicas_are_the_first_that_counting_finds(
 
 def test_memory_is_two_versions_however_deep() -> None:
     model = profile(*(layer(f"l{i}", output_bytes=1, weight_bytes=100, saved_bytes=10) for i in range(4)))
-    cost = price(Ledger(model), candidates([[0], [1], [2], [3]], [1] * 4), Setting(flat_cluster(4, 1e9), TWO_BW, 8))
+    cost = price(LayerCosts(model), candidates([[0], [1], [2], [3]], [1] * 4), Setting(flat_cluster(4, 1e9), TWO_BW, 8))
     assert cost.in_flight == (4, 3, 2, 1)
     assert [memory.weights_bytes for memory in cost.memory] == [200] * 4
     assert [memory.activations_bytes for memory in cost.memory] == [40, 30, 20, 10]

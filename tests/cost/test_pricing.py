@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Work
@@ -28,8 +28,8 @@ def each(work: Work, *names: str) -> tuple[float, ...]:
 
 
 def test_a_value_travels_along_the_stages_that_use_it() -> None:
-    ledger = Ledger(SKIP)
-    first, second, third = (ledger.work(stage) for stage in candidates([[0], [1], [2]], [1, 1, 1]))
+    layer_costs = LayerCosts(SKIP)
+    first, second, third = (layer_costs.work(stage) for stage in candidates([[0], [1], [2]], [1, 1, 1]))
     # a goes to b, which hands it on to c beside its own output; gradients return the same way.
     assert each(first, "received_bytes", "sent_bytes") == (10, 10)
     assert each(second, "received_bytes", "sent_bytes") == (10 + 30, 30 + 10)
@@ -45,20 +45,20 @@ def test_a_value_that_only_passes_by_costs_the_stage_nothing() -> None:
         layer("c"),
         edges=[("a", "c"), ("b", "c")],
     )
-    middle = Ledger(passing).work(candidates([[0], [1], [2]], [1, 1, 1])[1])
+    middle = LayerCosts(passing).work(candidates([[0], [1], [2]], [1, 1, 1])[1])
     assert each(middle, "received_bytes", "sent_bytes") == (20, 20)  # b's own value and its gradient
     assert each(middle, "cut_before_bytes", "cut_after_bytes") == (10, 30)  # the published models charge what is live
 
 
 def test_values_without_gradient_return_none() -> None:
     tokens = profile(layer("a", output_bytes=10, gradient=False), layer("b"))
-    first, second = (Ledger(tokens).work(stage) for stage in candidates([[0], [1]], [1, 1]))
+    first, second = (LayerCosts(tokens).work(stage) for stage in candidates([[0], [1]], [1, 1]))
     assert each(first, "sent_bytes", "received_bytes", "received_messages") == (10, 0, 0)
     assert each(second, "received_bytes", "sent_bytes") == (10, 0)
 
 
 def test_1f1b() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [2, 1]), Setting(flat_cluster(3, 100.0)))
+    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [2, 1]), Setting(flat_cluster(3, 100.0)))
     assert cost.seconds_per_minibatch == pytest.approx(10)  # c: 3 + 6 + 1
     assert (cost.bottleneck.stage, cost.bottleneck.resource) == (1, "compute")
     assert cost.in_flight == (2, 1)
@@ -72,17 +72,19 @@ def test_1f1b() -> None:
 
 
 def test_a_slow_link_is_the_bottleneck() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0)))
+    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0)))
     assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (0, "link", 30)
 
 
 def test_the_published_boundary_belongs_to_the_stage_before_it() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0), cost_model="pipedream"))
+    cost = price(
+        LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0), cost_model="pipedream")
+    )
     assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (0, "boundary", 60)
 
 
 def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE, 8))
+    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE, 8))
     transfers = 2 * 30 / 100
     # Stage 0 takes 9 per microbatch; stage 1 as long, and then updates.
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + transfers + 7 * 9 + 1)
@@ -92,7 +94,7 @@ def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
 
 
 def test_naive_is_the_sum() -> None:
-    cost = price(Ledger(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), NAIVE))
+    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), NAIVE))
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + 1 + 2 * 30 / 100)
     assert cost.bottleneck.busy_s > 0
 
@@ -100,8 +102,8 @@ def test_naive_is_the_sum() -> None:
 def test_combinations_without_meaning_are_refused() -> None:
     plan, cluster = candidates([[0, 1, 2]], [1]), flat_cluster(1, 1.0)
     with pytest.raises(InputError, match="describes the schedule 1f1b, not gpipe"):
-        price(Ledger(SKIP), plan, Setting(cluster, GPIPE, cost_model="paper"))
+        price(LayerCosts(SKIP), plan, Setting(cluster, GPIPE, cost_model="paper"))
     with pytest.raises(InputError, match="2 microbatches have no meaning"):
-        price(Ledger(SKIP), plan, Setting(cluster, microbatches=2))
+        price(LayerCosts(SKIP), plan, Setting(cluster, microbatches=2))
     with pytest.raises(InputError, match="0 microbatches"):
-        price(Ledger(SKIP), plan, Setting(cluster, GPIPE, 0))
+        price(LayerCosts(SKIP), plan, Setting(cluster, GPIPE, 0))

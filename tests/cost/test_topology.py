@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.topology import Loads, Topology, rank_ranges
@@ -73,7 +73,7 @@ def test_a_ring_crosses_each_server_once() -> None:
 @settings(max_examples=100, deadline=None)
 @given(profile=profiles(most_layers=4), data=st.data())
 def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile, data: st.DataObject) -> None:
-    ledger = Ledger(profile)
+    layer_costs = LayerCosts(profile)
     count = len(profile.layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
     groups = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]
@@ -84,8 +84,8 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
     levels = hierarchical_cluster((2, 2, 2), (3.0,) * 3, None, (0.5,) * 3, shared=False, overlap=overlap)
     flat = flat_cluster(8, 3.0, None, 0.5, overlap=overlap)
     stages = candidates(groups, replicas)
-    one = price(ledger, stages, Setting(levels, find(schedule), microbatches))
-    other = price(ledger, stages, Setting(flat, find(schedule), microbatches))
+    one = price(layer_costs, stages, Setting(levels, find(schedule), microbatches))
+    other = price(layer_costs, stages, Setting(flat, find(schedule), microbatches))
     assert one.seconds_per_minibatch == pytest.approx(other.seconds_per_minibatch)
     assert one.memory == other.memory
 
@@ -93,7 +93,7 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
 @settings(max_examples=100, deadline=None)
 @given(profile=profiles(most_layers=4), data=st.data())
 def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(profile: Profile, data: st.DataObject) -> None:
-    ledger, count = Ledger(profile), len(profile.layers)
+    layer_costs, count = LayerCosts(profile), len(profile.layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
     groups = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]
     stages = candidates(groups, [data.draw(st.integers(1, 4)) for _ in groups])
@@ -101,7 +101,7 @@ def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(profile:
     flat = flat_cluster(16, 1.0)
     models: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
     for model in models:
-        one, other = (price(ledger, stages, Setting(each, cost_model=model)) for each in (levels, flat))
+        one, other = (price(layer_costs, stages, Setting(each, cost_model=model)) for each in (levels, flat))
         assert one.seconds_per_minibatch <= other.seconds_per_minibatch * (1 + 1e-9)
 
 

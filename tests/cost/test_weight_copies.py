@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.weight_copies import counted_with_copies, exchanged_bytes
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
@@ -43,12 +43,12 @@ def test_a_copy_is_in_the_plan_and_in_its_memory() -> None:
 
 def test_messages_with_the_gradients_of_copies_are_in_the_memory() -> None:
     """What a stage has sent, to each replica that it serves, and what it receives."""
-    ledger = Ledger(tied())
-    assert exchanged_bytes(ledger, candidates([[0], [1], [2], [3]], [1, 1, 1, 1])) == [2 * 10**6, 0, 0, 2 * 10**6]
-    assert exchanged_bytes(ledger, candidates([[0], [1, 2], [3]], [2, 1, 3])) == [3 * 10**6, 0, 2 * 10**6]
-    assert exchanged_bytes(ledger, candidates([[0, 1, 2, 3]], [2])) == [0]
+    layer_costs = LayerCosts(tied())
+    assert exchanged_bytes(layer_costs, candidates([[0], [1], [2], [3]], [1, 1, 1, 1])) == [2 * 10**6, 0, 0, 2 * 10**6]
+    assert exchanged_bytes(layer_costs, candidates([[0], [1, 2], [3]], [2, 1, 3])) == [3 * 10**6, 0, 2 * 10**6]
+    assert exchanged_bytes(layer_costs, candidates([[0, 1, 2, 3]], [2])) == [0]
     # The second stage is two rounds ahead of the first: three sent, two of its own, and one received.
-    assert exchanged_bytes(ledger, candidates([[0, 1, 2], [3]], [1, 1]), (3, 1)) == [2 * 10**6, 6 * 10**6]
+    assert exchanged_bytes(layer_costs, candidates([[0, 1, 2], [3]], [1, 1]), (3, 1)) == [2 * 10**6, 6 * 10**6]
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     messages = 2 * 2 * 8  # of each cut, received and sent, two at once
     communication = [stage.memory.communication_bytes for stage in plan.stages]

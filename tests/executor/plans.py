@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
@@ -86,16 +86,16 @@ def make_plan(
     layers = len(profile.layers)
     cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
     groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]
-    ledger = Ledger(profile)
+    layer_costs = LayerCosts(profile)
     cluster = flat_cluster(sum(replicas) // chunks, 1e9)
     stages = candidates(groups, replicas)
-    cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, chunks))
+    cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, chunks))
     if depths is not None:
         cost = replace(cost, in_flight=tuple(depths))
     if vertical_sync:
-        cost = synced_price(ledger, stages, cost)
+        cost = synced_price(layer_costs, stages, cost)
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    plan = assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)
+    plan = assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)
     return plan.model_copy(update={"vertical_sync": vertical_sync})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
@@ -36,10 +36,10 @@ def plan_of(
     chunks: int = 1,
 ) -> Plan:
     """Stage s is layer s on `replicas[s]` workers; the links are fast where no cluster is given."""
-    ledger = Ledger(profile(*layers))
+    layer_costs = LayerCosts(profile(*layers))
     cluster = cluster or flat_cluster(sum(replicas) // chunks, 1e12)
     stages = [replace(s, recompute=recompute) for s in candidates([[i] for i in range(len(layers))], replicas)]
-    cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, chunks))
+    cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, chunks))
     if depths is not None:
         assert schedule == "1f1b"
         weights = [each.weights_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]
@@ -52,4 +52,4 @@ def plan_of(
     report = SolverReport(
         name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
     )
-    return assemble(ledger, cluster, stages, cost, find(schedule), microbatches, report)
+    return assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)

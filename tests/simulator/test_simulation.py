@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
@@ -132,7 +132,7 @@ def drained(schedule: str, microbatches: int, times: list[tuple[float, float]]) 
     layers = [layer(f"l{i}", forward_s, backward_s) for i, (forward_s, backward_s) in enumerate(times)]
     stages = candidates([[i] for i in range(len(times))], [1] * len(times))
     priced = price(
-        Ledger(profile(*layers)), stages, Setting(flat_cluster(len(times), 1.0), find(schedule), microbatches)
+        LayerCosts(profile(*layers)), stages, Setting(flat_cluster(len(times), 1.0), find(schedule), microbatches)
     )
     shape = make_shape((1,) * len(times), schedule, microbatches)
     outcome = run(shape, tuple(StageCosts(f, b, 0.0) for f, b in times), FREE, 3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner.cost.asynchronous import RecomputeRule, cost_model, link_of
 from planner.cost.double_buffered import DoubleBufferedModel
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.synchronous import SynchronousModel
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import CostModelName
@@ -49,10 +49,10 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     recompute: RecomputeRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    ledger = Ledger(profile)
-    space = Chain(ledger)
+    layer_costs = LayerCosts(profile)
+    space = Chain(layer_costs)
     found = Search(space, cost_model(name, link_of(cluster)), gpus, memory, recompute).best()
-    expected = brute_force(ledger, cluster, model=name, recompute=recompute, in_order=True)
+    expected = brute_force(layer_costs, cluster, model=name, recompute=recompute, in_order=True)
     if expected is None:
         assert found is None
         return
@@ -81,11 +81,11 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
     recompute: RecomputeRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    ledger = Ledger(profile)
+    layer_costs = LayerCosts(profile)
     model = DoubleBufferedModel(link_of(cluster), microbatches)
-    found = Search(Chain(ledger), model, gpus, memory, recompute).best()
+    found = Search(Chain(layer_costs), model, gpus, memory, recompute).best()
     expected = brute_force(
-        ledger, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute, in_order=True
+        layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute, in_order=True
     )
     if expected is None:
         assert found is None
@@ -118,11 +118,11 @@ def test_synchronous_search_finds_what_brute_force_finds(
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     microbatches = 1 if schedule == "naive" else microbatches
-    ledger = Ledger(profile)
+    layer_costs = LayerCosts(profile)
     model = SynchronousModel(link_of(cluster), find(schedule), microbatches)
-    found = SynchronousSearch(Chain(ledger), model, gpus, memory, recompute).best()
+    found = SynchronousSearch(Chain(layer_costs), model, gpus, memory, recompute).best()
     expected = brute_force(
-        ledger, cluster, schedule=find(schedule), microbatches=microbatches, recompute=recompute, in_order=True
+        layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute=recompute, in_order=True
     )
     if expected is None:
         assert found is None
@@ -151,13 +151,13 @@ def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
     hint: float,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    ledger, model = Ledger(profile), cost_model(name, link_of(cluster))
-    words = enumerate_downsets(ledger, 1000)
+    layer_costs, model = LayerCosts(profile), cost_model(name, link_of(cluster))
+    words = enumerate_downsets(layer_costs, 1000)
     assert words is not None
-    space = Downsets(ledger, words, complete=True)
-    assert {frozenset(space.layers(0, state)) for state in range(len(space))} == set(downsets(ledger))
+    space = Downsets(layer_costs, words, complete=True)
+    assert {frozenset(space.layers(0, state)) for state in range(len(space))} == set(downsets(layer_costs))
     found = Search(space, model, gpus, memory).best()
-    expected = brute_force(ledger, cluster, model=name)
+    expected = brute_force(layer_costs, cluster, model=name)
     if expected is None:
         assert found is None
         return

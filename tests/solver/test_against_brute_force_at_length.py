@@ -7,7 +7,7 @@ import pytest
 
 from planner.cost.asynchronous import RecomputeRule, link_of
 from planner.cost.double_buffered import asynchronous_model
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.synchronous import SynchronousModel
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
@@ -48,7 +48,7 @@ def searched(
     model: Profile, cluster: Cluster, schedule: str, microbatches: int, recompute: RecomputeRule
 ) -> tuple[Path | None, bool]:
     """What the schedule's search finds, and whether it says that nothing is better."""
-    space, link, gpus, memory = Chain(Ledger(model)), link_of(cluster), cluster.gpus, cluster.memory_bytes
+    space, link, gpus, memory = Chain(LayerCosts(model)), link_of(cluster), cluster.gpus, cluster.memory_bytes
     if schedule == "interleaved":
         paths, bound_s = InterleavedSearch(space, INTERLEAVED, link, gpus, memory, microbatches, 2, recompute).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
@@ -75,7 +75,7 @@ def test_search_finds_what_brute_force_finds(schedule: str, most_layers: int, mo
         rule = rules[int(rng.integers(len(rules)))]
         path, exact = searched(model, cluster, schedule, microbatches, rule)
         expected = brute_force(
-            Ledger(model),
+            LayerCosts(model),
             cluster,
             schedule=find(schedule),
             microbatches=microbatches,

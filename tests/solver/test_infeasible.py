@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
@@ -34,9 +34,9 @@ def test_named_memory_and_gpus_against_brute_force(
 
     def fits(count: int, size: int) -> bool:
         cluster = flat_cluster(count, 4.0, size)
-        ledger = Ledger(model)
+        layer_costs = LayerCosts(model)
         found = brute_force(
-            ledger, cluster, schedule=find(schedule), microbatches=microbatches, recompute="auto", in_order=True
+            layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute="auto", in_order=True
         )
         return found is not None
 

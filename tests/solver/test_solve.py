@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.asynchronous import Link, ResourceModel
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.pipedream import load_graph_txt
@@ -126,21 +126,21 @@ def test_transfers_follow_the_users_of_a_value() -> None:
     )
     groups = [(0, 0), (1, 1), (2, 2), (3, 3)]
     stages = [Candidate(frozenset(range(i)), frozenset({j}), 1) for i, j in groups]
-    sent = {(t.source, t.target): (t.values, t.output_bytes) for t in transfers(Ledger(model), stages)}
+    sent = {(t.source, t.target): (t.values, t.output_bytes) for t in transfers(LayerCosts(model), stages)}
     assert sent == {(0, 1): (("a",), 10), (1, 2): (("b",), 20), (1, 3): (("a",), 10), (2, 3): (("c",), 30)}
 
 
 @settings(max_examples=200, deadline=None)
 @given(model=profiles(most_layers=6))
 def test_vectorised_work_is_the_work_of_the_definition(model: Profile) -> None:
-    ledger = Ledger(model)
-    space = Chain(ledger)
+    layer_costs = LayerCosts(model)
+    space = Chain(layer_costs)
     for state in range(len(space) - 1):
         others = np.arange(state + 1, len(space))
         fast = space.work(state, others)
         for column, other in enumerate(others):
             stage = Candidate(frozenset(space.layers(0, state)), frozenset(space.layers(state, int(other))), 1)
-            plain = ledger.work(stage)
+            plain = layer_costs.work(stage)
             for name in vars(plain):
                 got = np.broadcast_to(getattr(fast, name), others.shape)[column]
                 assert got == pytest.approx(getattr(plain, name)), name
@@ -167,7 +167,7 @@ def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: str) -> No
         memory
         for memory in (smallest, smallest - 1)
         if brute_force(
-            Ledger(MEMORY_MODEL), flat_cluster(2, 1e9, memory), schedule=find(schedule), microbatches=microbatches
+            LayerCosts(MEMORY_MODEL), flat_cluster(2, 1e9, memory), schedule=find(schedule), microbatches=microbatches
         )
     ]
     assert expected == [smallest]
@@ -187,7 +187,7 @@ def test_rounding_up_keeps_what_fits(count: int) -> None:
 
 def test_a_graph_with_other_orders_is_not_called_optimal_by_the_chain_alone() -> None:
     chain = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"))
-    assert Chain(Ledger(chain)).complete
+    assert Chain(LayerCosts(chain)).complete
     branches = profile(
         layer("a", output_bytes=1),
         layer("b", output_bytes=1),
@@ -195,7 +195,7 @@ def test_a_graph_with_other_orders_is_not_called_optimal_by_the_chain_alone() ->
         layer("d"),
         edges=[("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")],
     )
-    assert not Chain(Ledger(branches)).complete
+    assert not Chain(LayerCosts(branches)).complete
 
 
 def test_wrong_questions_are_refused() -> None:
@@ -238,12 +238,12 @@ def test_a_rough_start_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatc
         for i, (f, o, w) in enumerate(rng.integers(1, 30, (60, 3)))
     ]
     edges = [(f"l{i}", f"l{j}") for i in range(59) for j in (i + 1, i + 1 + int(rng.integers(0, 5))) if j < 60]
-    ledger = Ledger(profile(*layers, edges=sorted(set(edges))))
+    layer_costs = LayerCosts(profile(*layers, edges=sorted(set(edges))))
     for memory in (None, 900):
         answers = []
         for rough in (5, 300):
             monkeypatch.setattr("planner.solver.chain.search._ROUGH_STATES", rough)
-            answers.append(Search(Chain(ledger), ResourceModel(Link(20.0, 0.1)), 40, memory).best())
+            answers.append(Search(Chain(layer_costs), ResourceModel(Link(20.0, 0.1)), 40, memory).best())
         assert answers[0] is not None
         assert answers[0] == answers[1]
 

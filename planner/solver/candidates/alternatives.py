@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.cost.asynchronous import Link
 from planner.cost.double_buffered import asynchronous_model
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.synchronous import SynchronousModel
 from planner.cost.weight_copies import counted_with_copies
 from planner.solver.candidates.pipelines import MOST_WORKERS
@@ -29,11 +29,11 @@ FASTER = (2.0, 4.0)  # links for which plans for clusters of several levels are 
 
 def fastest_simulated(task: Task, first: Priced, trials: Trials) -> Priced:
     """The fastest plan of a task when it is simulated: `first`, or another that its waits let pass."""
-    ledger = task.space.ledger
+    layer_costs = task.space.layer_costs
     if task.schedule.asynchronous:
         rivals = Rivals(task)
-        return fastest(ledger, first, rivals.alone(), rivals.kinds(), trials)
-    best = trials.fastest(ledger, [first])
+        return fastest(layer_costs, first, rivals.alone(), rivals.kinds(), trials)
+    best = trials.fastest(layer_costs, [first])
     if best[1].cost_model_s is None or len(task.space) > MOST_DRAINED_STATES:
         return best
     for slower in SLOWER_DRAINED:
@@ -42,7 +42,7 @@ def fastest_simulated(task: Task, first: Priced, trials: Trials) -> Priced:
         if trials.tally.over:
             trials.tally.exhausted = False
             break
-        best = trials.fastest(ledger, [first, *_drained(task, slower)], best)
+        best = trials.fastest(layer_costs, [first, *_drained(task, slower)], best)
     return best
 
 
@@ -65,7 +65,9 @@ class Rivals:
     def kinds(self) -> list[tuple[BestOn, int]]:
         """How to find the best plan of each kind, and for how many GPUs at most."""
         task, cluster = self._task, self._task.cluster
-        memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in task.space.ledger.profile.layers) or 1
+        memory_unit = (
+            sum(layer.weight_bytes + layer.saved_bytes for layer in task.space.layer_costs.profile.layers) or 1
+        )
         link_unit = memory_unit / float(task.space.compute_s[-1])
         asked = [*questions(cluster.gpus, task.link, cluster.memory_bytes, link_unit, memory_unit)]
         if task.placed:  # where some transfers cross faster links than the slowest
@@ -117,8 +119,8 @@ def _counting_copies(task: Task) -> Task | None:
 
     The searches over the profile itself do not know what copies cost a stage. The simulation does.
     """
-    counted = counted_with_copies(task.space.ledger.profile) if isinstance(task.space, Chain) else None
-    return None if counted is None else task.over(Chain(Ledger(counted)))
+    counted = counted_with_copies(task.space.layer_costs.profile) if isinstance(task.space, Chain) else None
+    return None if counted is None else task.over(Chain(LayerCosts(counted)))
 
 
 def _drained(task: Task, slower: float) -> list[Priced]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price, stage_memory
 from planner.formats.cluster import Cluster
 from planner.formats.plan import StageMemory
@@ -85,7 +85,7 @@ class DepthChoice:
 
 
 def price_with_depths(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     stages: Sequence[Candidate],
     cluster: Cluster,
     price: Price,
@@ -105,12 +105,12 @@ def price_with_depths(
         below_s: whether the plan can be this fast is all that matters: one that is far from it is not deepened.
         tally: of what may be simulated; without a limit when None.
     """
-    pipeline = pipeline_for(ledger, stages, cluster, price, schedule, microbatches)
+    pipeline = pipeline_for(layer_costs, stages, cluster, price, schedule, microbatches)
     times = PipelineTimes(
         pipeline=pipeline,
         wires_s=wires_s(pipeline),
         busiest_s=price.bottleneck.busy_s / microbatches,
-        deepest=_deepest_of(ledger, stages, cluster, price.in_flight, schedule, microbatches),
+        deepest=_deepest_of(layer_costs, stages, cluster, price.in_flight, schedule, microbatches),
         tally=tally or Tally.unlimited(),
     )
     if rule == "auto":
@@ -119,12 +119,12 @@ def price_with_depths(
         choice = price_depths(times, price.in_flight, needed=math.isinf(below_s))
     if choice is None:
         return price
-    memory = _memory_at(ledger, stages, choice.depths, schedule, microbatches)
+    memory = _memory_at(layer_costs, stages, choice.depths, schedule, microbatches)
     return replace(price.simulated(choice.seconds_per_unit * microbatches), in_flight=choice.depths, memory=memory)
 
 
 def price_with_flush_depths(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     stages: Sequence[Candidate],
     cluster: Cluster,
     price: Price,
@@ -145,19 +145,19 @@ def price_with_flush_depths(
         tally: of what may be simulated; without a limit when None.
     """
     tally = tally or Tally.unlimited()
-    pipeline = pipeline_for(ledger, stages, cluster, price, FLUSH, microbatches)
+    pipeline = pipeline_for(layer_costs, stages, cluster, price, FLUSH, microbatches)
     published_s = tally.steady_s(pipeline, needed=math.isinf(below_s))
     if published_s is None:
         return price
     best, best_s = price.in_flight, published_s
     wanted = _hiding_depths(pipeline, price, microbatches)
     if rule == "auto" and best_s <= below_s * FAR and wanted != best:
-        deeper = tuple(map(min, wanted, _deepest_of(ledger, stages, cluster, best, FLUSH, microbatches)))
+        deeper = tuple(map(min, wanted, _deepest_of(layer_costs, stages, cluster, best, FLUSH, microbatches)))
         at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
         deeper_s = tally.steady_s(at_deeper) if deeper != best else None
         if deeper_s is not None and deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
             best, best_s = deeper, deeper_s
-    memory = _memory_at(ledger, stages, best, FLUSH, microbatches)
+    memory = _memory_at(layer_costs, stages, best, FLUSH, microbatches)
     return replace(price.simulated(best_s), in_flight=best, memory=memory)
 
 
@@ -179,17 +179,17 @@ def _hiding_depths(pipeline: PipelineCosts, price: Price, microbatches: int) -> 
 
 
 def _memory_at(
-    ledger: Ledger, stages: Sequence[Candidate], depths: Depths, schedule: Schedule, microbatches: int
+    layer_costs: LayerCosts, stages: Sequence[Candidate], depths: Depths, schedule: Schedule, microbatches: int
 ) -> tuple[StageMemory, ...]:
     """What a replica of each stage holds at these depths."""
     return tuple(
-        stage_memory(ledger.footprint(stage).divided(microbatches), depth, schedule.versions(depth))
+        stage_memory(layer_costs.footprint(stage).divided(microbatches), depth, schedule.versions(depth))
         for stage, depth in zip(stages, depths, strict=True)
     )
 
 
 def _deepest_of(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     stages: Sequence[Candidate],
     cluster: Cluster,
     at_least: Depths,
@@ -198,17 +198,19 @@ def _deepest_of(
 ) -> Depths:
     """Per stage, the most units that may be in flight, and no fewer than `at_least`."""
     return tuple(
-        max(depth, _deepest(ledger, stage, cluster.memory_of(stage.kind), schedule, microbatches))
+        max(depth, _deepest(layer_costs, stage, cluster.memory_of(stage.kind), schedule, microbatches))
         for stage, depth in zip(stages, at_least, strict=True)
     )
 
 
-def _deepest(ledger: Ledger, stage: Candidate, memory_bytes: int | None, schedule: Schedule, microbatches: int) -> int:
+def _deepest(
+    layer_costs: LayerCosts, stage: Candidate, memory_bytes: int | None, schedule: Schedule, microbatches: int
+) -> int:
     """The most units in flight that memory, the schedule's versions of the weights and the minibatch allow."""
     depth = schedule.deepest(stage.replicas, microbatches) or UNLIMITED
     if memory_bytes is None:
         return depth
-    footprint = ledger.footprint(stage).divided(microbatches)
+    footprint = layer_costs.footprint(stage).divided(microbatches)
     stashing, versions = schedule.stashes, schedule.weight_versions
     return min(depth, int(footprint.most_in_flight(memory_bytes, stashing=stashing, versions=versions)))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost.layer_costs import Candidate, Ledger, messages
+from planner.cost.layer_costs import Candidate, LayerCosts, messages
 from planner.cost.weight_copies import shared_in
 from planner.formats.plan import Shared, Transfer
 from planner.formats.shared_weights import SharedWeight
 
 
-def transfers(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
+def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
     """What each stage sends to which (see `messages`)."""
     return tuple(
         Transfer(
@@ -20,15 +20,15 @@ def transfers(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Transfer, ..
             output_bytes=sum(value.output_bytes for value in values),
             gradient_bytes=sum(value.gradient_bytes for value in values),
         )
-        for (source, target), values in sorted(messages(ledger, stages).items())
+        for (source, target), values in sorted(messages(layer_costs, stages).items())
     )
 
 
-def shared_between(ledger: Ledger, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
+def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
     """The weights that two stages train, for each two of them."""
-    layers = {layer.name: layer for layer in ledger.profile.layers}
+    layers = {layer.name: layer for layer in layer_costs.profile.layers}
     found: dict[tuple[int, int], list[SharedWeight]] = {}
-    for weight in shared_in(ledger, stages):
+    for weight in shared_in(layer_costs, stages):
         found.setdefault(weight.stages, []).append(weight)
     return tuple(
         Shared(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.topology import Topology, rank_ranges
 from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
@@ -30,7 +30,7 @@ def too_large(stages: Sequence[Candidate], schedule: Schedule, microbatches: int
 
 
 def pipeline_for(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     stages: Sequence[Candidate],
     cluster: Cluster,
     price: Price,
@@ -41,9 +41,9 @@ def pipeline_for(
 
     As `planner.simulator.plan.costs_of` has it of the plan that is made of them.
     """
-    moved = transfers(ledger, stages)
-    copied = copied_in(ledger, stages)
-    works = [ledger.work(stage) for stage in stages]
+    moved = transfers(layer_costs, stages)
+    copied = copied_in(layer_costs, stages)
+    works = [layer_costs.work(stage) for stage in stages]
     times = [
         StageCosts(
             forward_s=float(work.forward_s),
@@ -51,12 +51,12 @@ def pipeline_for(
             update_s=float(work.update_s) + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
             accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
-            ready_s=ready_of_gradients_s(ledger, stage, again),
+            ready_s=ready_of_gradients_s(layer_costs, stage, again),
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
         )
         for work, stage, again in zip(works, stages, copied, strict=True)
     ]
-    shared = shared_between(ledger, stages)
+    shared = shared_between(layer_costs, stages)
     shape = PipelineShape(
         ranks=stage_ranks(stages, price),
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),

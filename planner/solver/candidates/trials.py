@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.formats.cluster import Cluster
 from planner.schedule.schedule import Schedule
@@ -27,7 +27,7 @@ _ROUNDING = 1e-9
 
 
 def simulated_price(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     stages: Sequence[Candidate],
     cluster: Cluster,
     cost: Price,
@@ -52,10 +52,10 @@ def simulated_price(
     if too_large(stages, schedule, microbatches):
         return cost
     if schedule.asynchronous:
-        return price_with_depths(ledger, stages, cluster, cost, depth, schedule, microbatches, below_s, tally)
+        return price_with_depths(layer_costs, stages, cluster, cost, depth, schedule, microbatches, below_s, tally)
     if schedule.deepens:
-        return price_with_flush_depths(ledger, stages, cluster, cost, depth, microbatches, below_s, tally)
-    pipeline = pipeline_for(ledger, stages, cluster, cost, schedule, microbatches)
+        return price_with_flush_depths(layer_costs, stages, cluster, cost, depth, microbatches, below_s, tally)
+    pipeline = pipeline_for(layer_costs, stages, cluster, cost, schedule, microbatches)
     seconds = tally.steady_s(pipeline, needed=math.isinf(below_s))
     return cost if seconds is None else cost.simulated(seconds)
 
@@ -75,21 +75,23 @@ class Trials:
         self.tally.seen.clear()
         return replace(self, schedule=schedule or self.schedule, depth=depth or self.depth)
 
-    def price(self, ledger: Ledger, stages: Sequence[Candidate], cost: Price, below_s: float = math.inf) -> Price:
+    def price(
+        self, layer_costs: LayerCosts, stages: Sequence[Candidate], cost: Price, below_s: float = math.inf
+    ) -> Price:
         """See `simulated_price`."""
         priced = simulated_price(
-            ledger, stages, self.cluster, cost, self.depth, self.schedule, self.microbatches, below_s, self.tally
+            layer_costs, stages, self.cluster, cost, self.depth, self.schedule, self.microbatches, below_s, self.tally
         )
         if priced.cost_model_s is not None:
             self.tally.count += 1
             self.tally.seen.add(tuple(stages))
         return priced
 
-    def fastest(self, ledger: Ledger, candidates: Iterable[Priced], best: Priced | None = None) -> Priced:
+    def fastest(self, layer_costs: LayerCosts, candidates: Iterable[Priced], best: Priced | None = None) -> Priced:
         """The fastest of some candidates, at least one, with its simulated price.
 
         Args:
-            ledger: of the model.
+            layer_costs: of the model.
             candidates: with their costs; the first of equals is preferred.
             best: one that has been simulated.
         """
@@ -97,7 +99,7 @@ class Trials:
         least_s = ordered[0][1].seconds_per_minibatch
         for stages, cost in ordered:
             if best is None:
-                best = stages, self.price(ledger, stages, cost)
+                best = stages, self.price(layer_costs, stages, cost)
                 continue
             best_s = best[1].seconds_per_minibatch
             if cost.seconds_per_minibatch >= best_s * (1 - _ROUNDING) or best_s <= least_s * (1 + SETTLED):
@@ -107,7 +109,7 @@ class Trials:
             if self.tally.over:
                 self.tally.exhausted = False
                 break
-            priced = self.price(ledger, stages, cost, best_s)
+            priced = self.price(layer_costs, stages, cost, best_s)
             if priced.cost_model_s is not None and priced.seconds_per_minibatch < best_s * (1 - _ROUNDING):
                 best = stages, priced
         assert best is not None

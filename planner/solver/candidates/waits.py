@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from planner.cost.asynchronous import Link, RecomputeRule, link_of
 from planner.cost.double_buffered import asynchronous_model
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.formats.cluster import Cluster
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
@@ -139,19 +139,19 @@ def steps_below(value: float, unit: float, step: float, count: int) -> list[floa
 
 
 def fastest(
-    ledger: Ledger, first: Priced, alone: Priced | None, kinds: Iterable[tuple[BestOn, int]], trials: Trials
+    layer_costs: LayerCosts, first: Priced, alone: Priced | None, kinds: Iterable[tuple[BestOn, int]], trials: Trials
 ) -> Priced:
     """The proposal that is fastest when it is simulated, with its price.
 
     Args:
-        ledger: of the model.
+        layer_costs: of the model.
         first: the plan whose busiest resource is least busy.
         alone: one of a single stage, which is quickly simulated: what is far from it need not be deepened.
         kinds: how to find the best plan of each kind, and for how many GPUs at most.
         trials: that price them.
     """
     bound_s = first[1].seconds_per_minibatch * (1 + SETTLED)
-    best = _first_of(ledger, first, alone, trials)
+    best = _first_of(layer_costs, first, alone, trials)
     if best[1].cost_model_s is None:
         return best
     for best_on, gpus in kinds:
@@ -172,7 +172,7 @@ def fastest(
                 continue
             if proposal[1].seconds_per_minibatch >= best[1].seconds_per_minibatch * (1 - _ROUNDING):
                 continue  # not even without waiting
-            price = trials.price(ledger, *proposal, best[1].seconds_per_minibatch)
+            price = trials.price(layer_costs, *proposal, best[1].seconds_per_minibatch)
             if price.cost_model_s is None:
                 continue
             if price.seconds_per_minibatch < best[1].seconds_per_minibatch * (1 - _ROUNDING):
@@ -180,13 +180,13 @@ def fastest(
     return best
 
 
-def _first_of(ledger: Ledger, first: Priced, alone: Priced | None, trials: Trials) -> Priced:
+def _first_of(layer_costs: LayerCosts, first: Priced, alone: Priced | None, trials: Trials) -> Priced:
     """The faster of the two when they are simulated; the first, without that, where there is no simulation."""
     priced = math.inf
     if alone is not None and len(first[0]) > 1 and not too_large(first[0], trials.schedule, trials.microbatches):
-        alone = alone[0], trials.price(ledger, *alone)
+        alone = alone[0], trials.price(layer_costs, *alone)
         priced = alone[1].seconds_per_minibatch if alone[1].cost_model_s is not None else math.inf
-    best = first[0], trials.price(ledger, *first, LENIENT * priced)
+    best = first[0], trials.price(layer_costs, *first, LENIENT * priced)
     told = best[1].cost_model_s is not None
     faster = not told or priced < best[1].seconds_per_minibatch * (1 - _ROUNDING)
     return alone if alone is not None and priced < math.inf and faster else best

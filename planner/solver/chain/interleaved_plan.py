@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.asynchronous import RecomputeRule, link_of
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -22,7 +22,7 @@ Answer = tuple[Sequence[Candidate], Price]
 
 
 def solve_interleaved(
-    ledger: Ledger, cluster: Cluster, microbatches: int, chunks: int, recompute: RecomputeRule, trials: Trials
+    layer_costs: LayerCosts, cluster: Cluster, microbatches: int, chunks: int, recompute: RecomputeRule, trials: Trials
 ) -> tuple[Sequence[Candidate], Price, float]:
     """The best interleaved plan found: its stages, its price, and a time that no such plan along the order is below.
 
@@ -30,7 +30,7 @@ def solve_interleaved(
         InputError: where there are too few GPUs, layers or microbatches to interleave anything.
         InfeasibleError: where no plan fits the memory.
     """
-    space, deadline, schedule = Chain(ledger), trials.tally.deadline, trials.schedule
+    space, deadline, schedule = Chain(layer_costs), trials.tally.deadline, trials.schedule
 
     def search(gpus: int, memory_bytes: int | None, rule: RecomputeRule = recompute) -> InterleavedSearch:
         return InterleavedSearch(
@@ -39,11 +39,11 @@ def solve_interleaved(
 
     def fits(gpus: int, memory_bytes: int) -> Answer | None:
         paths, _ = search(gpus, memory_bytes).best()
-        return _priced(ledger, space, cluster, schedule, paths[0], microbatches, chunks) if paths else None
+        return _priced(layer_costs, space, cluster, schedule, paths[0], microbatches, chunks) if paths else None
 
     def fits_recomputing(gpus: int, memory_bytes: int) -> Answer | None:
         paths, _ = search(gpus, memory_bytes, "auto").best()
-        return _priced(ledger, space, cluster, schedule, paths[0], microbatches, chunks) if paths else None
+        return _priced(layer_costs, space, cluster, schedule, paths[0], microbatches, chunks) if paths else None
 
     asked = search(cluster.gpus, cluster.memory_bytes)
     if not asked.shapes():
@@ -54,15 +54,23 @@ def solve_interleaved(
         )
     paths, bound_s = asked.best()
     if not paths:
-        raise explain(ledger, cluster, fits, {"`recompute=auto`": fits_recomputing} if recompute == "never" else {})
+        raise explain(
+            layer_costs, cluster, fits, {"`recompute=auto`": fits_recomputing} if recompute == "never" else {}
+        )
     stages, cost = trials.fastest(
-        ledger, (_priced(ledger, space, cluster, schedule, path, microbatches, chunks) for path in paths)
+        layer_costs, (_priced(layer_costs, space, cluster, schedule, path, microbatches, chunks) for path in paths)
     )
     return stages, cost, min(bound_s, cost.seconds_per_minibatch)
 
 
 def _priced(
-    ledger: Ledger, space: Chain, cluster: Cluster, schedule: Schedule, path: Path, microbatches: int, chunks: int
+    layer_costs: LayerCosts,
+    space: Chain,
+    cluster: Cluster,
+    schedule: Schedule,
+    path: Path,
+    microbatches: int,
+    chunks: int,
 ) -> Answer:
     stages = stages_along(space, path)
-    return stages, price(ledger, stages, Setting(cluster, schedule, microbatches, chunks))
+    return stages, price(layer_costs, stages, Setting(cluster, schedule, microbatches, chunks))

@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
@@ -37,8 +37,8 @@ class StateSpace(ABC):
 
     complete: bool  # no legal cut is missing
 
-    def __init__(self, ledger: Ledger, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
-        self.ledger = ledger
+    def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
+        self.layer_costs = layer_costs
         self._sums = sums  # of each quantity, over the layers of each state
         self._fronts = fronts  # live at each state, a row for each of `_FRONTS`
         self.outputs, self.gradients, self._output_count, self._gradient_count = fronts  # bytes, and how many
@@ -131,7 +131,7 @@ class StateSpace(ABC):
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
         """Lower bound of `planner.cost.work.working_bytes` for the same stages: no peak is below all that is saved."""
-        if self.ledger.at_work is None:
+        if self.layer_costs.at_work is None:
             return np.asarray(0.0), np.asarray(0.0)
         saved, gradients = (
             self._sums[name][others] - self._sums[name][state] for name in ("saved_bytes", "gradient_bytes")
@@ -146,7 +146,7 @@ class Coarse(StateSpace):
 
     def __init__(self, space: StateSpace, states: Integers) -> None:
         self._space, self.states = space, states
-        self.ledger = space.ledger
+        self.layer_costs = space.layer_costs
         self.compute_s = space.compute_s[states]
 
     def largest_front(self) -> tuple[float, float]:
@@ -181,9 +181,9 @@ class Coarse(StateSpace):
 class Chain(StateSpace):
     """Prefixes of an order of the layers that may be cut: those not forbidden by `no_cut_after`."""
 
-    def __init__(self, ledger: Ledger, order: Sequence[tuple[int, ...]] | None = None) -> None:
+    def __init__(self, layer_costs: LayerCosts, order: Sequence[tuple[int, ...]] | None = None) -> None:
         """`order`: the uncut groups in a topological order other than the profile's."""
-        groups = uncut_groups(ledger) if order is None else order
+        groups = uncut_groups(layer_costs) if order is None else order
         self._order = np.array([layer for group in groups for layer in group])
         self._ends = np.cumsum([0, *(len(group) for group in groups)])
         self._in_order = order is None
@@ -194,16 +194,17 @@ class Chain(StateSpace):
                 sorted(rank[list(value.users)].tolist()),
                 value.amounts,
             )
-            for value in ledger.traffic
+            for value in layer_costs.traffic
         ]
         sums = {
-            name: np.concatenate(([0.0], np.cumsum(column(ledger, name)[self._order])))[self._ends] for name in COUNTED
+            name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)[self._order])))[self._ends]
+            for name in COUNTED
         }
         fronts = np.zeros((len(_FRONTS), len(self._order) + 1))
         for producer, users, weights in self._values:
             fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and some user still to come
-        super().__init__(ledger, sums, fronts[:, self._ends])
-        self.complete = order is None and is_linear(ledger, uncut_groups(ledger))
+        super().__init__(layer_costs, sums, fronts[:, self._ends])
+        self.complete = order is None and is_linear(layer_costs, uncut_groups(layer_costs))
 
     def among_later(self, state: int, others: Integers) -> Integers:
         """All of them: each prefix contains the shorter ones."""
@@ -221,7 +222,7 @@ class Chain(StateSpace):
         return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        known = self.ledger.at_work
+        known = self.layer_costs.at_work
         if known is None or not self._in_order:
             return super()._working(state, others)
         first = self._ends[state]
@@ -247,29 +248,29 @@ class Chain(StateSpace):
         return [_suffix_sums(entries) for entries in live]
 
 
-def uncut_groups(ledger: Ledger) -> list[tuple[int, ...]]:
+def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     """Runs of consecutive layers that no cut may separate, by position; most hold one layer."""
-    joined = {ledger.position[name] for name in ledger.profile.no_cut_after}
+    joined = {layer_costs.position[name] for name in layer_costs.profile.no_cut_after}
     groups: list[tuple[int, ...]] = []
     open_group: tuple[int, ...] = ()
-    for index in range(len(ledger.profile.layers)):
+    for index in range(len(layer_costs.profile.layers)):
         open_group = (*open_group, index)
-        if index not in joined or index == len(ledger.profile.layers) - 1:
+        if index not in joined or index == len(layer_costs.profile.layers) - 1:
             groups.append(open_group)
             open_group = ()
     return groups
 
 
-def is_linear(ledger: Ledger, groups: list[tuple[int, ...]]) -> bool:
+def is_linear(layer_costs: LayerCosts, groups: list[tuple[int, ...]]) -> bool:
     """Whether each group feeds the next, so that the graph has one order only and its cuts are the prefixes."""
     group_of = {layer: number for number, group in enumerate(groups) for layer in group}
-    links = {(group_of[value.producer], group_of[user]) for value in ledger.traffic for user in value.users}
+    links = {(group_of[value.producer], group_of[user]) for value in layer_costs.traffic for user in value.users}
     return all((number, number + 1) in links for number in range(len(groups) - 1))
 
 
-def column(ledger: Ledger, name: str) -> Floats:
+def column(layer_costs: LayerCosts, name: str) -> Floats:
     """One quantity of every layer."""
-    return np.array([getattr(layer, name) for layer in ledger.profile.layers], dtype=np.float64)
+    return np.array([getattr(layer, name) for layer in layer_costs.profile.layers], dtype=np.float64)
 
 
 def _suffix_sums(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:

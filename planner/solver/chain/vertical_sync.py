@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price, stage_memory
 from planner.errors import InfeasibleError
 from planner.formats.profile import Profile
@@ -30,8 +30,8 @@ def solve_synced(request: Request, depth: DepthRule, answer: Answer) -> tuple[Fo
     """
 
     def holding(versions: int, rule: DepthRule) -> tuple[Found, Price]:
-        found, cost = answer(request.about(with_versions(request.ledger.profile, versions)), rule)
-        return found, synced_price(request.ledger, found.stages, cost)
+        found, cost = answer(request.about(with_versions(request.layer_costs.profile, versions)), rule)
+        return found, synced_price(request.layer_costs, found.stages, cost)
 
     found, cost = relaxed = holding(1, depth)
     if _fits(request, found.stages, cost):
@@ -61,11 +61,11 @@ def with_versions(profile: Profile, versions: int) -> Profile:
     return profile.model_copy(update={"layers": layers})
 
 
-def synced_price(ledger: Ledger, stages: Sequence[Candidate], price: Price) -> Price:
+def synced_price(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price) -> Price:
     """`price` with the memory of vertical sync's versions."""
     entry = Entry(stages[0].replicas, price.in_flight[0])
     memory = tuple(
-        stage_memory(ledger.footprint(stage), flying, versions_held(entry, stage.replicas))
+        stage_memory(layer_costs.footprint(stage), flying, versions_held(entry, stage.replicas))
         for stage, flying in zip(stages, price.in_flight, strict=True)
     )
     return replace(price, memory=memory)

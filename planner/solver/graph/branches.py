@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cost.asynchronous import CostModel, RecomputeRule
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Integers
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import RESOLUTION, Path, Search
@@ -52,7 +52,7 @@ class Beyond:
 
 
 def search_beyond(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     model: CostModel,
     gpus: int,
     memory_bytes: int | None,
@@ -67,11 +67,11 @@ def search_beyond(
 
     `bound_only`: other plans would not be used. `deadline`: what is known then is the answer.
     """
-    task = _Task(ledger, model, gpus, memory_bytes, recompute, deadline)
-    covers = enumerate_covers(ledger, MOST_DOWNSETS)
+    task = _Task(layer_costs, model, gpus, memory_bytes, recompute, deadline)
+    covers = enumerate_covers(layer_costs, MOST_DOWNSETS)
     if covers is not None:
         return _Bracket(task, covers, space, known).narrowed()
-    bound_s = Windows(ledger, model).bound_s(gpus, memory_bytes, recompute, known.seconds)
+    bound_s = Windows(layer_costs, model).bound_s(gpus, memory_bytes, recompute, known.seconds)
     return Beyond(known, space, bound_s) if bound_only else _along_orders(task, space, known, bound_s)
 
 
@@ -79,7 +79,7 @@ def search_beyond(
 class _Task:
     """The question, whatever the states."""
 
-    ledger: Ledger
+    layer_costs: LayerCosts
     model: CostModel
     gpus: int
     memory_bytes: int | None
@@ -95,14 +95,14 @@ def _along_orders(task: _Task, space: StateSpace, known: Path, bound_s: float) -
     """Where cuts are too many to list: the best along other orders of the branches, and what is near its cuts."""
     best, best_space = known, space
     for order in (depth_first, fewest_live_bytes):
-        chain = Chain(task.ledger, order(task.ledger))
+        chain = Chain(task.layer_costs, order(task.layer_costs))
         if (better := task.over(chain).best(below_s=best.seconds)) is not None:
             best, best_space = better, chain
     for _ in range(_ROUNDS_UNLISTED):
         cuts = [best_space.layers(0, state) for state in best.states[1:-1]]
         if not cuts or best.seconds * (1 - _SETTLED) <= bound_s or task.deadline.passed:
             break
-        nearby = Downsets(task.ledger, around(task.ledger, cuts, _NEAR_UNLISTED), complete=False)
+        nearby = Downsets(task.layer_costs, around(task.layer_costs, cuts, _NEAR_UNLISTED), complete=False)
         if (better := task.over(nearby).best(best.seconds * (1 - _PRECISION), _PRECISION)) is None:
             break
         best, best_space = better, nearby
@@ -114,7 +114,7 @@ class _Bracket:
 
     def __init__(self, task: _Task, covers: Covers, space: StateSpace, known: Path) -> None:
         self.task, self.gpus = task, task.gpus
-        self.space = Downsets(task.ledger, covers.words, complete=True)
+        self.space = Downsets(task.layer_costs, covers.words, complete=True)
         lattice = Lattice(covers, self.space.order)
         self.relaxation = Relaxation(
             self.space, lattice, task.model, task.gpus, task.memory_bytes, task.recompute, Budget(WORK)
@@ -132,7 +132,7 @@ class _Bracket:
         if self.low_s < self._goal_s and not self.task.deadline.passed:
             self._polish()
             task = self.task
-            windows = Windows(task.ledger, task.model)
+            windows = Windows(task.layer_costs, task.model)
             bound_s = windows.bound_s(task.gpus, task.memory_bytes, task.recompute, self.best.seconds)
             self.low_s = max(self.low_s, bound_s)
         path = None if self.best is self.known else self.best

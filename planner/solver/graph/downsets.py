@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.asynchronous import CostModel
-from planner.cost.layer_costs import Ledger, Traffic
+from planner.cost.layer_costs import LayerCosts, Traffic
 from planner.cost.work import Floats, Integers
 from planner.solver.chain.states import COUNTED, StateSpace, column
 from planner.solver.graph.lattice import Words, enumerate_covers, to_bits, to_words
@@ -27,14 +27,14 @@ _TICKS = 2.0**50  # of which a model's compute time has so many: whole numbers, 
 class Downsets(StateSpace):
     """Some downsets of the graph, among them the empty one and the whole."""
 
-    def __init__(self, ledger: Ledger, words: Words, complete: bool) -> None:
+    def __init__(self, layer_costs: LayerCosts, words: Words, complete: bool) -> None:
         """Args:
         words: a downset per row, as a bit set of layer positions.
         complete: whether no downset that matters is missing.
         """
-        count = len(ledger.profile.layers)
+        count = len(layer_costs.profile.layers)
         bits = to_bits(words, count)
-        quantities = np.stack([ticks(ledger), *(column(ledger, name) for name in COUNTED)])
+        quantities = np.stack([ticks(layer_costs), *(column(layer_costs, name) for name in COUNTED)])
         sums = _weighted(quantities, bits.T)
         # By compute time and size, so that every downset stands after those it contains and states within a time are
         # neighbours; then by content, for repeatable answers.
@@ -42,14 +42,16 @@ class Downsets(StateSpace):
         self._words = words[self.order]
         self._columns = np.ascontiguousarray(bits[self.order].T)  # a row of zeros and ones per layer
         fronts = np.zeros((4, len(words)))
-        if ledger.traffic:
-            weights = [value.amounts for value in ledger.traffic]
-            fronts = _weighted(np.stack(weights, axis=1), np.array([self._live(value) for value in ledger.traffic]))
-        super().__init__(ledger, dict(zip(COUNTED, sums[1:, self.order], strict=True)), fronts)
+        if layer_costs.traffic:
+            weights = [value.amounts for value in layer_costs.traffic]
+            fronts = _weighted(
+                np.stack(weights, axis=1), np.array([self._live(value) for value in layer_costs.traffic])
+            )
+        super().__init__(layer_costs, dict(zip(COUNTED, sums[1:, self.order], strict=True)), fronts)
         self.complete = complete
-        self._producers = [value.producer for value in ledger.traffic]
-        self._users = to_words([value.users for value in ledger.traffic], count)
-        self._weights = [value.amounts for value in ledger.traffic]
+        self._producers = [value.producer for value in layer_costs.traffic]
+        self._users = to_words([value.users for value in layer_costs.traffic], count)
+        self._weights = [value.amounts for value in layer_costs.traffic]
 
     def among_later(self, state: int, others: Integers) -> Integers:
         """Supersets, by their bits."""
@@ -91,7 +93,7 @@ class Downsets(StateSpace):
 
         Layers count by their compute time, and a little by themselves.
         """
-        layers_s = sum(column(self.ledger, name) for name in ("forward_s", "backward_s", "update_s"))
+        layers_s = sum(column(self.layer_costs, name) for name in ("forward_s", "backward_s", "update_s"))
         weights = np.asarray(layers_s / np.mean(layers_s) + 1.0)
         chosen = {0, len(self) - 1}
         signs = np.ones((len(cuts), len(weights)))
@@ -103,7 +105,7 @@ class Downsets(StateSpace):
 
     def only(self, states: Integers, complete: bool) -> Downsets:
         """A space of these states, which must include both ends."""
-        return Downsets(self.ledger, self._words[states], complete)
+        return Downsets(self.layer_costs, self._words[states], complete)
 
     def _live(self, value: Traffic) -> NDArray[np.bool_]:
         """The downsets at which a value is made and still needed."""
@@ -111,15 +113,15 @@ class Downsets(StateSpace):
         return np.asarray(self._columns[value.producer] > used)
 
 
-def enumerate_downsets(ledger: Ledger, most: int) -> Words | None:
+def enumerate_downsets(layer_costs: LayerCosts, most: int) -> Words | None:
     """Every downset that cuts no forbidden place; None when there are more than `most`."""
-    covers = enumerate_covers(ledger, most)
+    covers = enumerate_covers(layer_costs, most)
     return None if covers is None else covers.words
 
 
-def ticks(ledger: Ledger) -> Floats:
+def ticks(layer_costs: LayerCosts) -> Floats:
     """Each layer's share of the compute time, in whole numbers, which add up to the same in any order."""
-    layers_s = np.sum([column(ledger, name) for name in ("forward_s", "backward_s", "update_s")], axis=0)
+    layers_s = np.sum([column(layer_costs, name) for name in ("forward_s", "backward_s", "update_s")], axis=0)
     return np.asarray(np.rint(layers_s / max(layers_s.sum(), np.finfo(float).tiny) * _TICKS))
 
 

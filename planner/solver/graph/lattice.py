@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats, Integers
 from planner.solver.chain.states import uncut_groups
 
@@ -97,25 +97,25 @@ class Lattice:
         return [slice(first, end) for first, end in zip(firsts[some].tolist(), ends[some].tolist(), strict=True)]
 
 
-_enumerated: WeakKeyDictionary[Ledger, tuple[int, Covers | None]] = WeakKeyDictionary()
+_enumerated: WeakKeyDictionary[LayerCosts, tuple[int, Covers | None]] = WeakKeyDictionary()
 
 
-def enumerate_covers(ledger: Ledger, most: int) -> Covers | None:
+def enumerate_covers(layer_costs: LayerCosts, most: int) -> Covers | None:
     """Every downset that cuts no forbidden place; None when there are more than `most`. O(downsets · width).
 
-    What was last enumerated of a model is kept as long as its ledger: a search may need it twice.
+    What was last enumerated of a model is kept as long as its layer_costs: a search may need it twice.
     """
-    if ledger not in _enumerated or _enumerated[ledger][0] != most:
-        _enumerated[ledger] = most, _covers(ledger, most)
-    return _enumerated[ledger][1]
+    if layer_costs not in _enumerated or _enumerated[layer_costs][0] != most:
+        _enumerated[layer_costs] = most, _covers(layer_costs, most)
+    return _enumerated[layer_costs][1]
 
 
-def _covers(ledger: Ledger, most: int) -> Covers | None:
-    groups = uncut_groups(ledger)
+def _covers(layer_costs: LayerCosts, most: int) -> Covers | None:
+    groups = uncut_groups(layer_costs)
     group_of = {layer: number for number, group in enumerate(groups) for layer in group}
     needs = [0] * len(groups)
     feeds: list[set[int]] = [set() for _ in groups]
-    for value in ledger.traffic:
+    for value in layer_costs.traffic:
         producer = group_of[value.producer]
         for user in {group_of[user] for user in value.users} - {producer}:
             needs[user] |= 1 << producer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.solver.chain.states import uncut_groups
 from planner.solver.graph.lattice import Words, words_of_groups
 
@@ -13,14 +13,14 @@ from planner.solver.graph.lattice import Words, words_of_groups
 class Groups:
     """The graph of a profile's uncut groups of layers."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.layers = uncut_groups(ledger)
+    def __init__(self, layer_costs: LayerCosts) -> None:
+        self.layers = uncut_groups(layer_costs)
         self.group_of = {layer: number for number, group in enumerate(self.layers) for layer in group}
         self.needs: list[set[int]] = [set() for _ in self.layers]
         self.feeds: list[set[int]] = [set() for _ in self.layers]
         # Values that cross between groups: bytes, and the groups that use them.
         self.makes: list[list[tuple[int, set[int]]]] = [[] for _ in self.layers]
-        for value in ledger.traffic:
+        for value in layer_costs.traffic:
             producer = self.group_of[value.producer]
             users = {self.group_of[user] for user in value.users} - {producer}
             if users:
@@ -30,7 +30,7 @@ class Groups:
                 self.needs[user].add(producer)
 
 
-def depth_first(ledger: Ledger) -> list[tuple[int, ...]]:
+def depth_first(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     """The groups in an order that follows each branch to its end before it begins the next."""
     opened: dict[int, int] = {}
 
@@ -39,10 +39,10 @@ def depth_first(ledger: Ledger) -> list[tuple[int, ...]]:
             opened.setdefault(group, len(opened))
         return max(ready, key=lambda group: opened[group])
 
-    return _ordered(ledger, latest)
+    return _ordered(layer_costs, latest)
 
 
-def fewest_live_bytes(ledger: Ledger) -> list[tuple[int, ...]]:
+def fewest_live_bytes(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     """The groups in an order that adds, at each step, the least to what is live."""
 
     def leanest(ready: set[int], graph: Groups, done: set[int]) -> int:
@@ -58,13 +58,13 @@ def fewest_live_bytes(ledger: Ledger) -> list[tuple[int, ...]]:
 
         return min(ready, key=growth)
 
-    return _ordered(ledger, leanest)
+    return _ordered(layer_costs, leanest)
 
 
-def around(ledger: Ledger, cuts: Sequence[Sequence[int]], most: int) -> Words:
+def around(layer_costs: LayerCosts, cuts: Sequence[Sequence[int]], most: int) -> Words:
     """About `most` downsets that differ least, in compute time, from one of the cuts (layers before it); both ends."""
-    graph = Groups(ledger)
-    layers = ledger.profile.layers
+    graph = Groups(layer_costs)
+    layers = layer_costs.profile.layers
     times = [layer.forward_s + layer.backward_s + layer.update_s for layer in layers]
     little_s = sum(times) / len(times)  # by which layers count besides
     weights = [sum(times[index] + little_s for index in group) for group in graph.layers]
@@ -103,8 +103,8 @@ def _nearest(graph: Groups, weights: Sequence[float], cut: frozenset[int], most:
     return found
 
 
-def _ordered(ledger: Ledger, choose: Callable[[set[int], Groups, set[int]], int]) -> list[tuple[int, ...]]:
-    graph = Groups(ledger)
+def _ordered(layer_costs: LayerCosts, choose: Callable[[set[int], Groups, set[int]], int]) -> list[tuple[int, ...]]:
+    graph = Groups(layer_costs)
     missing = [len(needs) for needs in graph.needs]
     ready, done, order = {group for group, needs in enumerate(missing) if not needs}, set[int](), []
     while ready:

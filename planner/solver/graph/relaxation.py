@@ -70,7 +70,7 @@ class Relaxation:
         everything = np.arange(len(space))
         work = space.work(0, everything)
         self._footprint = replace(space.footprint(0, everything, work), working_bytes=np.asarray(0.0))
-        if space.ledger.at_work is not None:
+        if space.layer_costs.at_work is not None:
             # Saved activations and gradients may never be all there at once; the former add up.
             self._footprint = replace(self._footprint, gradient_bytes=np.asarray(0.0))
         self._sums = work.recomputed() if recompute == "always" else work

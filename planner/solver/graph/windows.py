@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.asynchronous import CostModel, RecomputeRule
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
 from planner.solver.chain.states import column, uncut_groups
 from planner.solver.graph.lattice import to_bits, words_of_masks
@@ -35,13 +35,13 @@ Record = TypeVar("Record", Work, Footprint)
 class Windows:
     """Ranges of work before a cut, what surely is before and after it, and the stages between such cuts."""
 
-    def __init__(self, ledger: Ledger, model: CostModel) -> None:
+    def __init__(self, layer_costs: LayerCosts, model: CostModel) -> None:
         # What an update takes counts once for all microbatches under 2bw, and is left out there.
         times = ("forward_s", "backward_s") if model.microbatches > 1 else ("forward_s", "backward_s", "update_s")
-        layers_s = np.sum([column(ledger, name) for name in times], axis=0)
-        self.ledger, self.model, self.total_s = ledger, model, float(layers_s.sum())
+        layers_s = np.sum([column(layer_costs, name) for name in times], axis=0)
+        self.layer_costs, self.model, self.total_s = layer_costs, model, float(layers_s.sum())
         ticks = np.rint(layers_s / self.total_s * _TICKS) + np.ceil(_TICKS * _EVERY / len(layers_s))
-        before, after = _closures(ledger)
+        before, after = _closures(layer_costs)
         self._up_to, self._from = before @ ticks, after @ ticks  # ticks of a layer and all before it, and after it
         self._everything = float(ticks.sum())
         low, high = self._edges(np.cumsum(ticks))
@@ -118,7 +118,7 @@ class Windows:
         zero = np.zeros((1, 1))
         alive = self._alive()
         outputs, received, sent = np.zeros(len(self._low)), *np.zeros((2, len(self._low), len(self._low)))
-        for value, live in zip(self.ledger.traffic, alive, strict=True):
+        for value, live in zip(self.layer_costs.traffic, alive, strict=True):
             outputs += live * value.output_bytes
             # Made before and used up within: received, and its gradient sent back.
             used = self._must[list(value.users)].all(axis=0)
@@ -154,28 +154,32 @@ class Windows:
             saved_bytes=saved,
             message_bytes=np.zeros((1, 1)),
             # No peak is below all that is saved, or below all gradients.
-            working_bytes=np.zeros((1, 1)) if self.ledger.at_work is None else -np.minimum(saved, gradients),
+            working_bytes=np.zeros((1, 1)) if self.layer_costs.at_work is None else -np.minimum(saved, gradients),
         )
 
     def _alive(self) -> list[Flags]:
         """For each value, the windows at whose cuts it surely crosses."""
-        return [self._must[value.producer] & ~self._may[list(value.users)].all(axis=0) for value in self.ledger.traffic]
+        return [
+            self._must[value.producer] & ~self._may[list(value.users)].all(axis=0) for value in self.layer_costs.traffic
+        ]
 
     def _least(self, name: str) -> Floats:
         """The least sum over the layers of a stage from each window to each other."""
-        amounts = column(self.ledger, name)
+        amounts = column(self.layer_costs, name)
         surely = amounts @ self._must.astype(np.float64)
         possibly = amounts @ self._may.astype(np.float64)
         return np.maximum(surely[None, :] - possibly[:, None], 0.0)
 
 
-def _closures(ledger: Ledger) -> tuple[Floats, Floats]:
+def _closures(layer_costs: LayerCosts) -> tuple[Floats, Floats]:
     """For each layer, zeros and ones for the layers that come with it: those before, and those after, itself both."""
-    groups = uncut_groups(ledger)
-    count = len(ledger.profile.layers)
+    groups = uncut_groups(layer_costs)
+    count = len(layer_costs.profile.layers)
     own = [sum(1 << layer for layer in group) for group in groups]
     group_of = {layer: number for number, group in enumerate(groups) for layer in group}
-    links = sorted({(group_of[value.producer], group_of[user]) for value in ledger.traffic for user in value.users})
+    links = sorted(
+        {(group_of[value.producer], group_of[user]) for value in layer_costs.traffic for user in value.users}
+    )
     before, after = list(own), list(own)
     for source, target in sorted(links, key=lambda link: link[1]):
         before[target] |= before[source]

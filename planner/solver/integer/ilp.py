@@ -79,7 +79,7 @@ def refuse(request: Request) -> None:
 
 def _relaxed_s(request: Request) -> float:
     """A time below which no plan can be: perfect balance and no communication."""
-    layers = request.ledger.profile.layers
+    layers = request.layer_costs.profile.layers
     forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
     update_s, speeds = sum(layer.update_s for layer in layers), _speeds(request.cluster)
     # All microbatches of a minibatch add up their gradients but the first of every device.

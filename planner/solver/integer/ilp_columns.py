@@ -55,7 +55,7 @@ class Columns:
     def __init__(self, request: Request, *, all_cuts: bool) -> None:
         self.request = request
         self.space = _space(request, all_cuts)
-        everything = len(request.ledger.profile.layers)
+        everything = len(request.layer_costs.profile.layers)
         sets = [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
         # States that separate no group; the empty one and the whole never do.
         groups = request.groups
@@ -176,11 +176,11 @@ class Columns:
 
 
 def _space(request: Request, all_cuts: bool) -> StateSpace:
-    chain = Chain(request.ledger)
+    chain = Chain(request.layer_costs)
     if chain.complete or not all_cuts:
         return chain
-    words = enumerate_downsets(request.ledger, MOST_STATES)
-    return chain if words is None else Downsets(request.ledger, words, complete=True)
+    words = enumerate_downsets(request.layer_costs, MOST_STATES)
+    return chain if words is None else Downsets(request.layer_costs, words, complete=True)
 
 
 def _spread(values: Floats, count: int) -> Floats:

@@ -84,7 +84,9 @@ class Flow:
         self.request, self.columns, self.solver = request, columns, solver
         self.gpus = request.cluster.gpus
         self.arcs = _arcs(request, columns)
-        total_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in request.ledger.profile.layers)
+        total_s = sum(
+            layer.forward_s + layer.backward_s + layer.update_s for layer in request.layer_costs.profile.layers
+        )
         self._scale = _SCALE * self.gpus / total_s
 
     def solve(self, deadline: Deadline) -> IlpAnswer | None:
@@ -249,7 +251,7 @@ class _Pins:
     """Which columns the pins allow."""
 
     def __init__(self, request: Request) -> None:
-        position, constraints = request.ledger.position, request.constraints
+        position, constraints = request.layer_costs.position, request.constraints
         self.stages = {position[name]: number for name, number in constraints.stage_of.items()}
         self.gpus = {position[name]: rank for name, rank in constraints.gpu_of.items()}
         self._kind = {rank: n for n, ranks in enumerate(request.cluster.kind_ranks) for rank in ranks}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cost.asynchronous import RecomputeRule
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -22,7 +22,7 @@ from planner.schedule.schedule import Schedule
 class Request:
     """A model, a cluster, and what the plan is for and must respect."""
 
-    ledger: Ledger
+    layer_costs: LayerCosts
     cluster: Cluster
     model: CostModelName = "resource"
     schedule: Schedule = ONE_F_ONE_B
@@ -33,7 +33,7 @@ class Request:
     @property
     def keeps_order(self) -> bool:
         """Whether stages must be runs of consecutive layers: the executor builds no others."""
-        return self.ledger.profile.trainable
+        return self.layer_costs.profile.trainable
 
     @property
     def simulated(self) -> bool:
@@ -52,22 +52,26 @@ class Request:
     @property
     def groups(self) -> list[frozenset[int]]:
         """Positions of layers that no cut may separate; each layer once."""
-        return self.constraints.groups(self.ledger.profile)
+        return self.constraints.groups(self.layer_costs.profile)
 
     def about(self, profile: Profile) -> Request:
         """The same request about another profile."""
-        return replace(self, ledger=Ledger(profile))
+        return replace(self, layer_costs=LayerCosts(profile))
 
     def without_constraints(self) -> Request:
         """The same request with its constraints in the profile, as forbidden cuts; they must say no more than that."""
-        profile = self.constraints.as_forbidden_cuts(self.ledger.profile, in_order=self.keeps_order)
+        profile = self.constraints.as_forbidden_cuts(self.layer_costs.profile, in_order=self.keeps_order)
         assert profile is not None
-        return self if self.constraints.empty else replace(self, ledger=Ledger(profile), constraints=Constraints())
+        return (
+            self
+            if self.constraints.empty
+            else replace(self, layer_costs=LayerCosts(profile), constraints=Constraints())
+        )
 
     def priced(self, stages: Sequence[Candidate]) -> Price:
         """The price of a plan."""
         return price(
-            self.ledger, stages, Setting(self.cluster, self.schedule, self.microbatches, cost_model=self.model)
+            self.layer_costs, stages, Setting(self.cluster, self.schedule, self.microbatches, cost_model=self.model)
         )
 
 
@@ -83,7 +87,7 @@ class IlpAnswer:
 
 def ranked(request: Request, stages: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The stages with ranks where GPUs differ: pinned ones, and the first that are free of each kind."""
-    cluster, position = request.cluster, request.ledger.position
+    cluster, position = request.cluster, request.layer_costs.position
     if not cluster.kinds:
         return tuple(stages)
     pinned = {position[name]: rank for name, rank in request.constraints.gpu_of.items()}

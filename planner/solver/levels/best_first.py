@@ -201,7 +201,7 @@ class BestFirst:
         """Who has which live value after the next stage, and what the stage gets from which earlier one."""
         layers = set(self.space.layers(state, target))
         done = set(self.space.layers(0, target))
-        traffic = self.space.ledger.traffic
+        traffic = self.space.layer_costs.traffic
         received: dict[int, Floats] = {}
         after = dict(holders)
         for number, holder in holders.items():

@@ -91,10 +91,10 @@ def search_all_cuts(question: Question, price_on: PriceOn, along: Path, nearest:
     space = question.space
     beyond = beyond_the_order(question, nearest)
     sought = question.gpus <= MOST_BOUNDED and not question.deadline.passed
-    words = enumerate_downsets(space.ledger, MOST_DOWNSETS) if sought else None
+    words = enumerate_downsets(space.layer_costs, MOST_DOWNSETS) if sought else None
     if words is None:
         return space, Found(along, min(beyond.bound_s, along.seconds))
-    everything = Downsets(space.ledger, words, complete=True)
+    everything = Downsets(space.layer_costs, words, complete=True)
     seeds: list[tuple[StateSpace, Path]] = [(space, along), (space, nearest)]
     if beyond.path is not None and beyond.space is not None:
         seeds.append((beyond.space, beyond.path))
@@ -126,7 +126,7 @@ def beyond_the_order(question: Question, nearest: Path) -> Beyond:
         return Beyond(None, None, float(model.least_s(space.work(0, np.array([len(space) - 1])))[0]) / question.gpus)
     gpus, memory_bytes = question.gpus, question.memory_bytes
     recompute, deadline = question.recompute, question.deadline
-    return search_beyond(space.ledger, model, gpus, memory_bytes, space, nearest, recompute, deadline=deadline)
+    return search_beyond(space.layer_costs, model, gpus, memory_bytes, space, nearest, recompute, deadline=deadline)
 
 
 def nearest_path(question: Question) -> tuple[Path | None, bool]:

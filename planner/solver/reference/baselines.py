@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.cost.asynchronous import link_of
 from planner.cost.double_buffered import asynchronous_model
-from planner.cost.layer_costs import Candidate, Ledger, candidates
+from planner.cost.layer_costs import Candidate, LayerCosts, candidates
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
@@ -21,17 +21,17 @@ from planner.solver.candidates.waits import StraightSearch, counts_to_try
 from planner.solver.chain.states import Chain, column
 
 
-def data_parallel(ledger: Ledger, gpus: int) -> list[Candidate]:
+def data_parallel(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     """One stage with a replica on every GPU."""
-    return candidates([range(len(ledger.profile.layers))], [gpus])
+    return candidates([range(len(layer_costs.profile.layers))], [gpus])
 
 
-def straight(ledger: Ledger, cluster: Cluster) -> list[list[Candidate]]:
+def straight(layer_costs: LayerCosts, cluster: Cluster) -> list[list[Candidate]]:
     """Pipelines of stages without replicas, whatever memory they need: for each number of GPUs the best cut.
 
     The best by the busiest resource of the asynchronous pipeline; which of them waits least, the simulation decides.
     """
-    chain = Chain(ledger)
+    chain = Chain(layer_costs)
     model = asynchronous_model("resource", ONE_F_ONE_B, 1, link_of(cluster))
     found = []
     for gpus in counts_to_try(min(cluster.gpus, len(chain) - 1)):
@@ -42,22 +42,22 @@ def straight(ledger: Ledger, cluster: Cluster) -> list[list[Candidate]]:
     return found
 
 
-def equal_layers(ledger: Ledger, gpus: int) -> list[Candidate]:
+def equal_layers(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     """As many stages as GPUs, with as many layers each."""
-    return _equal_shares(ledger, gpus, np.ones(len(ledger.profile.layers)))
+    return _equal_shares(layer_costs, gpus, np.ones(len(layer_costs.profile.layers)))
 
 
-def equal_parameters(ledger: Ledger, gpus: int) -> list[Candidate]:
+def equal_parameters(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     """As many stages as GPUs, with as many bytes of parameters each."""
-    return _equal_shares(ledger, gpus, column(ledger, "weight_bytes"))
+    return _equal_shares(layer_costs, gpus, column(layer_costs, "weight_bytes"))
 
 
-def equal_time(ledger: Ledger, gpus: int) -> list[Candidate]:
+def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     """As many stages as GPUs, the slowest of which computes as little as possible.
 
     Block partition of the layers' times, as torchgpipe balances (Bárány & Grinberg 2015); communication does not count.
     """
-    chain = Chain(ledger)
+    chain = Chain(layer_costs)
     sums = chain.compute_s
     stages = min(gpus, len(chain) - 1)
     # least[i]: the smallest largest stage of the first i groups, in as many stages as walked so far
@@ -74,15 +74,15 @@ def equal_time(ledger: Ledger, gpus: int) -> list[Candidate]:
     return candidates([chain.layers(i, j) for i, j in pairwise(reversed(ends))], [1] * stages)
 
 
-def legal_ends(ledger: Ledger) -> list[int]:
+def legal_ends(layer_costs: LayerCosts) -> list[int]:
     """Numbers of layers before each place where a cut may be made, 0 and all of them included."""
-    chain = Chain(ledger)
+    chain = Chain(layer_costs)
     return [0, *(len(chain.layers(0, state)) for state in range(1, len(chain)))]
 
 
-def _equal_shares(ledger: Ledger, gpus: int, amounts: Floats) -> list[Candidate]:
+def _equal_shares(layer_costs: LayerCosts, gpus: int, amounts: Floats) -> list[Candidate]:
     """Cuts where the sum of the amounts is nearest to each equal share, one after the other."""
-    ends = legal_ends(ledger)
+    ends = legal_ends(layer_costs)
     sums = np.concatenate(([0.0], np.cumsum(amounts)))[ends]
     stages = min(gpus, len(ends) - 1)
     cuts = [0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from planner.cost.asynchronous import RecomputeRule
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -42,7 +42,7 @@ class Answer:
 
 
 def brute_force(
-    ledger: Ledger,
+    layer_costs: LayerCosts,
     cluster: Cluster,
     *,
     model: CostModelName = "resource",
@@ -63,17 +63,19 @@ def brute_force(
     Raises:
         InputError: for more than ten layers, whose plans are too many.
     """
-    if len(ledger.profile.layers) > MOST_LAYERS:
-        raise InputError(f"{len(ledger.profile.layers)} layers are too many to try every plan", hint="use the search")
+    if len(layer_costs.profile.layers) > MOST_LAYERS:
+        raise InputError(
+            f"{len(layer_costs.profile.layers)} layers are too many to try every plan", hint="use the search"
+        )
     best: Answer | None = None
     every = (
-        interleaved_plans(ledger, cluster.gpus, in_order, recompute, microbatches, chunks)
+        interleaved_plans(layer_costs, cluster.gpus, in_order, recompute, microbatches, chunks)
         if schedule.chunked
-        else plans(ledger, cluster.gpus, in_order, recompute)
+        else plans(layer_costs, cluster.gpus, in_order, recompute)
     )
     setting = Setting(cluster, schedule, microbatches, chunks, model)
     for stages in every:
-        cost = price(ledger, stages, setting)
+        cost = price(layer_costs, stages, setting)
         if cluster.memory_bytes is not None and max(cost.gpu_bytes) > cluster.memory_bytes:
             continue
         depths = zip(stages, cost.in_flight, strict=True)
@@ -86,12 +88,12 @@ def brute_force(
 
 
 def plans(
-    ledger: Ledger, gpus: int, in_order: bool, recompute: RecomputeRule = "never"
+    layer_costs: LayerCosts, gpus: int, in_order: bool, recompute: RecomputeRule = "never"
 ) -> Iterator[tuple[Candidate, ...]]:
     """All chains of legal cuts with all replica counts that the GPUs allow."""
     variants = {"auto": (False, True), "never": (False,), "always": (True,)}[recompute]
-    cuts = [done for done in downsets(ledger) if not in_order or done == frozenset(range(len(done)))]
-    everything = frozenset(range(len(ledger.profile.layers)))
+    cuts = [done for done in downsets(layer_costs) if not in_order or done == frozenset(range(len(done)))]
+    everything = frozenset(range(len(layer_costs.profile.layers)))
 
     def extend(before: frozenset[int], left: int) -> Iterator[tuple[Candidate, ...]]:
         for after in cuts:
@@ -108,13 +110,13 @@ def plans(
 
 
 def interleaved_plans(
-    ledger: Ledger, gpus: int, in_order: bool, recompute: RecomputeRule, microbatches: int, chunks: int
+    layer_costs: LayerCosts, gpus: int, in_order: bool, recompute: RecomputeRule, microbatches: int, chunks: int
 ) -> Iterator[tuple[Candidate, ...]]:
     """All chains of legal cuts into `chunks` stages for each of two workers or more, in as many copies as there may be.
 
     Each copy has at least as many microbatches as workers.
     """
-    for stages in plans(ledger, len(ledger.profile.layers), in_order, recompute):
+    for stages in plans(layer_costs, len(layer_costs.profile.layers), in_order, recompute):
         workers, rest = divmod(len(stages), chunks)
         if rest == 0 and workers >= 2 and all(stage.replicas == 1 for stage in stages):
             for copies in range(1, gpus // workers + 1):
@@ -122,15 +124,15 @@ def interleaved_plans(
                     yield tuple(replace(stage, replicas=copies) for stage in stages)
 
 
-def downsets(ledger: Ledger) -> list[frozenset[int]]:
+def downsets(layer_costs: LayerCosts) -> list[frozenset[int]]:
     """Sets of layers that hold all predecessors of their layers and respect `no_cut_after`, by definition."""
-    count = len(ledger.profile.layers)
-    joined = [ledger.position[name] for name in ledger.profile.no_cut_after]
+    count = len(layer_costs.profile.layers)
+    joined = [layer_costs.position[name] for name in layer_costs.profile.no_cut_after]
     subsets = (frozenset(index for index in range(count) if bits >> index & 1) for bits in range(2**count))
     return [
         done
         for done in subsets
-        if all(value.producer in done for value in ledger.traffic if done.intersection(value.users))
+        if all(value.producer in done for value in layer_costs.traffic if done.intersection(value.users))
         and all((index in done) == (index + 1 in done) for index in joined if index + 1 < count)
     ]
 

@@ -12,7 +12,7 @@ from planner.analysis.compare import DATA_PARALLEL, compare
 from planner.analysis.explain import explain
 from planner.analysis.question import Question
 from planner.cost import buckets
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
@@ -80,11 +80,11 @@ def test_what_is_predicted_is_what_is_simulated(cluster: Cluster, schedule: str,
 @pytest.mark.parametrize(("model", "schedule"), [(WIDE, "gpipe"), (CROWDED, "1f1b")])
 def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(model: Profile, schedule: str) -> None:
     cluster, microbatches = flat_cluster(3, 4.0), 4 if schedule == "gpipe" else 1
-    task = Task(Chain(Ledger(model)), cluster, "resource", find(schedule), microbatches, "auto")
+    task = Task(Chain(LayerCosts(model)), cluster, "resource", find(schedule), microbatches, "auto")
     path = task.best()
     assert path is not None
     stages, formula = task.priced(path)
-    simulated = simulated_price(Ledger(model), stages, cluster, formula, "auto", find(schedule), microbatches)
+    simulated = simulated_price(LayerCosts(model), stages, cluster, formula, "auto", find(schedule), microbatches)
     plan = solve(model, cluster, schedule=schedule, microbatches=microbatches)
     assert plan.replicas != path.replicas
     assert plan.solver.lower_bound_s == pytest.approx(formula.seconds_per_minibatch)
@@ -107,9 +107,9 @@ def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(model: Prof
     replicas = data.draw(st.lists(st.integers(1, 3), min_size=len(ends) - 1, max_size=len(ends) - 1))
     groups = [list(range(first, end)) for first, end in pairwise(ends)]
     cluster = flat_cluster(sum(replicas), data.draw(st.sampled_from([0.5, 2.0, 10.0])))
-    ledger, stages = Ledger(model), candidates(groups, replicas)
-    formula = price(ledger, stages, Setting(cluster))
-    simulated = simulated_price(ledger, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
+    layer_costs, stages = LayerCosts(model), candidates(groups, replicas)
+    formula = price(layer_costs, stages, Setting(cluster))
+    simulated = simulated_price(layer_costs, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
     assert simulated.seconds_per_minibatch >= formula.bottleneck.busy_s * (1 - 1e-6)
 
 
@@ -142,10 +142,10 @@ def test_data_parallelism_takes_what_the_formula_says(monkeypatch: pytest.Monkey
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", 1)
     even = profile(*(layer(f"l{n}", 1, 2, output_bytes=3, weight_bytes=8) for n in range(6)))
     for cluster in CLUSTERS.values():
-        ledger = Ledger(even)
+        layer_costs = LayerCosts(even)
         stages = candidates([range(6)], [4])
-        formula = price(ledger, stages, Setting(cluster))
-        simulated = simulated_price(ledger, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
+        formula = price(layer_costs, stages, Setting(cluster))
+        simulated = simulated_price(layer_costs, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
         assert simulated.seconds_per_minibatch == pytest.approx(formula.seconds_per_minibatch, rel=0.01)
 
 
@@ -156,9 +156,9 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
 ) -> None:
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", least_bytes)
     plan = solve(MODEL, CLUSTERS[cluster])
-    ledger, stages = Ledger(MODEL), candidates([range(4)], [4])
-    formula = price(ledger, stages, Setting(CLUSTERS[cluster]))
-    parallel = simulated_price(ledger, stages, CLUSTERS[cluster], formula, "auto", ONE_F_ONE_B, 1)
+    layer_costs, stages = LayerCosts(MODEL), candidates([range(4)], [4])
+    formula = price(layer_costs, stages, Setting(CLUSTERS[cluster]))
+    parallel = simulated_price(layer_costs, stages, CLUSTERS[cluster], formula, "auto", ONE_F_ONE_B, 1)
     times = parallel.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
     assert plan.predicted.speedup_over_data_parallel == pytest.approx(times, rel=0.01)
 

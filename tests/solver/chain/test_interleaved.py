@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.cost.asynchronous import Link, RecomputeRule, link_of
 from planner.cost.interleaved import InterleavedModel
-from planner.cost.layer_costs import Ledger, candidates
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.plan_price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -48,7 +48,7 @@ def priced(workers: int, chunks: int, microbatches: int, forward_s: list[float],
     layers = [layer(f"l{i}", each, 2 * each, saved_bytes=1) for i, each in enumerate(forward_s)]
     model = profile(*(each.model_copy(update={"accumulate_s": accumulate_s}) for each in layers))
     stages = candidates([[i] for i in range(len(forward_s))], [1] * len(forward_s))
-    return price(Ledger(model), stages, Setting(flat_cluster(workers, 1.0), INTERLEAVED, microbatches, chunks))
+    return price(LayerCosts(model), stages, Setting(flat_cluster(workers, 1.0), INTERLEAVED, microbatches, chunks))
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_the_search_finds_what_brute_force_finds(
     recompute: RecomputeRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    ledger = Ledger(model)
+    layer_costs = LayerCosts(model)
     link = link_of(cluster)
-    search = InterleavedSearch(Chain(ledger), INTERLEAVED, link, gpus, memory, microbatches, chunks, recompute)
+    search = InterleavedSearch(Chain(layer_costs), INTERLEAVED, link, gpus, memory, microbatches, chunks, recompute)
     paths, bound_s = search.best()
     expected = brute_force(
-        ledger,
+        layer_costs,
         cluster,
         schedule=INTERLEAVED,
         microbatches=microbatches,
@@ -140,9 +140,13 @@ def test_the_search_finds_what_brute_force_finds(
 def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
     model: Profile, gpus: int, microbatches: int, bandwidth: float
 ) -> None:
-    cluster, ledger = flat_cluster(gpus, bandwidth), Ledger(model)
-    paths, bound_s = InterleavedSearch(Chain(ledger), INTERLEAVED, link_of(cluster), gpus, None, microbatches, 2).best()
-    expected = brute_force(ledger, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, in_order=True)
+    cluster, layer_costs = flat_cluster(gpus, bandwidth), LayerCosts(model)
+    paths, bound_s = InterleavedSearch(
+        Chain(layer_costs), INTERLEAVED, link_of(cluster), gpus, None, microbatches, 2
+    ).best()
+    expected = brute_force(
+        layer_costs, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, in_order=True
+    )
     assert (expected is None) == (not paths)
     if expected is not None:
         assert paths[0].seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
@@ -34,9 +34,9 @@ def straight(*recompute: bool) -> list[Candidate]:
 
 
 def test_a_stage_that_recomputes_takes_one_more_forward_and_keeps_its_input_only() -> None:
-    ledger, cluster = Ledger(HEAVY), flat_cluster(2, 1000.0)
-    plain = price(ledger, straight(False, False), Setting(cluster))
-    again = price(ledger, straight(True, True), Setting(cluster))
+    layer_costs, cluster = LayerCosts(HEAVY), flat_cluster(2, 1000.0)
+    plain = price(layer_costs, straight(False, False), Setting(cluster))
+    again = price(layer_costs, straight(True, True), Setting(cluster))
     assert (plain.seconds_per_minibatch, again.seconds_per_minibatch) == (3, 4)
     # The first stage has two in flight and no input but the data's; the second has one, and 10 bytes of input.
     assert [memory.activations_bytes for memory in plain.memory] == [2 * 500, 500]
@@ -45,17 +45,17 @@ def test_a_stage_that_recomputes_takes_one_more_forward_and_keeps_its_input_only
 
 
 def test_gpipe_recomputes_every_microbatch() -> None:
-    ledger, cluster = Ledger(HEAVY), flat_cluster(2, 1000.0)
-    cost = price(ledger, straight(True, False), Setting(cluster, GPIPE, 5))
+    layer_costs, cluster = LayerCosts(HEAVY), flat_cluster(2, 1000.0)
+    cost = price(layer_costs, straight(True, False), Setting(cluster, GPIPE, 5))
     assert cost.seconds_per_minibatch == pytest.approx(4 + 3 + 2 * 10 / 1000 + 4 * 4)
     assert [memory.activations_bytes for memory in cost.memory] == [500, 5 * 500]
 
 
 def test_an_all_reduce_does_not_hide_behind_a_recomputation() -> None:
     model = profile(layer("a", 6, 1, weight_bytes=60))
-    ledger, cluster = Ledger(model), flat_cluster(2, 10.0)  # 6 s of all-reduce, of which 1 s may hide
+    layer_costs, cluster = LayerCosts(model), flat_cluster(2, 10.0)  # 6 s of all-reduce, of which 1 s may hide
     stage = Candidate(frozenset(), frozenset({0}), 2, recompute=True)
-    assert price(ledger, [stage], Setting(cluster)).seconds_per_minibatch == pytest.approx((6 + 6 + 1 + 6 - 1) / 2)
+    assert price(layer_costs, [stage], Setting(cluster)).seconds_per_minibatch == pytest.approx((6 + 6 + 1 + 6 - 1) / 2)
 
 
 def test_only_the_stage_that_must_recomputes() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner.cost.asynchronous import Link, RecomputeRule, ResourceModel, cost_model, link_of
 from planner.cost.double_buffered import asynchronous_model
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
@@ -64,10 +64,10 @@ def test_a_plan_that_will_be_trained_keeps_the_order_and_says_what_that_costs() 
 
 
 def test_downsets_of_a_ladder() -> None:
-    words = enumerate_downsets(Ledger(two_towers()), 100)
+    words = enumerate_downsets(LayerCosts(two_towers()), 100)
     assert words is not None
     assert len(words) == 3 * 3 + 1  # progress on each tower, and everything
-    assert enumerate_downsets(Ledger(two_towers()), 9) is None
+    assert enumerate_downsets(LayerCosts(two_towers()), 9) is None
 
 
 @pytest.mark.parametrize("name", ["resource", "pipedream", "paper"])
@@ -85,16 +85,16 @@ def test_bounds_without_looking_at_pairs_of_cuts_are_valid(
 
     For the published optimizer without a memory limit it finds the best plan, and its bound is as close as it looks.
     """
-    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth, memory)
-    priced, chain = cost_model(name, link_of(cluster)), Chain(ledger)
+    layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth, memory)
+    priced, chain = cost_model(name, link_of(cluster)), Chain(layer_costs)
     known = Search(chain, priced, gpus, memory).best()
     if known is None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branches, "MOST_STATES", 1)
         patch.setattr(branches, "NEAR_STATES", 3)
-        beyond = search_beyond(ledger, priced, gpus, memory, chain, known)
-    expected = brute_force(ledger, cluster, model=name, recompute="auto")
+        beyond = search_beyond(layer_costs, priced, gpus, memory, chain, known)
+    expected = brute_force(layer_costs, cluster, model=name, recompute="auto")
     assert expected is not None
     best_s = expected.price.seconds_per_minibatch
     found_s = (beyond.path or known).seconds
@@ -123,17 +123,17 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
     memory: int | None,
     recompute: RecomputeRule,
 ) -> None:
-    ledger, cluster = Ledger(model), flat_cluster(gpus, 2.0, memory)
-    covers = enumerate_covers(ledger, 1000)
+    layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, 2.0, memory)
+    covers = enumerate_covers(layer_costs, 1000)
     assert covers is not None
-    space = Downsets(ledger, covers.words, complete=True)
+    space = Downsets(layer_costs, covers.words, complete=True)
     priced = asynchronous_model("resource", find(schedule), microbatches, Link(2.0))
     relaxation = Relaxation(space, Lattice(covers, space.order), priced, gpus, memory, recompute, Budget(10**9))
     after = relaxation.after(target_s)
     before = relaxation.before(target_s, after)
     state_of = {frozenset(space.layers(0, state)): state for state in range(len(space))}
-    for stages in plans(ledger, gpus, in_order=False, recompute=recompute):
-        cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches))
+    for stages in plans(layer_costs, gpus, in_order=False, recompute=recompute):
+        cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches))
         if cost.seconds_per_minibatch > target_s or any(memory and m.total_bytes > memory for m in cost.memory):
             continue
         replicas = [stage.replicas for stage in stages]
@@ -150,10 +150,10 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
 
 
 def test_the_empty_and_the_whole_are_always_there() -> None:
-    ledger = Ledger(two_towers())
-    words = enumerate_downsets(ledger, 100)
+    layer_costs = LayerCosts(two_towers())
+    words = enumerate_downsets(layer_costs, 100)
     assert words is not None
-    space = Downsets(ledger, words, complete=True)
+    space = Downsets(layer_costs, words, complete=True)
     assert space.layers(0, len(space) - 1) == (0, 1, 2, 3, 4)
     hopeless = space.worth(ResourceModel(Link(1e-9)), 2, 1.0)
     assert list(hopeless) == [0, len(space) - 1]
@@ -188,14 +188,14 @@ def test_solve_finds_what_brute_force_finds_over_all_cuts(
     schedule: str, microbatches: int, model: Profile, gpus: int, bandwidth: float, memory: int | None
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory)
-    expected = brute_force(Ledger(model), cluster, schedule=find(schedule), microbatches=microbatches)
+    expected = brute_force(LayerCosts(model), cluster, schedule=find(schedule), microbatches=microbatches)
     try:
         plan = solve(model, cluster, schedule=schedule, microbatches=microbatches, depth="published")
     except InfeasibleError as error:
         assert expected is None
         smallest = parse_bytes(error.hint.split("memory_bytes=")[1].split("`")[0])
         enough = flat_cluster(gpus, bandwidth, smallest)
-        assert brute_force(Ledger(model), enough, schedule=find(schedule), microbatches=microbatches) is not None
+        assert brute_force(LayerCosts(model), enough, schedule=find(schedule), microbatches=microbatches) is not None
         return
     assert expected is not None
     best_s = expected.price.seconds_per_minibatch

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
 from planner.cost.asynchronous import Link, RecomputeRule, cost_model, link_of
 from planner.cost.double_buffered import asynchronous_model
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
@@ -53,11 +53,11 @@ def test_no_plan_is_faster_than_the_bound(
     memory: int | None,
     recompute: RecomputeRule,
 ) -> None:
-    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth, memory)
+    layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth, memory)
     best = brute_force(
-        ledger, cluster, model=name, schedule=find(schedule), microbatches=microbatches, recompute=recompute
+        layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches, recompute=recompute
     )
-    windows = Windows(ledger, asynchronous_model(name, find(schedule), microbatches, link_of(cluster)))
+    windows = Windows(layer_costs, asynchronous_model(name, find(schedule), microbatches, link_of(cluster)))
     bound_s = windows.bound_s(gpus, memory, recompute, 1e6)
     if best is not None:
         assert bound_s <= best.price.seconds_per_minibatch * (1 + 1e-9)
@@ -72,24 +72,24 @@ def test_on_a_chain_the_bound_is_the_optimum(name: CostModelName) -> None:
             for i in range(40)
         )
     )
-    ledger, model = Ledger(chain), cost_model(name, Link(50.0))
-    best = Search(Chain(ledger), model, 12, None).best()
+    layer_costs, model = LayerCosts(chain), cost_model(name, Link(50.0))
+    best = Search(Chain(layer_costs), model, 12, None).best()
     assert best is not None
-    bound_s = Windows(ledger, model).bound_s(12, None, "auto", 2 * best.seconds)
+    bound_s = Windows(layer_costs, model).bound_s(12, None, "auto", 2 * best.seconds)
     assert best.seconds * (1 - 1e-3) <= bound_s <= best.seconds
 
 
 @settings(max_examples=100, deadline=None)
 @given(model=profiles(most_layers=5), gpus=st.integers(2, 4), bandwidth=st.sampled_from([0.5, 2.0, 8.0]))
 def test_what_is_found_among_cuts_too_many_to_list_is_honest(model: Profile, gpus: int, bandwidth: float) -> None:
-    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth)
-    priced, chain = cost_model("resource", Link(bandwidth)), Chain(ledger)
+    layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth)
+    priced, chain = cost_model("resource", Link(bandwidth)), Chain(layer_costs)
     known = Search(chain, priced, gpus, None).best()
     assert known is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branches, "MOST_DOWNSETS", 1)
-        beyond = search_beyond(ledger, priced, gpus, None, chain, known)
-    best = brute_force(ledger, cluster)
+        beyond = search_beyond(layer_costs, priced, gpus, None, chain, known)
+    best = brute_force(layer_costs, cluster)
     assert best is not None
     best_s, found_s = best.price.seconds_per_minibatch, (beyond.path or known).seconds
     assert beyond.bound_s <= best_s * (1 + 1e-9)
@@ -98,15 +98,15 @@ def test_what_is_found_among_cuts_too_many_to_list_is_honest(model: Profile, gpu
 
 @given(model=profiles(most_layers=6))
 def test_orders_are_topological_and_what_is_near_a_cut_is_a_cut(model: Profile) -> None:
-    ledger = Ledger(model)
-    for order in (depth_first(ledger), fewest_live_bytes(ledger)):
+    layer_costs = LayerCosts(model)
+    for order in (depth_first(layer_costs), fewest_live_bytes(layer_costs)):
         place = {layer: index for index, layer in enumerate(layer for group in order for layer in group)}
         assert sorted(place) == list(range(len(model.layers)))
-        assert all(place[value.producer] < place[user] for value in ledger.traffic for user in value.users)
-        cut = Chain(ledger, order).layers(0, len(order) // 2)
-        for bits in to_bits(around(ledger, [cut], 20), len(model.layers)):
+        assert all(place[value.producer] < place[user] for value in layer_costs.traffic for user in value.users)
+        cut = Chain(layer_costs, order).layers(0, len(order) // 2)
+        for bits in to_bits(around(layer_costs, [cut], 20), len(model.layers)):
             inside = {index for index, bit in enumerate(bits) if bit}
-            assert all(v.producer in inside for v in ledger.traffic if inside & set(v.users))
+            assert all(v.producer in inside for v in layer_costs.traffic if inside & set(v.users))
 
 
 @pytest.mark.slow
@@ -114,11 +114,11 @@ def test_orders_are_topological_and_what_is_near_a_cut_is_a_cut(model: Profile) 
 def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) -> None:
     """1,220 layers and more cuts than could be listed."""
     model, cluster = nasnet_like(), flat_cluster(gpus, 1.25e9)
-    ledger = Ledger(model)
+    layer_costs = LayerCosts(model)
     plan = solve(model, cluster, cost_model="pipedream")  # under which nobody waits, and busy times decide
     assert plan.solver.lower_bound_s < plan.predicted.bottleneck.busy_s < plan.solver.lower_bound_s * 1.35
-    for order in (None, depth_first(ledger), fewest_live_bytes(ledger)):
-        path = Search(Chain(ledger, order), cost_model("pipedream", link_of(cluster)), gpus, None).best()
+    for order in (None, depth_first(layer_costs), fewest_live_bytes(layer_costs)):
+        path = Search(Chain(layer_costs, order), cost_model("pipedream", link_of(cluster)), gpus, None).best()
         assert path is not None
         assert plan.predicted.bottleneck.busy_s <= path.seconds * (1 + 1e-9)
     again = solve(model, cluster, cost_model="pipedream")
@@ -128,7 +128,7 @@ def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) 
 @pytest.mark.parametrize("model", [unet_like(), encoder_decoder_like(layers=4)], ids=lambda model: model.model)
 @pytest.mark.parametrize("name", ["resource", "pipedream"])
 def test_long_skips_and_shared_outputs_are_solved_exactly(model: Profile, name: CostModelName) -> None:
-    task = Task(Chain(Ledger(model)), flat_cluster(8, 1.25e9), name, ONE_F_ONE_B, 1, "auto")
+    task = Task(Chain(LayerCosts(model)), flat_cluster(8, 1.25e9), name, ONE_F_ONE_B, 1, "auto")
     path = task.best()
     assert path is not None
     _, path, bound_s = task.beyond_the_order(path)

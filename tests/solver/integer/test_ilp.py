@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.asynchronous import cost_model, link_of
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.synchronous import SynchronousModel
@@ -56,10 +56,10 @@ def flow_equals_search_and_brute_force(
     microbatches: int,
     solver: MilpName | None = None,
 ) -> None:
-    ledger = Ledger(model)
-    request = Request(ledger, cluster, name, find(schedule), microbatches)
+    layer_costs = LayerCosts(model)
+    request = Request(layer_costs, cluster, name, find(schedule), microbatches)
     answer = solve_ilp(request, NO_HURRY, solver)
-    expected = brute_force(ledger, cluster, model=name, schedule=find(schedule), microbatches=microbatches)
+    expected = brute_force(layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches)
     if expected is None:
         assert answer is None
         return
@@ -72,15 +72,15 @@ def flow_equals_search_and_brute_force(
     gpus = sum(stage.replicas for stage in answer.stages)
     if schedule in ("1f1b", "2bw"):
         assert (gpus, len(answer.stages)) == (expected.gpus, len(expected.stages))
-    if Chain(ledger).complete:
+    if Chain(layer_costs).complete:
         link = link_of(cluster)
         if schedule == "1f1b":
-            path = Search(Chain(ledger), cost_model(name, link), cluster.gpus, cluster.memory_bytes).best()
+            path = Search(Chain(layer_costs), cost_model(name, link), cluster.gpus, cluster.memory_bytes).best()
         elif schedule == "2bw":
             return
         else:
             drained = SynchronousModel(link, find(schedule), microbatches)
-            path = SynchronousSearch(Chain(ledger), drained, cluster.gpus, cluster.memory_bytes).best()
+            path = SynchronousSearch(Chain(layer_costs), drained, cluster.gpus, cluster.memory_bytes).best()
         assert path is not None
         assert path.seconds == pytest.approx(answer.seconds, rel=1e-9)
 
@@ -134,10 +134,10 @@ def test_flow_finds_what_search_and_brute_force_find_many_times(
 # What only integer programs express, against every plan there is, written from the meaning of the constraints.
 
 
-def every_plan(ledger: Ledger, cluster: Cluster) -> Iterator[tuple[Candidate, ...]]:
+def every_plan(layer_costs: LayerCosts, cluster: Cluster) -> Iterator[tuple[Candidate, ...]]:
     """All chains of cuts, with all replica counts of all kinds that the GPUs allow."""
-    everything = frozenset(range(len(ledger.profile.layers)))
-    cuts = downsets(ledger)
+    everything = frozenset(range(len(layer_costs.profile.layers)))
+    cuts = downsets(layer_costs)
     kinds: tuple[DeviceKind | None, ...] = cluster.kinds or (None,)
     counts = [kind.count for kind in cluster.kinds] or [cluster.gpus]
 
@@ -157,10 +157,10 @@ def every_plan(ledger: Ledger, cluster: Cluster) -> Iterator[tuple[Candidate, ..
     return extend(frozenset(), counts)
 
 
-def respects(ledger: Ledger, stages: tuple[Candidate, ...], constraints: Constraints) -> bool:
+def respects(layer_costs: LayerCosts, stages: tuple[Candidate, ...], constraints: Constraints) -> bool:
     """By definition."""
-    home = {ledger.profile.layers[n].name: number for number, stage in enumerate(stages) for n in stage.layers}
-    names = [each.name for each in ledger.profile.layers]
+    home = {layer_costs.profile.layers[n].name: number for number, stage in enumerate(stages) for n in stage.layers}
+    names = [each.name for each in layer_costs.profile.layers]
     following = dict(pairwise(names))
     return (
         all(home[name] == stage for name, stage in constraints.stage_of.items())
@@ -169,13 +169,15 @@ def respects(ledger: Ledger, stages: tuple[Candidate, ...], constraints: Constra
     )
 
 
-def fastest(ledger: Ledger, cluster: Cluster, constraints: Constraints, schedule: str, microbatches: int) -> float:
+def fastest(
+    layer_costs: LayerCosts, cluster: Cluster, constraints: Constraints, schedule: str, microbatches: int
+) -> float:
     """Seconds of the best plan that fits and respects the constraints; infinite when there is none."""
     best = math.inf
-    for stages in every_plan(ledger, cluster):
-        if not respects(ledger, stages, constraints):
+    for stages in every_plan(layer_costs, cluster):
+        if not respects(layer_costs, stages, constraints):
             continue
-        cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches))
+        cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches))
         limits = [cluster.memory_of(stage.kind) for stage in stages]
         if all(limit is None or m.total_bytes <= limit for m, limit in zip(cost.memory, limits, strict=True)):
             best = min(best, cost.seconds_per_minibatch)
@@ -216,14 +218,14 @@ def test_constraints_and_kinds_against_every_plan(
 ) -> None:
     model, cluster, constraints = instance
     microbatches = 1 if schedule == "1f1b" else microbatches
-    ledger = Ledger(model)
-    request = Request(ledger, cluster, "resource", find(schedule), microbatches, "never", constraints)
+    layer_costs = LayerCosts(model)
+    request = Request(layer_costs, cluster, "resource", find(schedule), microbatches, "never", constraints)
     answer = solve_ilp(request, NO_HURRY)
-    expected = fastest(ledger, cluster, constraints, schedule, microbatches)
+    expected = fastest(layer_costs, cluster, constraints, schedule, microbatches)
     if answer is None:
         assert expected == math.inf
         return
-    assert respects(ledger, answer.stages, constraints)
+    assert respects(layer_costs, answer.stages, constraints)
     assert answer.seconds == pytest.approx(expected, rel=1e-9)
     assert request.priced(answer.stages).seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
     ranks = [rank for stage in answer.stages for rank in stage.ranks]
@@ -238,18 +240,18 @@ def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
         levels=(Level(size=4, bandwidth_bytes_per_s=1e9),), kinds=(DeviceKind(count=2, speed=2.0), DeviceKind(count=2))
     )
     constraints = Constraints(gpu_of={"a": 3, "c": 1})
-    answer = solve_ilp(Request(Ledger(model), cluster, constraints=constraints), NO_HURRY, solver)
+    answer = solve_ilp(Request(LayerCosts(model), cluster, constraints=constraints), NO_HURRY, solver)
     assert answer is not None
     assert 3 in answer.stages[0].ranks
     assert 1 in answer.stages[-1].ranks
 
 
 def test_what_is_not_expressible_is_refused_in_one_sentence() -> None:
-    ledger = Ledger(profile(layer("a", output_bytes=1), layer("b")))
+    layer_costs = LayerCosts(profile(layer("a", output_bytes=1), layer("b")))
     levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
     for request, message in (
-        (Request(ledger, Cluster(levels=levels)), "clusters of one level"),
-        (Request(ledger, flat_cluster(2, 1.0), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
+        (Request(layer_costs, Cluster(levels=levels)), "clusters of one level"),
+        (Request(layer_costs, flat_cluster(2, 1.0), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
     ):
         with pytest.raises(InputError, match=message):
             solve_ilp(request, NO_HURRY)
@@ -282,9 +284,9 @@ def test_models_that_can_be_trained_keep_their_order_and_other_cuts_bound_it(
     model: Profile, gpus: int, bandwidth: float, memory: int | None
 ) -> None:
     model = model.model_copy(update={"graph_hash": "0123"})
-    ledger, cluster = Ledger(model), flat_cluster(gpus, bandwidth, memory)
-    answer = solve_ilp(Request(ledger, cluster), NO_HURRY)
-    along, any_order = (brute_force(ledger, cluster, in_order=in_order) for in_order in (True, False))
+    layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth, memory)
+    answer = solve_ilp(Request(layer_costs, cluster), NO_HURRY)
+    along, any_order = (brute_force(layer_costs, cluster, in_order=in_order) for in_order in (True, False))
     if along is None or any_order is None:
         assert answer is None
         return

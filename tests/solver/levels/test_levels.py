@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.cost.asynchronous import RecomputeRule, link_of
-from planner.cost.layer_costs import Candidate, Ledger
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.synchronous import SynchronousModel
@@ -62,19 +62,19 @@ def check(
     in_order: bool = True,
 ) -> None:
     """The search answers what brute force does, and says that it is certain."""
-    ledger = Ledger(profile)
-    space: StateSpace = Chain(ledger)
+    layer_costs = LayerCosts(profile)
+    space: StateSpace = Chain(layer_costs)
     if not in_order:
-        words = enumerate_downsets(ledger, 1000)
+        words = enumerate_downsets(layer_costs, 1000)
         assert words is not None
-        space = Downsets(ledger, words, complete=True)
+        space = Downsets(layer_costs, words, complete=True)
 
     def seconds(path: Path) -> float:
         stages = [
             Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
             for i, j, r, again in zip(path.states, path.states[1:], path.replicas, path.recompute, strict=False)
         ]
-        cost = price(ledger, stages, Setting(cluster, find(schedule), microbatches, cost_model=model))
+        cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, cost_model=model))
         limit = cluster.memory_bytes
         fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
         return cost.seconds_per_minibatch if fits else np.inf
@@ -83,7 +83,7 @@ def check(
     question = Question(space, Topology(cluster), objective, cluster.gpus, cluster.memory_bytes, recompute)
     nearest = nearest_search(question).best()
     expected = brute_force(
-        ledger,
+        layer_costs,
         cluster,
         model=model,
         schedule=find(schedule),
@@ -182,14 +182,14 @@ def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
     model: CostModelName, profile: Profile, cluster: Cluster, keeps_order: bool
 ) -> None:
     profile = profile.model_copy(update={"graph_hash": "known" if keeps_order else None})
-    ledger = Ledger(profile)
-    allowed = brute_force(ledger, cluster, model=model, in_order=keeps_order)
+    layer_costs = LayerCosts(profile)
+    allowed = brute_force(layer_costs, cluster, model=model, in_order=keeps_order)
     if allowed is None:
         with pytest.raises(InfeasibleError):
             solve(profile, cluster, cost_model=model)
         return
     plan = solve(profile, cluster, cost_model=model)
-    expected = brute_force(ledger, cluster, model=model)  # other cuts bound even a model that keeps its order
+    expected = brute_force(layer_costs, cluster, model=model)  # other cuts bound even a model that keeps its order
     assert expected is not None
     best_s = expected.price.seconds_per_minibatch
     assert plan.solver.lower_bound_s <= best_s * (1 + 1e-9) or plan.solver.status == "optimal"

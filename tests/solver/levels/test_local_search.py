@@ -7,7 +7,7 @@ from pathlib import Path as File
 import numpy as np
 import pytest
 
-from planner.cost.layer_costs import Ledger
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
@@ -24,12 +24,12 @@ PROFILES = File(__file__).parents[3] / "profiles"
 
 def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[Path, float], Descents]:
     """The cuts, what was priced, and local search by the cost model."""
-    ledger = Ledger(profile)
-    space, priced = Chain(ledger), dict[Path, float]()
+    layer_costs = LayerCosts(profile)
+    space, priced = Chain(layer_costs), dict[Path, float]()
 
     def seconds(path: Path) -> float:
         assert path not in priced
-        found = price(ledger, stages_along(space, path), Setting(cluster)).seconds_per_minibatch
+        found = price(layer_costs, stages_along(space, path), Setting(cluster)).seconds_per_minibatch
         assert path.gpus <= cluster.gpus
         priced[path] = found
         return priced[path]
@@ -57,14 +57,14 @@ def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
     assert second is not None
     assert descents.from_(starts[0]) == first
     assert len(priced) < 500
-    limited = Descents(Chain(Ledger(uneven)), 4, lambda path: 1.0 / len(path.states), NO_HURRY, 3)
+    limited = Descents(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), NO_HURRY, 3)
     assert limited.from_(starts[0]) is not None
     assert limited.over
 
 
 def test_where_nothing_fits_there_is_no_answer() -> None:
     two = profile(layer("a", output_bytes=1), layer("b"))
-    descents = Descents(Chain(Ledger(two)), 2, lambda _: np.inf, NO_HURRY, 100)
+    descents = Descents(Chain(LayerCosts(two)), 2, lambda _: np.inf, NO_HURRY, 100)
     assert descents.from_(Path((0, 2), (2,), np.inf, (False,))) is None
 
 
