@@ -32,7 +32,7 @@ from planner.executor.data_parallel import train_data_parallel
 from planner.executor.job import Job
 from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
-from planner.profiler.links.cluster_links import measure_cluster
+from planner.profiler.links.measure_cluster import measure_cluster
 from planner.report.trace import save_trace
 
 _CLONE_NEWNET = 0x40000000

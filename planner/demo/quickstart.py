@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 
 from planner.executor.job import Job, TrainResult
-from planner.formats.cluster import flat_cluster
+from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.files import Record, write_text
 from planner.formats.plan import Plan, save_plan
-from planner.formats.profile import save_profile
+from planner.formats.profile import Profile, save_profile
 
 MOST_WORKERS = 8  # enough for a tour; more would only take longer
 BATCH_SIZE = 16
@@ -52,32 +52,14 @@ def quickstart(
         on_phase: is told in a sentence what happens next.
     """
     from planner.executor.launch import launch
-    from planner.model.spec import load_model_file
-    from planner.profiler.links.local_link import measure_link
-    from planner.profiler.measured.profile import ProfilingOptions, profile_model
     from planner.solver import solve
 
     model_path = folder / "model.py"
     write_text(model_path, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
-    processes = min(workers, available_cores())  # as many as will share caches and memory in training
-    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
-    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core{beside} ...")
-    options = ProfilingOptions(seconds=PROFILE_SECONDS, processes=processes)
-    profile = profile_model(load_model_file(str(model_path)), BATCH_SIZE, options)
+    profile = _profile(model_path, workers, on_phase)
     save_profile(profile, folder / "profile.json")
     on_phase("Measuring the link between two processes ...")
-    link = measure_link()
-    # The workers share this machine's memory.
-    memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // workers
-    cluster = flat_cluster(
-        workers,
-        link.bandwidth_bytes_per_s,
-        memory_bytes,
-        link.latency_s,
-        all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
-        # gloo's threads need cores, too. Without spare ones they slow the workers down, and nothing overlaps.
-        overlap=available_cores() >= 2 * workers,
-    )
+    cluster = _cluster(workers, profile.device.memory_bytes)
     plan = solve(profile, cluster)
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")
@@ -88,11 +70,37 @@ def quickstart(
     predicted = plan.predicted.samples_per_s
     return QuickstartResult(
         folder=str(folder),
-        link_bytes_per_s=link.bandwidth_bytes_per_s,
+        link_bytes_per_s=cluster.levels[0].bandwidth_bytes_per_s,
         plan=plan,
         pipeline=pipeline,
         data_parallel=data_parallel,
         predicted_data_parallel_samples_per_s=(
             None if predicted is None else predicted / plan.predicted.speedup_over_data_parallel
         ),
+    )
+
+
+def _profile(model_path: Path, workers: int, on_phase: Callable[[str], None]) -> Profile:
+    from planner.model.spec import load_model_file
+    from planner.profiler.measured.profile import ProfilingOptions, profile_model
+
+    processes = min(workers, available_cores())  # as many as will share caches and memory in training
+    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
+    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core{beside} ...")
+    options = ProfilingOptions(seconds=PROFILE_SECONDS, processes=processes)
+    return profile_model(load_model_file(str(model_path)), BATCH_SIZE, options)
+
+
+def _cluster(workers: int, machine_bytes: int | None) -> Cluster:
+    from planner.profiler.links.measure_link import measure_link
+
+    link = measure_link()
+    return flat_cluster(
+        workers,
+        link.bandwidth_bytes_per_s,
+        None if machine_bytes is None else machine_bytes // workers,  # the workers share this machine's memory
+        link.latency_s,
+        all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
+        # gloo's threads need cores, too. Without spare ones they slow the workers down, and nothing overlaps.
+        overlap=available_cores() >= 2 * workers,
     )

@@ -1,4 +1,4 @@
-"""The model files under profiles/: the published sizes, and data that fit the model."""
+"""The model files under profiles/: published sizes, and data that fit the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROFILES = Path(__file__).parents[2] / "profiles"
 
 
 def _weights(width: int) -> int:
-    """Of an LSTM layer as wide as its input."""
+    """Return the number of weights of an LSTM layer as wide as its input."""
     return 4 * width * (2 * width + 2)
 
 
@@ -39,7 +39,7 @@ def test_sizes_are_the_published_ones(name: str, weights: int) -> None:
 
 @pytest.mark.parametrize(("name", "weights"), [("bert", 109_514_298), ("t5", 60_506_624)])
 def test_sizes_of_transformers_models(name: str, weights: int) -> None:
-    """BERT-base with its head for masked words, T5-small."""
+    """Sizes of BERT-base with its head for masked words, and of T5-small."""
     pytest.importorskip("transformers", reason="needs the extra 'hf': pip install pipeline-planner[hf]")
     test_sizes_are_the_published_ones(name, weights)
 

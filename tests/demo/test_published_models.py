@@ -1,4 +1,4 @@
-"""The model files of published tables: their sizes, and small variants that are captured, cut and run."""
+"""The model files of published tables: sizes, and small variants that are captured, cut and run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GNMT_8 = (
 )
 
 
-# The first five by their authors, torchvision's documentation or PipeDream's profiles; the others counted by hand.
+# The first five are from their authors, torchvision's documentation or PipeDream's profiles; we counted the others.
 @pytest.mark.parametrize(
     ("path", "weights"),
     [

@@ -148,7 +148,9 @@ def _levenberg_marquardt(residuals: Callable[[Floats], Floats], start: Floats) -
         slopes = np.stack([(residuals(best + _STEP * unit) - error) / _STEP for unit in np.eye(len(best))], axis=1)
         normal = slopes.T @ slopes
         while damping < 1e8:
+            # Without the small constant, an unknown that no time depends on would make the matrix singular.
             step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), -slopes.T @ error)
+            # The clip keeps a trial step within a factor e of the shares, where the slopes still hold.
             candidate = best + np.clip(step, -1, 1)
             new = residuals(candidate)
             if new @ new < error @ error:

@@ -10,7 +10,7 @@ from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
 from planner.profiler.estimated.trace import StepTrace, trace_step
-from planner.profiler.measured.assemble import make_profile
+from planner.profiler.measured.make_profile import make_profile
 
 
 @dataclass(frozen=True)

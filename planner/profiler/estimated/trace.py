@@ -24,7 +24,7 @@ from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.profiler.estimated.operations import Costs, OperationRecorder, recurrent_workspace
 from planner.profiler.estimated.update import UpdateTrace, trace_updates
-from planner.profiler.measured.assemble import LayerMeasurement, Measurement
+from planner.profiler.measured.make_profile import LayerMeasurement, Measurement
 from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.saved import saved_bytes
@@ -97,6 +97,7 @@ def trace_step(
     check_positive("batch_size", batch_size)
     options = ModuleOptions(_HALF.get(dtype), memory_format == "channels-last")
     tracer = _Tracer(training_spec, batch_size, dtype)
+    # Without GPUs in the list, fork_rng does not touch them: an estimate needs none.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if training_spec.defines("blocks"):

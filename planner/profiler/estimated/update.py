@@ -13,7 +13,7 @@ from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.operations import Costs, Operation, OperationRecorder
 from planner.profiler.measured.accumulation import AccumulationTime
-from planner.profiler.measured.assemble import first_uses
+from planner.profiler.measured.make_profile import first_uses
 from planner.profiler.measured.update import LayerUpdate, state_bytes_of, still
 
 

@@ -20,6 +20,7 @@ def keep_freed_pages() -> None:
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
+    # Blocks from mmap are returned when they are freed, whatever the trim threshold, so there must be none.
     if (mallopt := _glibc("mallopt")) is not None:
         for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROW_BYTES)):
             mallopt(parameter, value)

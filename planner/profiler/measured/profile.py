@@ -15,10 +15,10 @@ from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
 from planner.profiler.defaults import REPEATS, SECONDS
-from planner.profiler.measured.assemble import make_profile
+from planner.profiler.measured.make_profile import make_profile
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
-from planner.profiler.measured.measure import StepMeasurement
+from planner.profiler.measured.step_measurement import StepMeasurement
 from planner.profiler.measured.steps import Effort, ProgressCallback
 
 LEAST_REPEATS = 3
@@ -108,7 +108,7 @@ def profile_model(
     if progress is not None:
         effort = replace(effort, progress=progress)
     with thread_count(options.threads), torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
         effort.progress("capturing", 0.0)
         batch = spec.example_batch(batch_size)
         graph = capture_file(spec, batch, options=options.stage)

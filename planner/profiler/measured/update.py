@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -40,16 +40,20 @@ def still(optimizer: Optimizer) -> Optimizer:
 
 
 def layer_updates(
-    spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT]
+    spec: TrainingSpec, layers: Sequence[Mapping[str, nn.Parameter]], clock: Clock[MarkT], device: torch.device
 ) -> list[LayerUpdate]:
-    """Time a step on the parameters of each layer, which must have gradients.
+    """Measure a step on the parameters of each layer, which must have gradients.
 
     Args:
         spec: makes the optimizers.
         layers: parameters to train by name, per layer.
-        clock: of the parameters' device.
+        clock: of the device.
+        device: of the parameters.
     """
-    return [_layer_update(spec, parameters, clock) for parameters in layers]
+    updates = [_layer_update(spec, parameters, clock) for parameters in layers]
+    # Metered after all are timed, because metering slows steps down.
+    sizes = update_workspaces(spec, layers, device)
+    return [replace(update, workspace_bytes=size) for update, size in zip(updates, sizes, strict=True)]
 
 
 def _layer_update(spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], clock: Clock[MarkT]) -> LayerUpdate:

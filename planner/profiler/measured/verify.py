@@ -69,8 +69,7 @@ def verify(
         PlanError: when the model is another than the profile's.
         InputError: when the device does not exist, or the profile knows no batch size.
     """
-    target = parse_device(device or profile.device.kind)
-    measured = _measured_s(spec, profile, stages, target, seconds)
+    measured = _measured_s(spec, profile, stages, device, seconds)
     layers = {layer.name: layer for layer in profile.layers}
     # A stage also updates its copies of weights that it shares with earlier stages.
     summed = [
@@ -82,13 +81,14 @@ def verify(
 
 
 def _measured_s(
-    spec: TrainingSpec, profile: Profile, stages: Sequence[Sequence[str]], target: torch.device, seconds: float
+    spec: TrainingSpec, profile: Profile, stages: Sequence[Sequence[str]], device: str | None, seconds: float
 ) -> list[float]:
     if not profile.trainable or profile.microbatch_size is None:
         raise InputError(
             f"the profile of '{profile.model}' is imported, so there is no model whose stages could be measured",
             hint="profile your model file with: plan profile model.py",
         )
+    target = parse_device(device or profile.device.kind)
     threads, processes = profile.device.threads or 1, profile.device.processes or 1
     check_processes(processes, threads, target, spec)
     with thread_count(threads), torch.random.fork_rng():
@@ -162,6 +162,7 @@ class _StageRun:
         results = self._stage(self._batch, received)
         middle = clock.mark()
         roots = [name for name, value in results.items() if value.grad_fn is not None]
+        # Zeros stand for gradients that no later stage returned. The stage does not make them, so they are not timed.
         seeds = [None if name == LOSS else self._gradient(name, results[name]) for name in roots]
         backward = clock.mark()
         if roots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,23 +58,12 @@ def workspace_bytes(
     return most
 
 
-class Meter(Protocol):
-    """Meters the bytes allocated within its context, relative to its beginning."""
+def meter_for(device: torch.device) -> _CudaMeter | _CpuMeter:
+    """Return a meter of the bytes that are allocated on `device` within its context.
 
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *_: object) -> object: ...
-
-    def mark(self) -> int:
-        """End a span and return its number; span 0 begins with the context."""
-
-    def peaks(self) -> list[int]:
-        """Return the peak within each span."""
-        ...
-
-
-def meter_for(device: torch.device) -> Meter:
-    """Return the meter of allocations on `device`."""
+    Its `mark` ends a span and returns the span's number; span 0 begins with the context. Its `peaks` are the most bytes
+    in each span, relative to the beginning of the context.
+    """
     return _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
 
 

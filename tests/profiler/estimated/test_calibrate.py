@@ -17,7 +17,7 @@ from planner.profiler.estimated.estimate import EstimateOptions, estimate_profil
 from planner.profiler.estimated.trace import trace_step
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
-# Products of many sizes, so that arithmetic, memory and launches each decide for some.
+# Products of many sizes, so that each of arithmetic, memory and launches limits some of them.
 MODEL = """
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def test_known_shares_are_recovered(folder: Path) -> None:
     assert fitted.achieved_bandwidth["update"] == pytest.approx(0.7, rel=0.03)
     assert fitted.launch_s == pytest.approx(2.5e-5, rel=0.03)
     assert totals(trace.layer_seconds(fitted)) == pytest.approx(totals(trace.layer_seconds(truth)), rel=0.02)
-    assert fitted.achieved_arithmetic["attention"] == table.achieved_arithmetic["attention"]  # nothing says otherwise
+    assert fitted.achieved_arithmetic["attention"] == table.achieved_arithmetic["attention"]  # no profile depends on it
 
 
 def totals(times: tuple[list[float], list[float], list[float]]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Estimated profiles: operations counted by hand, bytes as measured, and times that behave."""
+"""Estimated profiles: operations counted by hand, bytes as measured, plausible times."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def chain(folder: Path) -> StepTrace:
 
 
 def counting(what: str) -> DeviceSpec:
-    """A device on which a second is a floating-point operation, a byte or a launch."""
+    """Return a device on which a second is one floating-point operation, one byte or one launch."""
     never = 1e30
     return replace(
         DEVICES["cpu"],
@@ -130,7 +130,7 @@ def test_launches_are_counted(chain: StepTrace) -> None:
     launches = counts(chain, "launches")
     assert launches["act"][:2] == (1, 1)
     assert launches["conv"] == (1, 1, 2)  # weight and bias are updated
-    # Two for each of the four steps, besides those over all of them.
+    # Two for each of the four steps, besides the products over all steps.
     assert launches["lstm"][0] >= 8
 
 
@@ -143,7 +143,7 @@ def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> 
 
 
 def without_times(profile: Profile, but: str = "") -> Profile:
-    """And without workspaces, which are measured only; `but` names a layer whose saved bytes do not count either."""
+    """Drop times, and workspaces, which only a measurement has; of layer `but` drop the saved bytes, too."""
     parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
     parts += ["accumulate_s", "accumulate_thread_s"]
     times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(("workspace_bytes", "update_workspace_bytes"), 0)
@@ -154,7 +154,7 @@ def without_times(profile: Profile, but: str = "") -> Profile:
 
 
 def test_attention_is_captured_as_on_a_real_device(tmp_path: Path) -> None:
-    """Its result lies in memory otherwise on the meta device: operations and hash of the graph would be others."""
+    """On the meta device its result has another memory layout, so operations and the graph's hash would differ."""
     source = """
 import torch
 from torch import nn
@@ -226,21 +226,21 @@ def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) ->
     assert half.autocast == dtype
     assert half.dtype == "float32"  # of the weights
     measured = profile_model(training_spec, BATCH, ProfilingOptions(seconds=0.01, repeats=1, dtype=dtype))
-    # Without data, BatchNorm's statistics are taken to be kept in half precision.
+    # Without data, BatchNorm's statistics appear to be saved in half precision.
     assert without_times(half, but="norm") == without_times(measured, but="norm")
     single = estimate_profile(training_spec, BATCH, EstimateOptions(device="h100"))
     by_name = {layer.name: layer for layer in half.layers}
     for layer in single.layers:
         other = by_name[layer.name]
         assert other.weight_bytes == layer.weight_bytes
-        if layer.name in ("up", "down", "head"):  # not frozen, whose sum is single
+        if layer.name in ("up", "down", "head"):  # not "frozen", whose sum is in single precision
             assert [value.output_bytes * 2 for value in other.outputs] == [v.output_bytes for v in layer.outputs]
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("memory_format", [None, "channels-last"])
 def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat | None, tmp_path: Path) -> None:
-    """Blocks among them: those of this model decide by values, so that they are run."""
+    """Models with blocks are among them; blocks that decide by values run with data."""
     training_spec = load_model_file(write_model(tmp_path, model, "momentum"))
     measured = profile_model(training_spec, 4, ProfilingOptions(seconds=0.01, repeats=1, memory_format=memory_format))
     estimated = estimate_profile(training_spec, 4, EstimateOptions(device="h100", memory_format=memory_format))
@@ -250,7 +250,7 @@ def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat
 
 
 def test_blocks_that_do_not_look_at_values_compute_nothing(tmp_path: Path) -> None:
-    """The example batch has two samples at first; all the samples asked for would be 400 GB."""
+    """Capture uses two samples; the whole batch would take 400 GB."""
     source = CHAIN + BLOCKS
     profile = estimate_profile(written(tmp_path, source), 500_000_000, EstimateOptions(device="h100"))
     assert [layer.name for layer in profile.layers] == ["conv", "act", "next", "blocks.3", "head", "loss"]
@@ -282,7 +282,7 @@ def test_models_that_look_at_numbers_are_built_in_memory(tmp_path: Path) -> None
 
 
 def test_nothing_is_computed_or_kept(tmp_path: Path) -> None:
-    """Three hundred terabytes of weights: the meta device does not care."""
+    """The weights would take 300 TB."""
     source = CHAIN.replace("Linear(5, 7)", "Linear(5, 15_000_000_000_000)")
     profile = estimate_profile(written(tmp_path, source), 2, EstimateOptions(device="h200"))
     assert next(layer.weight_bytes for layer in profile.layers if layer.name == "head") == 4 * 6 * 15 * 10**12
@@ -296,7 +296,7 @@ def test_the_table_makes_sense(name: str) -> None:
     assert all(0 < share <= 3 for share in (*spec.achieved_arithmetic.values(), *spec.achieved_bandwidth.values()))
     single = spec.peak("float32")
     assert 1e11 <= single <= spec.peak("tf32") <= spec.peak_flops_per_s.get("float16", 1e16)
-    # Machine balance: operations per byte have been between 5 and 50 in single precision.
+    # Machine balance: these devices do between 5 and 50 single-precision operations per byte.
     assert 5 <= single / spec.bandwidth_bytes_per_s <= 50
     assert (spec.memory_bytes is None) == (spec.kind == "cpu")
 

@@ -1,4 +1,4 @@
-"""What it takes to add to gradients: whose time it is, and that noise makes none of it."""
+"""Time of gradient accumulation: per layer, and not negative for noise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def optimizer(parameters):
 
 
 class Counter(CpuClock):
-    """A clock whose marks are as far apart as it is told, and twice as far in the thread's time."""
+    """A clock with given times between marks, and twice as much in the thread's time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -62,7 +62,7 @@ def test_times_are_differences_of_medians_and_never_negative() -> None:
         last(second(first(torch.ones(1, 2)))).sum().backward()
 
     def note(of_last: float, of_second: float, of_first: float) -> None:
-        # Two marks for each weight, those of the last layer first, in which there are two weights, then one, then two.
+        # Two marks per weight, from the last layer with two weights to the second with one and the first with two.
         clock.steps = iter([0.0, of_last, 0.0, of_last, 0.0, of_second, 0.0, of_first, 0.0, of_first])
         times.time(step)
 
@@ -75,7 +75,7 @@ def test_times_are_differences_of_medians_and_never_negative() -> None:
     assert seen[1:] == [[True, True, False, False, False], [False, False, True, True, True]] * 2 + [seen[1]]
     found = times.times()
     assert found is not None
-    expected = [2 * (6.0 - 2.5), 0.0, 0.0, 2 * (27.5 - 2.0)]  # of the third, noise would make -0.5
+    expected = [2 * (6.0 - 2.5), 0.0, 0.0, 2 * (27.5 - 2.0)]  # noise would make the third -0.5
     assert [each.seconds for each in found] == pytest.approx(expected)
     assert [each.thread_seconds for each in found] == pytest.approx([2 * seconds for seconds in expected])
 
@@ -86,7 +86,7 @@ def test_gradients_and_hooks_are_left_as_they_were() -> None:
     times = AccumulationTimer(CpuClock(), [dict(model.named_parameters())])
     for _ in range(2):
         times.time(lambda: model(torch.ones(1, 2)).sum().backward())
-    # The first step made them anew, the second one added.
+    # The first step set them, the second one added.
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))

@@ -1,4 +1,4 @@
-"""Times of layers that are compiled together: shares by run, and a sum that is the whole's."""
+"""Times of layers that are compiled together: shares of their run, and a sum equal to the whole's time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_layer_has_its_share_of_its_run_and_the_sum_is_the_whole() -> None:
 @pytest.mark.parametrize(
     ("runs", "whole", "exchanged", "expected"),
     [
-        ((4, 4, 4), 10, (30, 40, 10), (3.25, 3, 3.75)),  # 2 s too much, shared by the bytes
+        ((4, 4, 4), 10, (30, 40, 10), (3.25, 3, 3.75)),  # 2 s too much, divided by bytes
         ((4, 4, 4), 15, (30, 40, 10), (5, 5, 5)),  # the whole is slower: nothing was saved at the ends
         ((2, 6, 2), 8, (0, 0, 0), (1.6, 4.8, 1.6)),  # nothing is exchanged
         ((1, 9), 5, (99, 1), (5 / 19, 5 - 5 / 19)),  # no run loses more than half before all are scaled

@@ -1,4 +1,4 @@
-"""Measuring with other processes at work."""
+"""Measuring while other processes contend for the machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_path(tmp_path: Path) -> Path:
 
 
 def children() -> set[int]:
-    """Processes that this one started and that still run."""
+    """Return the processes that this one started and that still run."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()))
 
 

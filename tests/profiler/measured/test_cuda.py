@@ -1,4 +1,4 @@
-"""The same on a GPU, where there is one."""
+"""Profiles measured on a GPU, where there is one."""
 
 from __future__ import annotations
 

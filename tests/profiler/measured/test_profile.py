@@ -1,4 +1,4 @@
-"""Profiles of small models: the right layers, bytes that can be counted by hand, times that make sense."""
+"""Profiles of small models: the right layers, bytes counted by hand, plausible times."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_bytes_that_cross_cuts(profile: Profile, layers: dict[str, Layer]) -> No
 
 def test_bytes_saved_for_backward(layers: dict[str, Layer]) -> None:
     assert layers["embedding"].saved_bytes == BATCH * 8  # the tokens, int64
-    # up saves its input, made by the embedding, and the in-place ReLU its output; norm saves what the ReLU did already,
-    # and its statistics.
+    # "up" saves its input from the embedding, and the in-place ReLU saves its output. "norm" saves the same output,
+    # which counts once, and its statistics.
     assert layers["up"].saved_bytes == BATCH * (8 + 16) * FLOAT
     assert layers["norm"].saved_bytes == 2 * 16 * FLOAT
     assert layers["down"].saved_bytes == BATCH * 16 * FLOAT
@@ -197,7 +197,7 @@ def test_numbers_and_devices_that_make_no_sense(
 
 
 def test_thread_times_beside_wall_times(profile: Profile) -> None:
-    """On one thread the processor's time is no more than the wall's, up to the clocks' resolution."""
+    """On one thread, processor time does not exceed wall time, up to the clocks' resolution."""
     assert profile.whole_step is not None
     whole = profile.whole_step
     assert whole.forward_thread_s is not None

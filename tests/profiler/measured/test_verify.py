@@ -1,4 +1,4 @@
-"""Measured stages beside the sums of their layers."""
+"""Measured stages compared with the sums of their layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workspaces: what layers allocate beyond what is kept, and the peaks that the cost model makes of them."""
+"""Workspaces: what layers allocate beyond what is saved, and the cost model's peak from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = BATCH * WIDTH * 4  # bytes of a batch of activations
 
 
 class Spread(nn.Module):
-    """Needs many times its input in between, and keeps nothing."""
+    """Needs many times its input meanwhile, and saves nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.repeat(1, MANY).view(x.shape[0], MANY, -1).sum(dim=1)
@@ -37,7 +37,7 @@ def chain() -> nn.Module:
 
 
 class Branches(nn.Module):
-    """A value that is used again after others were made, and a convolution."""
+    """Has a convolution, and a value that is used again later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Branches(nn.Module):
 
 
 def measured(model: nn.Module, batch: Batch) -> tuple[list[str], list[int], list[int], list[int]]:
-    """Layers, and by layer what is saved, the gradients of its weights, and its workspace."""
+    """Return the layers, and their bytes saved, of gradients and of workspace."""
     graph = capture(model, batch, lambda output, target: ((output - target) ** 2).mean())
     stage = build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
@@ -66,7 +66,7 @@ def measured(model: nn.Module, batch: Batch) -> tuple[list[str], list[int], list
 def test_what_a_layer_works_in_is_its_own() -> None:
     names, _, _, found = measured(chain(), Batch((torch.randn(BATCH, WIDTH),), {}, torch.randn(BATCH, WIDTH)))
     spread = names.index("1")
-    # The copies and their sum; going back, the gradient of each copy: at least once, and a few activations beside them.
+    # The copies and their sum; in the backward the gradient of each copy, and a few activations.
     assert MANY * ROWS <= found[spread] <= (2 * MANY + 8) * ROWS
     assert max(bytes_ for index, bytes_ in enumerate(found) if index != spread) <= 8 * ROWS
 
@@ -75,7 +75,7 @@ def test_what_a_layer_works_in_is_its_own() -> None:
     ("model", "inputs"), [(chain, (BATCH, WIDTH)), (Branches, (BATCH, 3 * 8 * 8))], ids=["chain", "branches"]
 )
 def test_the_peak_of_the_formula_is_that_of_the_allocator(model: type[nn.Module], inputs: tuple[int, int]) -> None:
-    """Against the plain model, run without marks: the most that was ever allocated."""
+    """The peak is measured on the plain model, without marks."""
     torch.manual_seed(0)
     plain = model()
     batch = Batch((torch.randn(*inputs),), {}, torch.randn(inputs[0], WIDTH))
@@ -119,7 +119,7 @@ def optimizer(parameters):
 def test_a_step_with_weight_decay_works_in_a_tensor_of_the_weights_size(
     tmp_path: Path, decay: float, tensors: int
 ) -> None:
-    """One process, one tensor at a time: the gradient and the decay are added in a fresh one."""
+    """In one process, one tensor at a time: gradient and decay are summed in a new tensor."""
     path = tmp_path / "model.py"
     path.write_text(MODEL_FILE.replace("DECAY", str(decay)), encoding="utf-8")
     spec = load_model_file(path)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
-from planner.profiler.links.local_link import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
+from planner.profiler.links.measure_link import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
 
 TIMEOUT_S = 120.0  # for one message
 _LATENCY_ROUNDS = 100

@@ -15,14 +15,14 @@ from benchmarks.netns import NetworkUnavailableError, network
 from planner.cli.main import main
 from planner.errors import InputError
 from planner.formats.cluster import load_cluster
-from planner.profiler.links.cluster_links import exchanges, measure_cluster
+from planner.profiler.links.measure_cluster import exchanges, measure_cluster
 
 TIMEOUT_S = 120
 COMMAND = [sys.executable, "-m", "planner", "profile", "--links"]
 
 
 def _environment(rank: int, hosts: int, workers: int, master: str, port: int, interface: str) -> dict[str, str]:
-    """What torchrun sets."""
+    """Return the variables that torchrun sets."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(hosts * workers),
@@ -53,7 +53,7 @@ def _finish(workers: list[subprocess.Popen[str]]) -> None:
 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (2, 2)])
 def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two "hosts" of two workers each are two levels; `plan solve` takes what is written."""
+    """Two "hosts" of two workers each give two levels, and `plan solve` takes the file."""
     path = tmp_path / "cluster.json"
     port = _free_port()
     with ExitStack() as stack:
@@ -106,7 +106,7 @@ def test_links_between_hosts(tmp_path: Path) -> None:
         pytest.skip(f"no network namespaces here: {cause}")
     inner, outer = load_cluster(path).levels
     assert (inner.size, outer.size) == (2, 2)
-    # The shaper counts headers, and lets a burst of 1 MB through.
+    # The shaper counts headers, and passes a burst of 1 MB at full speed.
     assert 0.7 * 25e6 < outer.bandwidth_bytes_per_s < 1.3 * 25e6
     assert 0.6 * 25e6 < (outer.all_reduce_bandwidth_bytes_per_s or 0) < 1.3 * 25e6
     assert inner.bandwidth_bytes_per_s > outer.bandwidth_bytes_per_s

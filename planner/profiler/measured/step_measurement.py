@@ -15,12 +15,12 @@ from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import LayerObserver, build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer
-from planner.profiler.measured.assemble import LayerMeasurement, Measurement, first_uses
+from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.clock import clock_for
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.saved import saved_bytes
 from planner.profiler.measured.steps import Effort, Steps, StepTimes, drop_gradients, repeat, step_failure
-from planner.profiler.measured.update import layer_updates, still, update_workspaces
+from planner.profiler.measured.update import layer_updates, still
 from planner.profiler.measured.workspace import workspace_bytes
 
 # Steps that accumulate gradients. A few suffice, because hooks time the accumulation alone.
@@ -67,18 +67,14 @@ class StepMeasurement:
         saved = saved_bytes(self._stage, self._batch)
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)
+        # The last step has left gradients, which updates need.
         trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
-        updates = layer_updates(self._spec, trained, self._clock)
-        update_bytes = update_workspaces(self._spec, trained, self._device)
-        measured = zip(
-            layers,
-            [replace(update, workspace_bytes=size) for update, size in zip(updates, update_bytes, strict=True)],
-            saved,
-            self._workspaces(saved),
-            self._accumulation.times() or [AccumulationTime()] * len(layers),
-            strict=True,
-        )
-        return Measurement([LayerMeasurement(*layer) for layer in measured], whole)
+        updates = layer_updates(self._spec, trained, self._clock, self._device)
+        # Last, because what libraries allocate once in the first steps would count.
+        workspaces = self._workspaces(saved)
+        accumulation = self._accumulation.times() or [AccumulationTime()] * len(layers)
+        columns = zip(layers, updates, saved, workspaces, accumulation, strict=True)
+        return Measurement([LayerMeasurement(*column) for column in columns], whole)
 
     def _measure_steps(self, effort: Effort) -> tuple[list[StepTimes], StepTimes]:
         steps = self._steps()

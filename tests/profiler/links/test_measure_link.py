@@ -7,7 +7,7 @@ import time
 import pytest
 
 from planner.errors import WorkerError
-from planner.profiler.links.local_link import measure_link
+from planner.profiler.links.measure_link import measure_link
 
 
 def test_measure_loopback() -> None:
