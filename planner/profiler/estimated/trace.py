@@ -24,9 +24,9 @@ from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.profiler.estimated.operations import Costs, OperationRecorder, recurrent_workspace
 from planner.profiler.estimated.update import UpdateTrace, trace_updates
-from planner.profiler.measured.make_profile import LayerMeasurement, Measurement
 from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.device import check_positive
+from planner.profiler.measured.make_profile import LayerMeasurement, Measurement
 from planner.profiler.measured.saved import saved_bytes
 from planner.profiler.measured.steps import StepTimes, step_failure
 

@@ -15,9 +15,9 @@ from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
 from planner.profiler.defaults import REPEATS, SECONDS
-from planner.profiler.measured.make_profile import make_profile
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
+from planner.profiler.measured.make_profile import make_profile
 from planner.profiler.measured.step_measurement import StepMeasurement
 from planner.profiler.measured.steps import Effort, ProgressCallback
 

@@ -15,9 +15,9 @@ from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import LayerObserver, build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer
-from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.clock import clock_for
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
+from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.saved import saved_bytes
 from planner.profiler.measured.steps import Effort, Steps, StepTimes, drop_gradients, repeat, step_failure
 from planner.profiler.measured.update import layer_updates, still
