@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.cli.flags import as_flags
+from planner.cli.main import build_parser
+from planner.schedule.registry import NAMES
 
 PACKAGE = Path(__file__).parents[1] / "planner"
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -21,7 +23,20 @@ def test_only_the_command_line_knows_flags() -> None:
 
 def test_every_argument_in_a_message_has_a_flag() -> None:
     """A misspelt `argument` would reach the user of the command line with its backticks."""
+    build_parser()  # which learns the flags
     assert not [text for text in _texts() for name in re.findall(r"`[a-z_]+`", text) if as_flags(name) == name]
+
+
+def test_nothing_outside_schedule_knows_a_schedule_by_its_name() -> None:
+    """Schedules are asked for their traits; a comparison with a name would have to be found for every new schedule."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.value!r}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.is_relative_to(PACKAGE / "schedule")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in NAMES
+    ]
+    assert not found
 
 
 def _texts() -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from functools import cache
+from collections.abc import Iterable
 
 _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
@@ -26,6 +26,8 @@ _OTHER_NAMES = {
 }
 # Booleans of the Python API whose False is a flag.
 _NEGATIONS = {"overlap": "--no-overlap", "shared": "--own-links"}
+# The flag of every argument of every verb. Learned, not imported: the verbs' files import this one.
+_options: dict[str, str] = {}
 
 
 def as_flags(text: str) -> str:
@@ -41,7 +43,7 @@ def _flag(argument: re.Match[str]) -> str:
     name, value = argument[1], argument[2]
     if name in _NEGATIONS and value == "False":
         return _NEGATIONS[name]
-    flag, unit = _OTHER_NAMES.get(name) or (_options().get(name, ""), "")
+    flag, unit = _OTHER_NAMES.get(name) or (_options.get(name, ""), "")
     if not flag:
         return argument[0]
     if value in (None, "True"):
@@ -49,18 +51,11 @@ def _flag(argument: re.Match[str]) -> str:
     return f"{flag} {value}{unit if _PLAIN_NUMBER.fullmatch(value) else ''}"
 
 
-@cache
-def _options() -> dict[str, str]:
-    """The flag of every argument of every verb."""
-    # The parser imports all verbs, and they import this module.
-    from planner.cli.main import build_parser
-
-    verbs = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    flags: dict[str, str] = {}
-    for verb in verbs.choices.values():
+def learn(verbs: Iterable[argparse.ArgumentParser]) -> None:
+    """Learn the flags of the verbs' arguments."""
+    for verb in verbs:
         for action in verb._actions:
             for option in action.option_strings:
                 if option.startswith("--"):
                     # The first wins: --json, where it is short for --format json, comes after --format.
-                    flags.setdefault(action.dest, option)
-    return flags
+                    _options.setdefault(action.dest, option)

@@ -29,6 +29,7 @@ from planner.cli import (
     sweep,
     train,
 )
+from planner.cli.flags import learn
 from planner.cli.output import print_complaint
 from planner.errors import InputError, PlannerError
 from planner.version import __version__
@@ -101,6 +102,7 @@ def build_parser() -> Parser:
             default=argparse.SUPPRESS,
             help="-vv shows tracebacks",
         )
+    learn(subparsers.choices.values())
     return parser
 
 

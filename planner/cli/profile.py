@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_links(args: argparse.Namespace) -> NoReturn:
-    from planner.cli.worker import end_process
+    from planner.cli.worker.run import end_process
     from planner.formats.cluster import save_cluster
     from planner.profiler.links.measure_cluster import measure_cluster
     from planner.report.tables.cluster import cluster_report

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
-    from planner.cli.worker import die_with_parent, end_process, run_worker
+    from planner.cli.worker.run import die_with_parent, end_process, run_worker
     from planner.executor.checkpoint.resume import torchrun_run_id
     from planner.profiler.measured.malloc import keep_freed_pages
 

@@ -1,4 +1,4 @@
-"""Run one training process, `python -m planner.cli.worker JOB.json`, in the environment that torchrun sets."""
+"""Run one training process, in the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -24,23 +24,6 @@ if TYPE_CHECKING:
     from planner.formats.timeline import Timeline
 
 _PR_SET_PDEATHSIG = 1
-
-
-def main() -> int:
-    """Run the worker that the environment describes."""
-    die_with_parent()
-    # The launcher reports Ctrl-C; a worker just ends.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from planner.profiler.measured.malloc import keep_freed_pages
-
-    keep_freed_pages()
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    code, result = run_worker(job)
-    if result is not None and job.result_path is not None:
-        from planner.formats.files import save_record
-
-        save_record(result, Path(job.result_path))
-    return code
 
 
 def run_worker(job: Job) -> tuple[int, TrainResult | None]:
@@ -187,7 +170,3 @@ def die_with_parent() -> None:
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is not None and os.getppid() != int(launcher):
         os._exit(1)  # it died before we asked to be told
-
-
-if __name__ == "__main__":
-    end_process(main())

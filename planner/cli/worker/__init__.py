@@ -1,0 +1,1 @@
+"""Training processes as the command line starts them."""

@@ -1,0 +1,31 @@
+"""Run the worker of a job: `python -m planner.cli.worker JOB.json`, in the environment that torchrun sets."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from planner.cli.main import build_parser
+from planner.cli.worker.run import die_with_parent, end_process, run_worker
+from planner.executor.job import Job
+from planner.formats.files import save_record
+from planner.profiler.measured.malloc import keep_freed_pages
+
+
+def main() -> int:
+    """Run the worker that the environment describes."""
+    die_with_parent()
+    # The launcher reports Ctrl-C; a worker just ends.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    keep_freed_pages()
+    build_parser()  # so that messages show arguments as flags
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    code, result = run_worker(job)
+    if result is not None and job.result_path is not None:
+        save_record(result, Path(job.result_path))
+    return code
+
+
+if __name__ == "__main__":
+    end_process(main())
