@@ -27,6 +27,7 @@ def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
     """Return the context of torch.autocast to `dtype`; one without effect for None."""
     if dtype is None:
         return nullcontext()
+    # Other devices, such as meta, follow the CPU's rules.
     return torch.autocast("cuda" if device_type == "cuda" else "cpu", dtype)
 
 

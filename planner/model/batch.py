@@ -117,6 +117,7 @@ class Batch:
         return tree_flatten(self._tree())
 
     def _tree(self) -> PyTree:
+        # Sorted, so that the order in which a user writes keyword arguments changes no graph's hash.
         return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target
 
 

@@ -123,10 +123,12 @@ def as_tree(output: Any) -> Any:
 def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:
     leaves, spec = batch.flatten()
     tree = spec.unflatten(leaves)
+    # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse.
     dynamic = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() else None, tree)
     with silent_tracer(), refuse_custom_autograd():
         try:
             with refuse_kept_tensors():
+                # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
                 program = export(forward, tree, dynamic_shapes=dynamic, strict=False)
             module = program.module()
         except Exception as cause:  # whatever the user's forward or the tracer raises
@@ -146,6 +148,7 @@ def _facts(module: fx.GraphModule, model: nn.Module, example: Batch, autocast: t
 def _clean(module: fx.GraphModule) -> None:
     """Remove the tracer's checks and unused attributes, and keep the name "loss" for the stage's result."""
     graph = module.graph
+    # Backwards, so that the arguments of a removed check have no users when it is their turn.
     for node in reversed(list(graph.nodes)):
         check = node.op == "call_module" or (
             node.op == "call_function" and any(word in str(node.target) for word in _CHECKS)
@@ -192,6 +195,7 @@ def _outputs(
 
 
 def _check_weights_unchanged(module: fx.GraphModule, names: Names, facts: TensorFacts) -> None:
+    # By storage, because an operation may write a parameter through a view of it.
     parameters = {
         storage: name
         for node in module.graph.nodes

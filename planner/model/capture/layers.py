@@ -79,6 +79,7 @@ def group_layers(flat: FlatGraph) -> tuple[GraphLayer, ...]:
 def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
     scopes = {node: scope_of(node) for node in operations}
     last_of_model = max((i for i, node in enumerate(operations) if scopes[node] is not _LOSS), default=-1)
+    # Leaves are modules within which no other module ran: what they do belongs together.
     inner = {scope for scope in scopes.values() if scope}
     leaves = {scope for scope in inner if not any(other.startswith(scope + ".") for other in inner)}
     runs: list[_Run] = []

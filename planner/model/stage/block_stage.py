@@ -51,6 +51,7 @@ def _code(
         for index in range(boundary.first, boundary.last + 1):
             layer = chain.layers[index]
             reseed(key, device, index)  # always: from outside, one cannot see whether a block draws random numbers
+            # Stages in training and in evaluation run the same modules.
             for _, module in layer.blocks:
                 if module.training != chain.training:
                     module.train(chain.training)

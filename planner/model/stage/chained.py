@@ -67,6 +67,7 @@ class ChainedStage(nn.Module):
         minibatch, microbatch, batch = self._upcoming.pop(0)
 
         def run(*values: Tensor) -> Tensor | tuple[Tensor, ...]:
+            # Here, so that a recomputed forward draws the same numbers, whatever ran in between.
             self.stage.set_random_key(self._seed, minibatch, microbatch)
             return self._run(batch, values)
 

@@ -123,6 +123,7 @@ def _built(build: Build) -> nn.Module:
 @contextmanager
 def _construction(seed: int, keep: Collection[int]) -> Iterator[None]:
     """Number the parameters as modules register them, and put all but those in `keep` on the meta device."""
+    # Patched for this time only: there is no other place that every parameter of a user's constructor passes through.
     register, deep_copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     count = 0
 

@@ -40,6 +40,7 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
             holders.setdefault(name, set()).add(stage_of[layer.name])
     fixed = [_stage_of_weights(layer, holders, stage_of.get(layer.name)) for layer in evaluation.layers]
     stages: list[list[str]] = [[] for _ in cut]
+    # Values travel forward only, so a layer's stage is never before that of the layer before it.
     current = 0
     for index, layer in enumerate(evaluation.layers):
         # Names tell less than weights: a module that is called several times numbers its calls. So a weightless layer
@@ -57,7 +58,7 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
 
 
 def _stage_of_weights(layer: GraphLayer, holders: dict[str, set[int]], named: int | None) -> int | None:
-    """Return a stage that holds all weights of `layer`, if it can the one `named`; None for a layer without weights.
+    """Return a stage that holds all weights of `layer`, preferably `named`; None for a layer without weights.
 
     Tied weights may be in several stages.
     """

@@ -36,7 +36,7 @@ def reseed(key: RandomKey, device: torch.device, layer: int) -> None:
     if seed is None:
         return
     if device.type == "cuda":
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # manual_seed seeds the current device only
             torch.cuda.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)

@@ -214,6 +214,7 @@ class _Builder:
         self._declare([leaf.node for _, leaf in boundary.inputs], boundary.received)
         numbers = self._declare_numbers(boundary.used)
         for index, layer in enumerate(self._layers, start=boundary.first):
+            # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before.
             if any(is_random(node, graph.module) for node in layer.nodes):
                 self._new.call_function(self._reseed, (self._key, self._device, index))
             for node in layer.nodes:
@@ -222,12 +223,14 @@ class _Builder:
                 self._new.call_function(_notify, (self._observer, index, self._last_on_gradient_path(layer)))
         results = [*boundary.sent, graph.loss] if boundary.has_loss else boundary.sent
         self._new.output(tuple(self._copies[node] for node in results))
+        # Only the generated function is kept; the module around it, with the graph, is dropped.
         run = type(fx.GraphModule(self._weights, self._new)).forward
         places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node)) is not None}
         run = compiled(run) if self._variant.compiled else run
         return stage_parts(graph, boundary, self._weights, StageCode(run, self._registries.values, numbers, places))
 
     def _declare(self, inputs: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
+        """Make the arguments of the code, in the order of `StageCode.run`."""
         sources = (source for layer in self._layers for node in layer.nodes for source in node.all_input_nodes)
         self._attributes = {source: self._attribute(source) for source in sources if source.op == "get_attr"}
         is_module = dict(self._weights.named_modules())
@@ -252,7 +255,7 @@ class _Builder:
 
     def _copy(self, node: fx.Node) -> None:
         if self._deferred and counts_minibatches(node, self._graph.names, self._deferred.values()):
-            return
+            return  # the executor counts whole minibatches instead
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
                 name = self._attributes[source]
@@ -292,6 +295,7 @@ class _Builder:
             return name
         constant = names.constant(node)
         place = f"_constant_{node.name}"
+        # A constant moves with the stage as a buffer, but is not part of the model's state.
         if isinstance(constant, Tensor):
             self._weights.register_buffer(place, constant, persistent=False)
         else:
