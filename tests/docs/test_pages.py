@@ -20,7 +20,7 @@ _TABLE_OR_CODE = re.compile(r"\s*\||    ")
 _ONE_PIECE = re.compile(r"\s*(?:[-*] )?(?:!?\[[^\]]*\]\([^)]*\)|`[^`]*`)\S*")
 _MODULE = re.compile(r"\b(?:planner|benchmarks)(?:\.(?!md\b)[A-Za-z_]\w*)+")
 # In capitals stand names that the reader fills in; `*` is any name.
-_FILE = re.compile(r"\b(?:planner|benchmarks|profiles|docs|tests)/[a-z_*][\w/.*-]*[\w*]")
+_FILE = re.compile(r"\b(?:planner|benchmarks|profiles|docs|tests)/[a-z0-9_/.*-]*[a-z0-9_*]")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
