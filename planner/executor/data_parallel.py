@@ -19,7 +19,7 @@ from planner.errors import PlanError
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
-from planner.executor.outcome import gather
+from planner.executor.outcome import Course, gather_result
 from planner.executor.run.context import Context
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
 from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
@@ -165,16 +165,16 @@ def _train(
         predicted_memory_bytes=0,
         weight_versions=1,
     )
-    gathered = gather(mine, worker.log, [], context.place.wire)
-    if gathered is None:
+    result = gather_result(context, mine, Course(worker.log, seconds))
+    if result is None:
         return None
     own = {
         "config": str(context.plan.workers),
         "schedule": "data-parallel",
-        "samples_per_s": sum(report.samples_per_s for report in gathered.reports),
+        "samples_per_s": sum(report.samples_per_s for report in result.reports),
         "predicted_samples_per_s": None,
     }
-    return gathered.result(context, 0, seconds).model_copy(update=own)
+    return result.model_copy(update=own)
 
 
 class DataParallelWorker(Worker):

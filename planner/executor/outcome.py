@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
-from planner.executor.job import Evaluation, Loss, TrainResult, WorkerReport
+from planner.executor.job import Evaluation, TrainResult, WorkerReport
 from planner.executor.observe.measure import steady_state
 from planner.executor.observe.run_log import Past
 from planner.executor.run.context import Context, PipelineContext
@@ -43,56 +41,47 @@ def report_of(context: PipelineContext, worker: PipelineWorker, peak_memory_byte
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What all workers report, on rank 0."""
+class Course:
+    """How a run went on one worker."""
 
-    reports: tuple[WorkerReport, ...]
-    losses: tuple[Loss, ...]
-    evaluations: tuple[Evaluation, ...]
-
-    def result(
-        self, context: Context, first: int, seconds: float, checkpointer: Checkpointer | None = None
-    ) -> TrainResult:
-        """Return the result of a run that began at minibatch `first` and took `seconds` from there."""
-        job, plan, data = context.job, context.plan, context.data
-        past = Past() if checkpointer is None else checkpointer.past
-        return TrainResult(
-            config=plan.config,
-            schedule=plan.schedule.name,
-            workers=len(self.reports),
-            minibatches=context.minibatches - first,
-            first_minibatch=first,
-            minibatch_size=context.minibatch_size,
-            samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)),
-            seconds=seconds,
-            # Every sample passes the last stage once.
-            samples_per_s=sum(self.reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
-            predicted_samples_per_s=job.predicted_samples_per_s or plan.predicted.samples_per_s,
-            random_data=data.random,
-            losses=(*past.losses, *self.losses),
-            evaluations=(*past.evaluations, *self.evaluations),
-            reports=self.reports,
-            saved_weights=job.save_weights,
-            resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
-            checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
-            checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
-        )
+    log: WorkerLog
+    seconds: float  # of the whole run
+    first: int = 0  # minibatch that it began at
+    evaluations: Sequence[Evaluation] = ()
+    checkpointer: Checkpointer | None = None
 
 
-def gather(
-    report: WorkerReport, log: WorkerLog, evaluations: Sequence[Evaluation], wire: torch.device
-) -> Gathered | None:
-    """Gather what all workers report on rank 0, which returns it; None elsewhere. All workers call it."""
-    reports = gather_bytes(report.model_dump_json().encode(), wire)
-    losses = gather_bytes(encode_losses(log.losses), wire)
-    lines = "\n".join(evaluation.model_dump_json() for evaluation in evaluations)
+def gather_result(context: Context, report: WorkerReport, course: Course) -> TrainResult | None:
+    """Gather what all workers report on rank 0, which returns the result; None elsewhere. All workers call it."""
+    wire, checkpointer = context.place.wire, course.checkpointer
+    reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(report.model_dump_json().encode(), wire)]
+    losses = merge_losses(gather_bytes(encode_losses(course.log.losses), wire))
+    lines = "\n".join(evaluation.model_dump_json() for evaluation in course.evaluations)
     evaluated = [line for part in gather_bytes(lines.encode(), wire) for line in part.splitlines()]
-    if report.rank != 0:
+    if context.rank != 0:
         return None
-    return Gathered(
-        tuple(WorkerReport.model_validate_json(text) for text in reports),
-        merge_losses(losses),
-        tuple(Evaluation.model_validate_json(line) for line in evaluated),
+    job, plan, data = context.job, context.plan, context.data
+    past = Past() if checkpointer is None else checkpointer.past
+    return TrainResult(
+        config=plan.config,
+        schedule=plan.schedule.name,
+        workers=len(reports),
+        minibatches=context.minibatches - course.first,
+        first_minibatch=course.first,
+        minibatch_size=context.minibatch_size,
+        samples=sum(data.minibatch_size(minibatch) for minibatch in range(course.first, context.minibatches)),
+        seconds=course.seconds,
+        # Every sample passes the last stage once.
+        samples_per_s=sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
+        predicted_samples_per_s=job.predicted_samples_per_s or plan.predicted.samples_per_s,
+        random_data=data.random,
+        losses=(*past.losses, *losses),
+        evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluated)),
+        reports=tuple(reports),
+        saved_weights=job.save_weights,
+        resumed_from=_text(checkpointer.resumed_from) if checkpointer is not None else None,
+        checkpoint=_text(checkpointer.newest) if checkpointer is not None else None,
+        checkpoint_s=checkpointer.seconds if checkpointer is not None else 0.0,
     )
 
 

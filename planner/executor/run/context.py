@@ -31,25 +31,15 @@ from planner.schedule.streams.segments import segment_stream, segments
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """One worker's view of a job, with a pipeline or without.
+    """One worker's view of a job, with a pipeline or without."""
 
-    Attributes:
-        job: the same on all workers.
-        spec: the model that `job.model` names.
-        place: where this worker computes.
-        rank: of this worker.
-        heartbeat: is told what this worker does.
-        data: the training data.
-        minibatches: in the whole run.
-    """
-
-    job: Job
-    spec: TrainingSpec
-    place: Place
+    job: Job  # the same on all workers
+    spec: TrainingSpec  # the model that `job.model` names
+    place: Place  # where this worker computes
     rank: int
     heartbeat: Heartbeat
     data: BatchSource
-    minibatches: int
+    minibatches: int  # of the whole run
 
     @property
     def plan(self) -> Plan:
@@ -86,19 +76,12 @@ class HeldStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext(Context):
-    """One worker's view of a job that trains a plan.
-
-    Attributes:
-        shape: of the pipeline.
-        stages: of this worker, by number: one, or several chunks.
-        transfers: by (source, target) stage, the values that travel to and from `stages`.
-        evaluation: the same stages of the evaluation graph; None for a job without evaluation.
-    """
+    """One worker's view of a job that trains a plan."""
 
     shape: PipelineShape
-    stages: Mapping[int, HeldStage]
-    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
-    evaluation: EvaluationStages | None
+    stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
+    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
+    evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""

@@ -19,19 +19,13 @@ RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones
 
 
 class BatchSource(ABC):
-    """The training data, the same on all workers.
+    """The training data, the same on all workers."""
 
-    Attributes:
-        random: whether it is made up, so that losses mean nothing.
-        last_sizes: microbatch sizes of an epoch's last minibatch if it is smaller, otherwise empty.
-        microbatches: per minibatch.
-    """
-
-    random = False
-    last_sizes: tuple[int, ...] = ()
+    random = False  # whether it is made up, so that losses mean nothing
+    last_sizes: tuple[int, ...] = ()  # microbatch sizes of an epoch's last minibatch, if it is smaller
 
     def __init__(self, microbatches: int) -> None:
-        self.microbatches = microbatches
+        self.microbatches = microbatches  # per minibatch
 
     @abstractmethod
     def batch(self, unit: Unit) -> Batch:

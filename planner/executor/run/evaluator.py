@@ -73,7 +73,9 @@ class Evaluator:
         totals: dict[str, float] = {}
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
         self._fetch_buffers()
-        with torch.no_grad(), torch.random.fork_rng(devices=self._cuda_devices()):
+        compute = self._context.place.compute
+        # Random numbers that the evaluation draws must not change those of training.
+        with torch.no_grad(), torch.random.fork_rng(devices=[compute] if compute.type == "cuda" else []):
             for unit, batch, results, known in self._forwards():
                 if "loss" in results:
                     self._add(totals, unit, batch, results["loss"], known)
@@ -165,9 +167,6 @@ class Evaluator:
         evaluation = Evaluation(minibatch=minibatch, samples=self._data.samples, loss=means.pop("loss"), metrics=means)
         self.done.append(evaluation)
         return evaluation
-
-    def _cuda_devices(self) -> list[torch.device]:
-        return [self._context.place.compute] if self._context.place.compute.type == "cuda" else []
 
 
 def _move(context: PipelineContext, stages: EvaluationStages) -> None:

@@ -25,11 +25,6 @@ class StageOptimizer:
         learning_rate_factor: multiplies the learning rate of every group, before the scheduler sees it.
         clip_grad_norm: the largest norm of the gradients.
         scale_loss: whether the loss is scaled, for float16.
-
-    Attributes:
-        parameters: those that are trained.
-        optimizer: None without `parameters`.
-        skipped: updates that were left out because a gradient was not finite.
     """
 
     def __init__(
@@ -44,12 +39,12 @@ class StageOptimizer:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.parameters = list(trained.values())
         self.learning_rate_factor = learning_rate_factor if trained else 1.0
-        self.optimizer = spec.optimizer(trained) if trained else None
+        self.optimizer = spec.optimizer(trained) if trained else None  # user code, which may not expect an empty list
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = group["lr"] * learning_rate_factor
         self.scheduler = None if self.optimizer is None else spec.scheduler(self.optimizer)
         self.scaler = LossScaler() if scale_loss else None
-        self.skipped = 0
+        self.skipped = 0  # updates, because a gradient was not finite
         self._clip_grad_norm = clip_grad_norm
         self._overflow = False  # in a gradient that was sent on
         self._unscaled = False

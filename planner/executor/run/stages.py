@@ -26,17 +26,11 @@ SharedNames = Mapping[tuple[int, int], Collection[str]]  # for two stages, the t
 
 @dataclass(frozen=True)
 class Modules:
-    """A worker's stages.
+    """A worker's stages."""
 
-    Attributes:
-        training: by number.
-        evaluation: the same stages of the evaluation graph, with the same parameters; None without evaluation.
-        shared: the weights that any two stages of the plan share, on this worker or not.
-    """
-
-    training: dict[int, StageModule]
-    evaluation: EvaluationStages | None
-    shared: SharedNames
+    training: dict[int, StageModule]  # by number
+    evaluation: EvaluationStages | None  # the same stages of the evaluation graph, with the same parameters
+    shared: SharedNames  # of all stages of the plan, on this worker or not
 
 
 def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec) -> Modules:
@@ -130,16 +124,14 @@ def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
     """
     for module in modules:
         for size in sorted(set(sizes) - {0}):
+            problem = None
             if module.fixed_batch_size not in (None, size):
+                problem = f"and the model takes microbatches of {module.fixed_batch_size} samples only"
+            elif size < module.least_batch_size:
+                problem = "of which BatchNorm cannot take the variance"
+            if problem is not None:
                 raise ModelFileError(
-                    f"the model takes microbatches of {module.fixed_batch_size} samples only, and the last minibatch "
-                    f"of an epoch has some of {size}",
-                    hint="leave it out with `drop_last`",
-                )
-            if size < module.least_batch_size:
-                raise ModelFileError(
-                    f"the last minibatch of an epoch has microbatches of {size} sample, of which BatchNorm cannot take "
-                    "the variance",
+                    f"the last minibatch of an epoch has microbatches of {size} sample{'s' * (size > 1)}, {problem}",
                     hint="leave it out with `drop_last`",
                 )
 

@@ -14,7 +14,7 @@ from planner.executor.job import Evaluation, Job, TrainResult
 from planner.executor.observe.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.observe.watchers import all_of, hook, tensorboard
-from planner.executor.outcome import gather, report_of
+from planner.executor.outcome import Course, gather_result, report_of
 from planner.executor.run.assemble import Groups, make_worker, restore
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
@@ -75,7 +75,7 @@ def train(
     make_random_batches(context, _first_units(context, first))
     seconds = train_together(context, lambda: run.train(first))
     report = report_of(context, worker, peak.bytes())
-    gathered = gather(report, worker.log, run.evaluations, place.wire)
+    result = gather_result(context, report, Course(worker.log, seconds, first, run.evaluations, checkpointer))
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))
     if checkpointer is not None:
@@ -86,7 +86,7 @@ def train(
         timeline = gather_timeline(recorder, context.plan, context.minibatches, place.wire, accumulate)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
-    return None if gathered is None else gathered.result(context, first, seconds, checkpointer)
+    return result
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,6 @@ class WeightVersions:
 
     Args:
         parameters: of the stage, each once.
-
-    Attributes:
-        most_versions: the most that ever existed at once.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -47,7 +44,7 @@ class WeightVersions:
         self._used: dict[object, int] = {}
         self._kept: frozenset[int] = frozenset()
         self._free: list[list[Tensor]] = []
-        self.most_versions = 1
+        self.most_versions = 1  # that ever existed at once
 
     def restart(self) -> None:
         """Number the versions from 0 again; no unit may be in flight."""

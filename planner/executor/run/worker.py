@@ -57,17 +57,11 @@ class WorkerLog:
 
 @dataclass(frozen=True)
 class Observers:
-    """Who is told what a worker does.
+    """Who is told what a worker does."""
 
-    Attributes:
-        heartbeat: of every instruction, before it runs.
-        on_update: of each optimizer step, after it.
-        recorder: of every instruction and its times, for a trace.
-    """
-
-    heartbeat: Heartbeat
-    on_update: Callable[[Update, WorkerLog], None] | None = None
-    recorder: TraceRecorder | None = None
+    heartbeat: Heartbeat  # before every instruction
+    on_update: Callable[[Update, WorkerLog], None] | None = None  # after each optimizer step
+    recorder: TraceRecorder | None = None  # of all instructions and their times
 
 
 class Worker(ABC):
