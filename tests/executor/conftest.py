@@ -1,4 +1,4 @@
-"""References compute as the workers do: on one thread, because the order of a sum depends on how it is divided."""
+"""Compute references on one thread, as the workers do: how a sum is divided over threads changes its rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """One intra-op thread for each test."""
+    """Give each test one intra-op thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What a user would run under torchrun: trains two models with one's own loop, and writes down what it saw."""
+"""A user's script under torchrun: train two models with a custom loop, and write a report."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from planner.executor.job import TrainingOptions
 from planner.executor.run.setup import CPU, join_group
 from tests.executor import eager
 
-CHANGES = 3  # minibatches before a drain in between
+CHANGES = 3  # minibatches before a drain in the middle
 
 
 def main(folder: Path) -> None:
-    """Plans and model files are there."""
+    """Train what `folder` has plans for."""
     torch.set_num_threads(1)
-    join_group(CPU)  # here, because several pipelines follow one another
+    join_group(CPU)  # here, because several pipelines use the group in turn
     report = {}
     for name in sorted(path.stem for path in folder.glob("*.plan")):
         plan, path = planner.load_plan(folder / f"{name}.plan"), folder / "language_momentum.py"
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
 
 
 def in_memory(folder: Path) -> None:
-    """A model that the script builds itself."""
+    """Train a model that the script builds itself."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     file = planner.in_memory(

@@ -1,4 +1,4 @@
-"""Plain PyTorch on the unsplit model of a model file, in the order of data that the workers have."""
+"""Train the unsplit model of a model file in plain PyTorch, on the data that the workers have, in their order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a plan, for so many minibatches or epochs."""
+    """A run of a plan, for a number of minibatches or epochs."""
 
     path: Path
     plan: Plan
@@ -57,25 +57,25 @@ def run_cases(cases: Sequence[Case]) -> list[tuple[TrainResult, Weights]]:
 def run_one(
     path: Path, plan: Plan, options: TrainingOptions, *, steps: int | None = None, epochs: int | None = None
 ) -> tuple[TrainResult, Weights]:
-    """Train in real processes; the result and the weights."""
+    """Train in real processes; return the result and the weights."""
     (outcome,) = run_cases([Case(path, plan, options, steps, epochs)])
     return outcome
 
 
 def stage_names(profile: Profile, plan: Plan) -> list[list[str]]:
-    """The parameters of each stage."""
+    """Return the names of each stage's parameters."""
     parameters = {layer.name: layer.parameters for layer in profile.layers}
     return [[name for layer in stage.layers for name in parameters[layer]] for stage in plan.stages]
 
 
 def build(spec: TrainingSpec) -> nn.Module:
-    """The model as the workers initialise it."""
+    """Build the model as the workers initialise it."""
     torch.manual_seed(SEED)
     return spec.build_model()
 
 
 def minibatches(spec: TrainingSpec, size: int, epochs: int) -> list[Batch]:
-    """An epoch is a permutation of the dataset, and its last minibatch what is left."""
+    """Return the minibatches: an epoch is a permutation of the dataset; its last minibatch has the remaining samples."""
     dataset = spec.dataset()
     assert dataset is not None
     count = len(dataset)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def minibatches(spec: TrainingSpec, size: int, epochs: int) -> list[Batch]:
 
 
 def loss_of(spec: TrainingSpec, model: nn.Module, batch: Batch) -> Tensor:
-    """Forward and loss."""
+    """Run the forward and return the loss."""
     return loss_of_output(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
 
 
@@ -99,7 +99,7 @@ def train(
     step: Callable[[torch.optim.Optimizer], object] = lambda optimizer: optimizer.step(),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """The losses of plain training; `step` does what follows a backward."""
+    """Train and return the losses; `step` is called after each backward."""
     optimizer = spec.optimizer(list(model.parameters())) if optimizer is None else optimizer
     losses = []
     for batch in batches:
@@ -112,7 +112,7 @@ def train(
 
 
 def assert_close(weights: Weights, model: nn.Module) -> None:
-    """To rounding."""
+    """Check that the weights equal the model's, to rounding."""
     expected = model.state_dict()
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -88,13 +88,13 @@ def optimizer(parameters):
     return OPTIMIZER
 '''
 
-# What no tracer captures: the file names its blocks. A tuple crosses the cuts, an integer in it.
+# No tracer can capture this, so the file names its blocks. A tuple crosses the cuts, with an integer tensor in it.
 BLOCKS = '''
 import torch
 from torch import nn
 
 class Gate(nn.Module):
-    """Decides by the values of its input."""
+    """Its control flow depends on the values of its input."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +169,7 @@ def metrics(output, target):
     return {"accuracy": right.float().mean(), "largest": output.abs().mean().item()}
 """
 
-# The embedding is the head's weight, and the first layer of every block the same: COPIES makes copies of them.
+# The head shares the embedding's weight, and all blocks share that of their first layer; COPIES gives each its own.
 TIED = """
 import copy
 import torch
@@ -212,7 +212,7 @@ def optimizer(parameters):
 """
 
 MODELS = {"convolutional": CONVOLUTIONAL, "language": LANGUAGE, "blocks": BLOCKS}
-# GPT-2, whose head is its embedding.
+# GPT-2, whose head shares the embedding's weight.
 GPT2 = """
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Profiles without times and plans with a given cut, as no profiler would make or solver choose them."""
+"""Profiles with made-up times, and plans with a given cut that no solver would choose."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 
 
 def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLAIN) -> Profile:
-    """The layers, values and edges of a model file, every layer as slow as every other."""
+    """Profile the layers, values and edges of a model file; all layers take the same time."""
     training_spec = load_model_file(str(path))
     graph = capture_file(training_spec, training_spec.example_batch(batch_size), options=options)
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Runs several training jobs in one set of real worker processes: starting processes costs more than the jobs."""
+"""Run several training jobs in one set of real worker processes: starting processes takes longer than the jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script of one's own under torchrun trains as the command does, and as plain PyTorch."""
+"""A user's script under torchrun trains as `plan train` does, and as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 240
 
 
 def run_script(folder: Path, workers: int) -> list[dict[str, list[float | None]]]:
-    """What each worker reports."""
+    """Run the script; return what each worker reports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += [custom_loop_script.__file__, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
@@ -36,7 +36,7 @@ def run_script(folder: Path, workers: int) -> list[dict[str, list[float | None]]
 
 
 def make_memory_plan(folder: Path) -> Plan:
-    """For the model that the script builds."""
+    """Make a plan for the model that the script builds."""
     source = """
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ loss = nn.functional.mse_loss
     return make_plan(structural_profile(path, 4), (1, 1), "1f1b-flush", 2)
 
 
-def test_ones_own_loop(tmp_path: Path) -> None:
+def test_a_custom_loop_trains_as_plain_pytorch(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES)
     profile = structural_profile(path, 4)
     flush, asynchronous = make_plan(profile, (1, 1), "1f1b-flush", 2), make_plan(profile, (1, 1))
@@ -79,7 +79,7 @@ def test_ones_own_loop(tmp_path: Path) -> None:
 
 
 def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
-    """Delayed updates whose delay begins anew after the drain; SGD's momentum goes on."""
+    """Compute delayed updates whose delay begins anew after the drain, while SGD's momentum continues."""
     spec = load_model_file(path)
     model = eager.build(spec)
     batches = eager.minibatches(spec, 4, 1)
@@ -114,7 +114,7 @@ def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
 
 
 def assert_in_memory(weights: Weights) -> None:
-    """The model of the script, trained without a pipeline; its BatchNorm counts minibatches, not their halves."""
+    """Train the script's model without a pipeline; its BatchNorm counts minibatches, not microbatches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

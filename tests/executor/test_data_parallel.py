@@ -22,7 +22,7 @@ from tests.executor.run.test_data import Numbers
 
 
 def _parts(work: Rounds, data: BatchSource, round_: int) -> list[list[tuple[Unit, Any, bool]]]:
-    """Of every worker: unit, factor on its loss, whether it reduces."""
+    """Return, for every worker: unit, factor of its loss, whether its backward all-reduces."""
     return [[(p.unit, p.factor, p.last) for p in work.parts(data, round_, rank)] for rank in range(work.world)]
 
 
@@ -82,12 +82,12 @@ def test_it_trains_like_one_process_with_the_plans_minibatches(
     assert result.minibatch_size == 4 * microbatches
     assert result.minibatches == len(losses)
     assert result.samples == 2 * count
-    # From the second on they tell of the updates before; an update with another gradient shows.
+    # Each loss depends on the updates before it, so a wrong gradient shows.
     assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-5)
 
 
 class Counting(DistributedDataParallel):
-    """Counts the backwards that reduce: gradients come out the same, however often that is."""
+    """Counts the all-reduces of gradients, whose number does not change the gradients."""
 
     reducing = 0
 

@@ -1,4 +1,4 @@
-"""Training data is a function of the minibatch number, the same on every worker."""
+"""Training data is a function of the minibatch's number, the same on every worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running statistics of whole minibatches, against BatchNorms and plain sums that know nothing of microbatches."""
+"""Running statistics of whole minibatches, against BatchNorms and plain sums without microbatches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.executor import eager
 from tests.executor.models import DATASET
 from tests.executor.plans import make_plan, structural_profile
 
-# The first layer sees the data alone: its statistics are those of an unsplit run whatever the weights do.
+# The first layer normalises the data itself, so its statistics do not depend on the weights.
 MODEL = """
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def write(folder: Path, *, blocks: bool = False) -> Path:
-    """The model captured, or as blocks with a first layer whose statistics are means of all minibatches."""
+    """Write the model, captured or as blocks; then the first layer's statistics are means over all minibatches."""
     path = folder / ("blocks.py" if blocks else "captured.py")
     source = MODEL.replace("MOMENTUM", "None" if blocks else "0.1") + (BLOCKS if blocks else "")
     path.write_text(source + DATASET.replace("SAMPLES", str(SAMPLES)), encoding="utf-8")
@@ -63,7 +63,7 @@ def write(folder: Path, *, blocks: bool = False) -> Path:
 
 
 def plan_of(path: Path, schedule: str, replicas: tuple[int, ...], recompute: tuple[int, ...]) -> Plan:
-    """A plan of 3 microbatches; `recompute`: the stages that do."""
+    """Make a plan of 3 microbatches; `recompute` says which stages recompute."""
     chunks = 2 if schedule == "interleaved" else 1
     plan = make_plan(structural_profile(path, BATCH_SIZE), replicas, schedule, 3, chunks=chunks)
     stages = (s.model_copy(update={"recompute": index in recompute}) for index, s in enumerate(plan.stages))
@@ -71,7 +71,7 @@ def plan_of(path: Path, schedule: str, replicas: tuple[int, ...], recompute: tup
 
 
 def whole_statistics(path: Path) -> dict[str, Tensor]:
-    """Of the first layer, given whole minibatches."""
+    """Return the statistics of the first layer, given whole minibatches."""
     spec = load_model_file(path)
     norm = eager.build(spec).get_submodule("0")
     for batch in eager.minibatches(spec, 3 * BATCH_SIZE, EPOCHS):
@@ -80,7 +80,7 @@ def whole_statistics(path: Path) -> dict[str, Tensor]:
 
 
 def divided_statistics(path: Path) -> dict[str, Tensor]:
-    """Of all layers, in plain training by microbatches: every layer's inputs put together, then averaged by hand."""
+    """Return the statistics of all layers in plain training by microbatches, computed from their joined inputs."""
     spec = load_model_file(path)
     model = eager.build(spec)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))}
@@ -120,7 +120,7 @@ def divided_statistics(path: Path) -> dict[str, Tensor]:
 def test_running_statistics_are_those_of_whole_minibatches(
     replicas: tuple[int, ...], cases: list[tuple[str, tuple[int, ...], bool]], tmp_path: Path
 ) -> None:
-    """Cases: schedule, stages that recompute, whether the model is of blocks."""
+    """Run cases of schedule, stages that recompute, and whether the model has blocks."""
     paths = {blocks: write(tmp_path, blocks=blocks) for blocks in (False, True)}
     runs = [
         eager.Case(paths[bool(blocks)], plan_of(paths[bool(blocks)], schedule, replicas, again), DEFERRED, None, EPOCHS)
@@ -128,7 +128,7 @@ def test_running_statistics_are_those_of_whole_minibatches(
     ]
     for (schedule, _, _), case, (_, weights) in zip(cases, runs, eager.run_cases(runs), strict=True):
         expected = whole_statistics(case.path)
-        if schedule != "2bw":  # whose weights are those of delayed updates
+        if schedule != "2bw":  # its updates are delayed, so the weights differ
             expected |= divided_statistics(case.path)
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{schedule} {name}")

@@ -1,4 +1,4 @@
-"""Evaluation in the pipeline equals evaluation of the unsplit model, and training does not notice it."""
+"""Evaluation in the pipeline equals evaluation of the unsplit model, and does not change training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLES, EVERY, STEPS = 30, 4, 11
 
 
 def expected(spec: TrainingSpec, weights: Weights, minibatch: int) -> Evaluation:
-    """Of the unsplit model; in the same batches, because a block decides by the mean of its batch."""
+    """Evaluate the unsplit model, in the same batches: a block's control flow depends on the mean of its batch."""
     model = spec.build_model()
     model.load_state_dict(weights)
     dataset = spec.evaluation_dataset()
@@ -57,7 +57,7 @@ def assert_same(found: Evaluation, wanted: Evaluation) -> None:
 
 
 def cases(path: Path, plan: Plan) -> list[Case]:
-    """With and without evaluation, and without as far as the second one."""
+    """Make a case with evaluation and one without."""
     options = TrainingOptions(evaluate_every=EVERY)
     return [Case(path, plan, options, STEPS), Case(path, plan, TrainingOptions(), STEPS)]
 
@@ -73,7 +73,7 @@ def cases(path: Path, plan: Plan) -> list[Case]:
 def test_evaluation_is_that_of_the_unsplit_model_and_disturbs_nothing(
     replicas: tuple[int, ...], others: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    """BatchNorm, dropout, skips, blocks; the training that follows is equal to the bit."""
+    """Covers BatchNorm, dropout, skips and blocks; training is equal to the bit."""
     runs: list[Case] = []
     for model in ("convolutional", "language", "blocks"):
         path = write_model(tmp_path, model, "momentum", samples=SAMPLES, more=EVALUATION)
@@ -93,7 +93,7 @@ def test_evaluation_is_that_of_the_unsplit_model_and_disturbs_nothing(
 
 
 def test_an_evaluation_in_between_sees_the_weights_of_that_moment(tmp_path: Path) -> None:
-    """A run that ends there has the same: without replicas, stages are where they are after a drain."""
+    """A run that ends there evaluates the same: without replicas, all stages have had the same updates."""
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES, more=EVALUATION)
     plan = make_plan(structural_profile(path, 4), (1, 1))
     longer = Case(path, plan, TrainingOptions(evaluate_every=EVERY), STEPS)
@@ -115,7 +115,7 @@ def test_points_are_where_all_stages_end_a_round() -> None:
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (2, 3, 1), (1, 3)])
 def test_stopping_at_such_points_cannot_deadlock(replicas: tuple[int, ...]) -> None:
-    """Until a stage stops, it needs nothing that another one sends after it stopped there."""
+    """Until a stage stops, it needs nothing that another stage sends only after its own stop."""
     ranks, first = [], 0
     for count in replicas:
         ranks.append(tuple(range(first, first + count)))

@@ -32,9 +32,9 @@ FEW: list[Case] = list(zip(MODELS, OPTIMIZERS, strict=False))  # every model and
 
 
 def unsplit(spec: TrainingSpec) -> StageModule:
-    """The whole model as one stage, initialised as the workers do."""
+    """Build the whole model as one stage, initialised as the workers do."""
     torch.manual_seed(SEED)
-    model = spec.build_model()  # before the batch, which draws random numbers too
+    model = spec.build_model()  # before the batch, which also draws random numbers
     graph = capture_file(spec, spec.example_batch(BATCH_SIZE), model)
     return build_stage(graph, [layer.name for layer in graph.layers])
 
@@ -51,7 +51,7 @@ def run_cases(
     chunks: int = 1,
     vertical_sync: bool = False,
 ) -> list[tuple[TrainingSpec, Job, TrainResult, Weights]]:
-    """Train all cases in one set of processes; the jobs, their results and the weights at the end."""
+    """Train all cases in one set of processes; return the jobs, their results and the final weights."""
     jobs = []
     for model, optimizer in cases:
         path = write_model(folder, model, optimizer)
@@ -70,7 +70,7 @@ def run_cases(
 
 
 def stage_parameters(folder: Path, spec: TrainingSpec, whole: StageModule, job: Job) -> list[list[str]]:
-    """The names of each stage's parameters."""
+    """Return the names of each stage's parameters."""
     stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
     profile = _profile_of(folder, Path(spec.origin).stem.partition("_")[0])
     owner = {name: layer.name for layer in profile.layers for name in layer.parameters}
@@ -82,7 +82,7 @@ def stage_parameters(folder: Path, spec: TrainingSpec, whole: StageModule, job: 
 
 @cache
 def _profile_of(folder: Path, model: str) -> Profile:
-    """The optimizer is no part of the graph."""
+    """Profile a model; its graph does not depend on the optimizer."""
     return structural_profile(write_model(folder, model, "sgd"), BATCH_SIZE)
 
 
@@ -108,7 +108,7 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
     vertical_sync: bool,
     tmp_path: Path,
 ) -> None:
-    """SGD, momentum and AdamW; BatchNorm, dropout, skips, integers; partial last rounds (9 = 4 * 2 + 1)."""
+    """Covers all optimizers, BatchNorm, dropout, skips, integers, and partial last rounds (9 = 4 * 2 + 1)."""
     runs = run_cases(tmp_path, cases, replicas, minibatches, depths=depths, vertical_sync=vertical_sync)
     for spec, job, result, weights in runs:
         whole = unsplit(spec)
@@ -152,7 +152,7 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
 def test_2bw_equals_updates_delayed_by_one_to_the_bit(
     cases: list[Case], replicas: tuple[int, ...], microbatches: int, minibatches: int, tmp_path: Path
 ) -> None:
-    """Every stage at the version that the minibatch before the last left, two versions of the weights in all."""
+    """Every stage uses the version from one minibatch before, and holds two versions."""
     for spec, job, result, weights in run_cases(tmp_path, cases, replicas, minibatches, "2bw", microbatches):
         whole = unsplit(spec)
         data = make_batches(spec, BATCH_SIZE, microbatches, SEED)
@@ -203,7 +203,7 @@ def test_synchronous_schedules_equal_plain_training(
     chunks: int,
     tmp_path: Path,
 ) -> None:
-    """To rounding; BatchNorm normalises each microbatch by itself, in the reference too."""
+    """Equal to rounding; BatchNorm normalises each microbatch by itself, in the reference too."""
     minibatches = 6
     runs = run_cases(tmp_path, cases, replicas, minibatches, schedule, microbatches, chunks=chunks)
     for spec, job, result, weights in runs:
@@ -239,7 +239,7 @@ def test_recomputing_changes_nothing_to_the_bit(
     recompute: tuple[bool, ...],
     tmp_path: Path,
 ) -> None:
-    """Dropout draws the same, BatchNorm's statistics are those of one forward, gradients are of the same weights."""
+    """Dropout draws the same, BatchNorm counts one forward, and gradients are of the same weights."""
     cases = [(model, "momentum") for model in ("convolutional", "blocks")]
     plain = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches)
     again = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches, recompute=recompute)
@@ -251,7 +251,7 @@ def test_recomputing_changes_nothing_to_the_bit(
 
 
 def test_deferred_weights_train_as_those_of_the_whole_model(tmp_path: Path) -> None:
-    """Each worker makes its own stage's weights alone; together they are those of one construction."""
+    """Each worker makes only its own stage's weights; together they equal those of one construction."""
     minibatches = 5
     path = write_model(tmp_path, "language", "momentum")
     plan = make_plan(_profile_of(tmp_path, "language"), (1, 1), "1f1b-flush", 2)

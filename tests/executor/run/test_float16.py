@@ -24,7 +24,7 @@ from tests.executor.rounds import delayed_rounds
 SAMPLES, EPOCHS = 24, 2
 FLOAT16 = ModuleOptions(torch.float16)
 
-# A loss so large that the first scales overflow.
+# The loss is so large that the first scales overflow.
 STEEP = """
 def loss(output, target):
     return 200 * nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -55,7 +55,7 @@ def test_float16_trains_with_scaled_losses(tmp_path: Path) -> None:
 
 
 def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str, torch.Tensor]) -> None:
-    """Without an overflow the scale is the first one throughout; gradients are clipped without it."""
+    """Without an overflow the scale never changes; gradients are unscaled before clipping."""
     spec = load_model_file(case.path)
     batches = eager.minibatches(spec, 4, EPOCHS)
 
@@ -80,7 +80,7 @@ def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str
 
 
 def assert_synchronous_leaves_out_the_same(case: Case, result: object, weights: dict[str, torch.Tensor]) -> None:
-    """An overflow anywhere leaves the update out everywhere, and halves the scale."""
+    """An overflow anywhere skips the update everywhere, and halves the scale."""
     spec = load_model_file(case.path)
     model = eager.build(spec)
     optimizer = spec.optimizer(list(model.parameters()))

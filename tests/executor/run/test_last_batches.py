@@ -1,4 +1,4 @@
-"""The last minibatch of an epoch is trained with the samples that are left."""
+"""The last minibatch of an epoch is trained on the remaining samples."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_synchronous_schedules_average_over_the_samples_there_are(
 
 
 def test_asynchronous_1f1b_gives_each_minibatch_of_a_round_the_same_weight(tmp_path: Path) -> None:
-    """To the bit; as DistributedDataParallel does, a round averages means whatever number of samples they are of."""
+    """Equal to the bit. As in DistributedDataParallel, a round averages means, whatever their numbers of samples."""
     path = write_model(tmp_path, "language", "momentum", samples=19)
     profile = structural_profile(path, 4)
     plan = make_plan(profile, (2, 1))
@@ -94,7 +94,7 @@ def test_dropping_the_last_is_still_possible() -> None:
 
 
 class Normed(nn.Module):
-    """BatchNorm over the samples alone."""
+    """BatchNorm sees the samples only, no padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def scheduler(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 """
 
-# Weight decay for matrices, but not for what is called a norm or a bias.
+# Weight decay for matrices, but not for parameters named norm or bias.
 GROUPS = """
 def optimizer(named_parameters):
     plain = [p for name, p in named_parameters if "norm" in name or name.endswith("bias")]

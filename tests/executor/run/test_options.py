@@ -1,4 +1,4 @@
-"""Plans that say how stages run: trained in real processes, they equal references that run so without the executor."""
+"""Plans with autocast, channels-last or compilation equal references with the same options, without the executor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _job(folder: Path, model: str, options: ModuleOptions) -> Job:
 
 
 def _reference(job: Job, options: ModuleOptions) -> list[float]:
-    """Losses of delayed updates on the unsplit model, never compiled."""
+    """Return the losses of delayed updates on the unsplit model, not compiled."""
     file = load_model_file(job.model)
     torch.manual_seed(SEED)
     model = file.build_model()
@@ -105,7 +105,7 @@ def test_the_baseline_trains_weights_that_some_steps_leave_out(tmp_path: Path) -
 
 
 def _data_parallel(file: TrainingSpec) -> list[float]:
-    """Losses of one worker's steps, written out."""
+    """Return the losses of one worker's steps, written out."""
     torch.manual_seed(SEED)
     model = file.build_model().train()
     lay_out(model)

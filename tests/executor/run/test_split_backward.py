@@ -1,4 +1,4 @@
-"""A backward in two parts against autograd's whole one."""
+"""A backward in two parts equals autograd's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from planner.executor.run.split_backward import input_gradients
 
 
 class Sequence(nn.Sequential):
-    """As most stages are."""
+    """Like most stages."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh())
 
 
 class Convolutions(nn.Module):
-    """Weights that operations read without anything between."""
+    """Operations read the weights directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Convolutions(nn.Module):
 
 
 class Shared(nn.Module):
-    """One weight twice, and another one once between."""
+    """One weight is used twice, with another in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Shared(nn.Module):
 
 
 class Beside(nn.Module):
-    """A weight that reaches the output beside the input, one that does not matter, one that makes another."""
+    """One weight is off the path from the input, one has no effect, one makes another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Beside(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An operation of many weights and several results."""
+    """One operation has many weights and several results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ MODULES: list[Callable[[], nn.Module]] = [Sequence, Convolutions, Shared, Beside
 
 @pytest.mark.parametrize("make", MODULES)
 def test_both_parts_together_are_the_whole(make: Callable[[], nn.Module]) -> None:
-    """Two units, whose first parts both come before the second parts, as under zb-h1."""
+    """Run the first parts of two units before their second parts, as zb-h1 does."""
     torch.manual_seed(0)
     module = make()
     units = [torch.randn(4, 6) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Weight stashing against weights kept by hand."""
+"""Weight stashing equals weights kept by hand."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_momentum_and_adam_state_follow_the_newest_version() -> None:
         versions = WeightVersions(list(stashed.parameters()))
         optimizers = [make(list(layer.parameters())) for layer in (stashed, plain)]
         for unit in range(5):
-            versions.stash(unit)  # never given back: every update must move to fresh storage
+            versions.stash(unit)  # never released, so every update needs other storage
             for layer in (stashed, plain):
                 for parameter in layer.parameters():
                     parameter.grad = torch.full_like(parameter, unit + 1.0)
