@@ -75,7 +75,7 @@ def build(spec: TrainingSpec) -> nn.Module:
 
 
 def minibatches(spec: TrainingSpec, size: int, epochs: int) -> list[Batch]:
-    """Return the minibatches: an epoch is a permutation of the dataset; its last minibatch has the remaining samples."""
+    """Return the minibatches of `epochs`, each a permutation of the dataset, with what remains in the last one."""
     dataset = spec.dataset()
     assert dataset is not None
     count = len(dataset)  # type: ignore[arg-type]
