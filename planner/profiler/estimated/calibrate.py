@@ -45,10 +45,8 @@ def load_calibration(path: Path | str, model: str | Path | None = None) -> Calib
     """
     profile = load_profile(path)
     if profile.provenance.source != "measured":
-        raise InputError(
-            f"'{path}' is {profile.provenance.source}, not measured",
-            hint="calibrate with a profile of `plan profile`",
-        )
+        message = f"'{path}' is {profile.provenance.source}, not measured"
+        raise InputError(message, hint="calibrate with a profile of `plan profile`")
     return Calibration(profile, load_model_file(model if model is not None else Path(path).parent / "model.py"))
 
 

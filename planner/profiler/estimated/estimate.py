@@ -53,11 +53,7 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
 
 def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
     """Return the profile of a traced step on such a device."""
-    described = Device(
-        kind=spec.kind,
-        name=spec.name,
-        threads=1 if spec.kind == "cpu" else None,
-        memory_bytes=spec.memory_bytes,
-    )
-    profile = make_profile(trace.model, trace.graph, trace.batch_size, trace.estimate(spec), described)
+    threads = 1 if spec.kind == "cpu" else None
+    device = Device(kind=spec.kind, name=spec.name, threads=threads, memory_bytes=spec.memory_bytes)
+    profile = make_profile(trace.model, trace.graph, trace.batch_size, trace.estimate(spec), device)
     return profile.model_copy(update={"dtype": "tf32"}) if trace.dtype == "tf32" else profile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +76,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return out
 
 
-class _RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives fused recurrent layers the workspace that they save for their backward, which is empty without data.
 
     It has the gates, the cell, and twice the states that go in and out, per step and sample, as in oneDNN's LSTM.
@@ -93,11 +92,6 @@ class _RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         per_sample = hidden_weights.shape[0] + round(_STATES_KEPT * hidden_weights.shape[1])
         shape = (sequence.shape[0], sequence.shape[1], per_sample)
         return (*out[:3], torch.empty(shape, dtype=sequence.dtype))
-
-
-def recurrent_workspace() -> contextlib.AbstractContextManager[Any]:
-    """Let fused recurrent layers save as much for their backward without data as with data, within the context."""
-    return _RecurrentWorkspace()  # type: ignore[no-untyped-call]
 
 
 def operations_of(

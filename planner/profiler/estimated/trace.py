@@ -22,7 +22,7 @@ from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.fake import fake_batch, fake_modules, make_fake, on_meta
-from planner.profiler.estimated.operations import Costs, OperationRecorder, recurrent_workspace
+from planner.profiler.estimated.operations import Costs, OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.update import UpdateTrace, trace_updates
 from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.device import check_positive
@@ -165,7 +165,7 @@ class _Tracer:
 
     def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run forward, backward and updates of `stage`, which has all layers of `graph`."""
-        with recurrent_workspace():
+        with RecurrentWorkspace():  # type: ignore[no-untyped-call]
             saved = saved_bytes(stage, batch)
         recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32")
         marks = LayerMarks(lambda: len(recorder.operations), len(graph.layers))

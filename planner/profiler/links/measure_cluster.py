@@ -155,13 +155,13 @@ class _LevelMeasurement:
         first = Exchange(exchange.pairs[:1] if exchange.sharing > 1 else exchange.pairs, 1)
         times_s = self._end.exchange_s(first.peer_of(self._rank), SHORT_BYTES, _LATENCY_ROUNDS)
         latency_s = self._slowest(median(times_s or [0.0]))
-        bandwidth, long_s = self._streams(exchange, self._message_bytes, _FIRST_ROUNDS)
+        bandwidth, long_s = self._streams(exchange, _FIRST_ROUNDS)
         if long_s < _SLOW_S:
-            bandwidth, _ = self._streams(exchange, self._message_bytes, max(_LEAST_ROUNDS, int(_SECONDS / long_s)))
+            bandwidth, _ = self._streams(exchange, max(_LEAST_ROUNDS, int(_SECONDS / long_s)))
         return bandwidth, latency_s
 
-    def _streams(self, exchange: Exchange, size: int, rounds: int) -> tuple[float, float]:
-        """Send messages of `size` bytes one after the other, both ways at once.
+    def _streams(self, exchange: Exchange, rounds: int) -> tuple[float, float]:
+        """Send long messages one after the other, both ways at once.
 
         Pairs that share a link do not all get the same part of it, and what one leaves the others take. So for those
         all bytes count, until the last pair is done; a pair that has a link to itself has the median between messages.
@@ -169,7 +169,7 @@ class _LevelMeasurement:
         Returns:
             Bytes per second of the slowest link, and median seconds from message to message of the slowest pair.
         """
-        peer = exchange.peer_of(self._rank)
+        peer, size = exchange.peer_of(self._rank), self._message_bytes
         self._end.wait_for_all()
         start_s = time.perf_counter()
         ends_s = [] if peer is None else self._end.arrivals_s(peer, size, rounds)

@@ -19,15 +19,12 @@ class Clock(Protocol[MarkT]):
 
     def mark(self) -> MarkT:
         """Return the current point in the device's work."""
-        ...
 
     def wait(self) -> None:
         """Wait until the device has done all its work."""
-        ...
 
     def seconds(self, start: MarkT, end: MarkT) -> float:
         """Return the time between two marks; call after `wait`."""
-        ...
 
 
 CpuMark = tuple[float, float]  # wall time and this thread's processor time, seconds
