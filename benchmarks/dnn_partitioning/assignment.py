@@ -20,8 +20,8 @@ from collections.abc import Iterable
 import pulp
 
 from benchmarks.dnn_partitioning.objective import Host, LoadRequest, compute_s, held_bytes, value_load_s
-from planner.cost.asynchronous import link_of
 from planner.cost.layer_costs import Candidate
+from planner.cost.link import link_of
 from planner.schedule.instructions import POSTED
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.milp import MilpName, run

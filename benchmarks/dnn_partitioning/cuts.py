@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
-from planner.cost.asynchronous import link_of
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.link import link_of
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import stage_memory
+from planner.cost.price import stage_memory
 from planner.cost.work import Integers
 from planner.formats.plan import StageMemory
 from planner.formats.profile import Profile

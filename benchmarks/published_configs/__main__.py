@@ -19,8 +19,9 @@ from tabulate import tabulate
 
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS, Row
-from planner.cost.asynchronous import cost_model, link_of
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.link import link_of
+from planner.cost.models.registry import asynchronous_model
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName, Plan
@@ -133,7 +134,7 @@ def _solved(profile: Profile, cluster: Cluster, model: CostModelName) -> Plan | 
 
 def _data_parallel_s(layer_costs: LayerCosts, cluster: Cluster) -> float:
     whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), 1))
-    return float(cost_model("resource", link_of(cluster)).stage_s(whole, float(cluster.gpus)))
+    return float(asynchronous_model("resource", link_of(cluster)).stage_s(whole, float(cluster.gpus)))
 
 
 def _implied_bandwidth(row: Row, layer_costs: LayerCosts, one_s: float) -> float | None:

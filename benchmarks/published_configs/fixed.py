@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.cost.asynchronous import cost_model, link_of
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.link import link_of
+from planner.cost.models.registry import asynchronous_model
+from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
@@ -47,7 +48,7 @@ def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int]
     last = len(space) - 1
     if len(replicas) > last:
         return None
-    flat = cost_model(model, link_of(cluster))
+    flat = asynchronous_model(model, link_of(cluster))
     worst = np.full((len(replicas) + 1, last + 1), np.inf)
     worst[0, 0] = 0.0
     came = np.zeros((len(replicas) + 1, last + 1), dtype=np.int64)

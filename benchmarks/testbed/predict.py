@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from planner.cost.asynchronous import link_of, ring_all_reduce_s
 from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.link import link_of, ring_all_reduce_s
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from planner.cost.layer_costs import Candidate, LayerCosts, candidates
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster

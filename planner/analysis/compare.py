@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.question import Question
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan, ScheduleField, config_of

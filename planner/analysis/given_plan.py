@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.analysis.question import Question
-from planner.cost.asynchronous import Resource
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.placement import Busy
+from planner.cost.price import Price
 from planner.cost.pricing import busy_resources
-from planner.cost.work import Floats
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
@@ -77,7 +76,7 @@ class GivenPlan:
         """Price other stages under the same question, on the plan's cluster or on another one."""
         return self.question.price(self.layer_costs, stages, cluster or self.plan.cluster)
 
-    def busy_resources(self) -> list[dict[Resource, Floats]]:
+    def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""
         setting = question_of(self.plan).setting_on(self.plan.cluster)
         return busy_resources(self.layer_costs, self.stages, setting)

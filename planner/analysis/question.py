@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName, Plan
 from planner.formats.profile import Profile

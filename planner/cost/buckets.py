@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost.asynchronous import BUCKETS
+from planner.cost.link import BUCKETS
 from planner.formats.profile import Layer
 
 # A bucket no smaller than hides latency, and no larger than DistributedDataParallel's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost.models.registry import COST_MODELS
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
@@ -41,9 +42,10 @@ class Setting:
         if self.chunks < 1:
             raise InputError(f"{self.chunks} chunks hold no model", hint="give `chunks` 1 or more")
         assert self.chunks == 1 or schedule.chunked
-        if not schedule.stashes and self.cost_model != "resource":
+        if (schedule.formula, self.cost_model) not in COST_MODELS:
+            described = [each.name for each in SCHEDULES if (each.formula, self.cost_model) in COST_MODELS]
             raise InputError(
-                f"the cost model '{self.cost_model}' describes the schedule 1f1b, not {schedule}",
+                f"the cost model '{self.cost_model}' describes the schedule {', '.join(described)}, not {schedule}",
                 hint="use `cost_model=resource`",
             )
         if not schedule.divides and microbatches > 1:

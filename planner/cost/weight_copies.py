@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.cost.buckets import ready_s
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.profile import Layer, Profile

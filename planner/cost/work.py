@@ -15,6 +15,9 @@ from planner.schedule.instructions import POSTED
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+# Part of a backward that is for the weights' gradients. Profiles do not know it; where layers are products of matrices
+# both parts are one product each. Measured on Transformer layers on a CPU: 46 to 47%.
+WEIGHT_SHARE = 0.5
 IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
 
 
@@ -69,6 +72,13 @@ class Work:
         No gradient exists before the backward proper, so an all-reduce does not hide behind R.
         """
         return replace(self, recompute_s=self.forward_s)
+
+    def without_transfers(self) -> Work:
+        """Return the same computation, exchanging nothing."""
+        nothing = np.zeros_like(self.received_bytes)
+        return replace(
+            self, received_bytes=nothing, sent_bytes=nothing, received_messages=nothing, sent_messages=nothing
+        )
 
 
 @dataclass(frozen=True)

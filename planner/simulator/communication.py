@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.cost.asynchronous import BUCKETS
+from planner.cost.link import BUCKETS
 from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
 from planner.simulator.cluster_links import ClusterLinks
 from planner.simulator.fair_network import FairNetwork, LinkPath

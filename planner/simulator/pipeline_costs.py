@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cost.asynchronous import WEIGHT_SHARE, Link
+from planner.cost.link import Link
 from planner.cost.topology import Topology
+from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Shared, Transfer
 from planner.schedule.schedule import PipelineShape

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.weight_copies import price_with_copies
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster

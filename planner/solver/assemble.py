@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan, SolverReport, Stage, config_of

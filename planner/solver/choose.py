@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.asynchronous import RecomputeRule
+from planner.cost.stage_options import RecomputeRule
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import DeviceKind
 from planner.solver.candidates.deadline import NO_HURRY, Deadline

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.asynchronous import backward_and_reduce_s, cost_model, link_of, ring_all_reduce_s
 from planner.cost.buckets import ready_s, reduced_s
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.link import backward_and_reduce_s, link_of, ring_all_reduce_s
+from planner.cost.models.registry import asynchronous_model
+from planner.cost.price import Price
 from planner.cost.pricing import price as price_of
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind
@@ -62,7 +63,7 @@ def _data_parallel(
     with its all-reduce. Where devices differ, it waits for the slowest.
     """
     everything = layer_costs.work(_everything(layer_costs))
-    model = cost_model(report.cost_model, link_of(cluster))
+    model = asynchronous_model(report.cost_model, link_of(cluster))
     slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
     seconds = float(model.stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
     if price.cost_model_s is not None:

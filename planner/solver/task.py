@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost.asynchronous import Link, RecomputeRule, link_of
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Candidate
+from planner.cost.link import Link, link_of
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.placement import places_matter
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.cost.pricing import busy_resources, price
 from planner.cost.setting import Setting
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.topology import Topology
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import CostModelName
 from planner.schedule.schedule import Schedule
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import Path, Search, stages_along
 from planner.solver.chain.states import StateSpace
@@ -82,7 +83,7 @@ class Task:
             return self, path, path.seconds
         if not self.schedule.asynchronous:
             return self._beyond_drained(path)
-        model = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
+        model = bounds_for(self.model, self.link, self.schedule, self.microbatches)
         layer_costs, cluster = self.space.layer_costs, self.cluster
         memory = cluster.memory_bytes
         beyond = search_beyond(
@@ -222,7 +223,7 @@ class Task:
         # All microbatches of a minibatch add up their gradients but the first of every GPU.
         adding_s = float(work.accumulate_s[0]) * max(0.0, self.microbatches / self.cluster.gpus - 1)
         if self.schedule.asynchronous:
-            model = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
+            model = bounds_for(self.model, self.link, self.schedule, self.microbatches)
             return float(model.least_s(work)[0]) / self.cluster.gpus + adding_s
         once_s = float(work.forward_s[0] + work.backward_s[0])
         if not self.schedule.pipelined:
@@ -233,7 +234,7 @@ class Task:
         if self.placed:
             return nearest_search(self._question(gpus, memory_bytes))
         if self.schedule.asynchronous:
-            asynchronous = asynchronous_model(self.model, self.schedule, self.microbatches, self.link)
+            asynchronous = bounds_for(self.model, self.link, self.schedule, self.microbatches)
             return Search(self.space, asynchronous, gpus, memory_bytes, self.recompute, self.deadline)
         return SynchronousSearch(self.space, self._drained, gpus, memory_bytes, self.recompute, self.deadline)
 

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.asynchronous import CostModel, Link, PaperModel, PublishedModel, ResourceModel, ring_all_reduce_s
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.link import Link, ring_all_reduce_s
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import IMPOSSIBLE, Footprint, Work, fewest_to_hold, working_bytes
 from planner.schedule.flush import FLUSH
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.naive import NAIVE
 from planner.schedule.schedule import warm_up_depth
+from planner.solver.bounds.asynchronous import AsynchronousBounds
+from planner.solver.bounds.bounds import Bounds
+from planner.solver.bounds.published import PaperBounds, PipedreamBounds
 
 
 def work(**given: float) -> Work:
@@ -47,22 +50,22 @@ def test_ring_all_reduce() -> None:
 
 
 def test_resource_model() -> None:
-    one = ResourceModel(Link(10.0, 0.5)).resources_s(EXAMPLE, 1)
+    one = AsynchronousBounds(Link(10.0, 0.5)).resources_s(EXAMPLE, 1)
     assert {name: float(value[0]) for name, value in one.items()} == {"compute": 7, "receive": 3 + 1, "send": 2 + 0.5}
-    three = ResourceModel(Link(10.0, 0.5)).resources_s(EXAMPLE, 3)
+    three = AsynchronousBounds(Link(10.0, 0.5)).resources_s(EXAMPLE, 3)
     assert three["compute"][0] == pytest.approx((2 + 1 + 10) / 3)  # behind which all of the backward hides
     assert three["receive"][0] == pytest.approx((3 + 1) / 3 + 2 * 2 / 9 * 6)
     assert three["send"][0] == pytest.approx((2 + 0.5) / 3 + 2 * 2 / 9 * 6)
 
 
 def test_published_models() -> None:
-    published = PublishedModel(Link(10.0)).resources_s(EXAMPLE, 2)
+    published = PipedreamBounds(Link(10.0)).resources_s(EXAMPLE, 2)
     assert published["compute"][0] == pytest.approx((7 + 4 * 60 / (10 * 2)) / 2)
     assert published["cut_before"][0] == pytest.approx(2 * 40 / (10 * 2))
     assert published["cut_after"][0] == pytest.approx(2 * 50 / (10 * 2))
     first = work(cut_after_bytes=50, is_first=True)
-    assert PublishedModel(Link(10.0)).resources_s(first, 2)["cut_after"][0] == 0
-    paper = PaperModel(Link(10.0)).resources_s(EXAMPLE, 2)
+    assert PipedreamBounds(Link(10.0)).resources_s(first, 2)["cut_after"][0] == 0
+    paper = PaperBounds(Link(10.0)).resources_s(EXAMPLE, 2)
     assert paper["compute"][0] == pytest.approx(max(7, 2 * 60 / 10) / 2)
     assert paper["cut_before"][0] == pytest.approx(2 * 40 / 10)
 
@@ -104,7 +107,7 @@ works = st.builds(
 )
 
 
-@pytest.mark.parametrize("model", [ResourceModel, PublishedModel, PaperModel])
+@pytest.mark.parametrize("model", [AsynchronousBounds, PipedreamBounds, PaperBounds])
 @settings(max_examples=500, deadline=None)
 @given(
     stage=works,
@@ -114,7 +117,7 @@ works = st.builds(
     at_least=st.integers(1, 6),
 )
 def test_closed_form_of_the_fewest_replicas_is_the_first_that_counting_finds(
-    model: type[CostModel], stage: Work, bandwidth: float, latency: float, target: float, at_least: int
+    model: type[Bounds], stage: Work, bandwidth: float, latency: float, target: float, at_least: int
 ) -> None:
     priced = model(Link(bandwidth, latency))
     most = 2000

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.asynchronous import RecomputeRule, cost_model, link_of
-from planner.cost.double_buffered import DoubleBufferedModel
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.link import link_of
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import find
+from planner.solver.bounds.double_buffered import DoubleBufferedBounds
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
@@ -51,7 +53,7 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
     space = Chain(layer_costs)
-    found = Search(space, cost_model(name, link_of(cluster)), gpus, memory, recompute).best()
+    found = Search(space, bounds_for(name, link_of(cluster)), gpus, memory, recompute).best()
     expected = brute_force(layer_costs, cluster, model=name, recompute=recompute, in_order=True)
     if expected is None:
         assert found is None
@@ -82,7 +84,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
-    model = DoubleBufferedModel(link_of(cluster), microbatches)
+    model = DoubleBufferedBounds(link_of(cluster), microbatches)
     found = Search(Chain(layer_costs), model, gpus, memory, recompute).best()
     expected = brute_force(
         layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute, in_order=True
@@ -151,7 +153,7 @@ def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
     hint: float,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    layer_costs, model = LayerCosts(profile), cost_model(name, link_of(cluster))
+    layer_costs, model = LayerCosts(profile), bounds_for(name, link_of(cluster))
     words = enumerate_downsets(layer_costs, 1000)
     assert words is not None
     space = Downsets(layer_costs, words, complete=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.cost.asynchronous import RecomputeRule, link_of
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.link import link_of
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.registry import find
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.search import Path, Search
 from planner.solver.chain.states import Chain
@@ -53,7 +54,7 @@ def searched(
         paths, bound_s = InterleavedSearch(space, INTERLEAVED, link, gpus, memory, microbatches, 2, recompute).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
     if schedule in ("1f1b", "2bw"):
-        asynchronous = asynchronous_model("resource", find(schedule), microbatches, link)
+        asynchronous = bounds_for("resource", link, find(schedule), microbatches)
         return Search(space, asynchronous, gpus, memory, recompute).best(), True
     drained = SynchronousModel(link, find(schedule), microbatches)
     return SynchronousSearch(space, drained, gpus, memory, recompute).best(), True

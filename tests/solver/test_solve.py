@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.asynchronous import Link, ResourceModel
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.link import Link
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.pipedream import load_graph_txt
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
+from planner.solver.bounds.asynchronous import AsynchronousBounds
 from planner.solver.candidates.exchanged import transfers
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
@@ -243,7 +244,7 @@ def test_a_rough_start_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatc
         answers = []
         for rough in (5, 300):
             monkeypatch.setattr("planner.solver.chain.search._ROUGH_STATES", rough)
-            answers.append(Search(Chain(layer_costs), ResourceModel(Link(20.0, 0.1)), 40, memory).best())
+            answers.append(Search(Chain(layer_costs), AsynchronousBounds(Link(20.0, 0.1)), 40, memory).best())
         assert answers[0] is not None
         assert answers[0] == answers[1]
 

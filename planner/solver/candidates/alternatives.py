@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.asynchronous import Link
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.link import Link
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.weight_copies import counted_with_copies
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.pipelines import MOST_WORKERS
 from planner.solver.candidates.trials import SETTLED, Priced, Trials
 from planner.solver.candidates.waits import PROPOSED, SLOWED, BestOn, DataParallelSearch, fastest, questions, slowed
@@ -82,7 +82,7 @@ class Rivals:
 
     def _best_of(self, space: StateSpace, kind: type[Search], link: Link, memory: int | None) -> BestOn:
         task = self._task
-        model = asynchronous_model(task.model, task.schedule, task.microbatches, link)
+        model = bounds_for(task.model, link, task.schedule, task.microbatches)
         slower = link.bandwidth_bytes_per_s < task.link.bandwidth_bytes_per_s
 
         def best_on(gpus: int, below_s: float) -> Priced | None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price, stage_memory
+from planner.cost.price import Price, stage_memory
 from planner.formats.cluster import Cluster
 from planner.formats.plan import StageMemory
 from planner.schedule.flush import FLUSH

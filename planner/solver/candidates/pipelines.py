@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.cost.topology import Topology, rank_ranges
 from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
 from planner.formats.cluster import Cluster

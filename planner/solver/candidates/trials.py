@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.formats.cluster import Cluster
 from planner.schedule.schedule import Schedule
 from planner.solver.candidates.budget import Tally

@@ -17,12 +17,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import Link, RecomputeRule, link_of
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.link import Link, link_of
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.formats.cluster import Cluster
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
 from planner.solver.candidates.trials import SETTLED, Priced, Trials
 from planner.solver.chain.search import RESOLUTION, Path, Search, stages_along
@@ -195,7 +195,7 @@ def _first_of(layer_costs: LayerCosts, first: Priced, alone: Priced | None, tria
 def proposals(space: StateSpace, cluster: Cluster, recompute: RecomputeRule) -> list[list[Candidate]]:
     """The best plans of each kind on a few numbers of GPUs, by their busiest resource."""
     found = []
-    model = asynchronous_model("resource", ONE_F_ONE_B, 1, link_of(cluster))
+    model = bounds_for("resource", link_of(cluster))
     for kind in PROPOSED:
         for count in counts_to_try(cluster.gpus)[:NEAR]:
             path = kind(space, model, count, cluster.memory_bytes, recompute).best()

@@ -17,8 +17,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import Link, RecomputeRule
-from planner.cost.interleaved import InterleavedModel, StageSeconds
+from planner.cost.link import Link
+from planner.cost.models.interleaved import InterleavedShape, StageSeconds
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.schedule.schedule import Schedule
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
@@ -64,11 +65,11 @@ class InterleavedSearch:
         self._space: StateSpace = Coarse(space, self._states) if self.sampled else space
         self._work, self._footprint = _matrices(self._space)
 
-    def shapes(self) -> list[InterleavedModel]:
+    def shapes(self) -> list[InterleavedShape]:
         """Numbers of workers and copies worth a try, the most promising first."""
         longest = min(self.gpus, (len(self._space) - 1) // self.chunks)
         models = [
-            InterleavedModel(self.schedule, self.link, workers, self.chunks, copies, self.microbatches)
+            InterleavedShape(self.schedule, self.link, workers, self.chunks, copies, self.microbatches)
             for workers in range(2, longest + 1)
             for copies in range(1, self.gpus // workers + 1)
             if self.microbatches // copies >= workers
@@ -76,7 +77,7 @@ class InterleavedSearch:
         ]
         return sorted(models, key=lambda model: (self.bound_s(model), model.workers * model.replicas))
 
-    def bound_s(self, model: InterleavedModel) -> float:
+    def bound_s(self, model: InterleavedShape) -> float:
         """Seconds below which no plan of this shape is: the mean of what the workers compute."""
         once_s = float(self._work.forward_s[0, -1] + self._work.backward_s[0, -1])
         adding_s = (model.units - 1) * float(self._work.accumulate_s[0, -1])
@@ -102,7 +103,7 @@ class InterleavedSearch:
         found.sort(key=lambda path: (path.seconds, sum(path.replicas)))
         return found, min([*bounds, fastest])
 
-    def within(self, model: InterleavedModel) -> Found:
+    def within(self, model: InterleavedShape) -> Found:
         """The best plan of this shape."""
         stages, last = model.workers * model.chunks, len(self._space) - 1
         if math.comb(last - 1, stages - 1) <= MOST_TRIED:
@@ -116,7 +117,7 @@ class InterleavedSearch:
         path = Path(states, (model.replicas,) * stages, float(seconds[0]), tuple(map(bool, again[0])))
         return Found(path, exact)
 
-    def _all(self, model: InterleavedModel, last: int) -> tuple[Integers, bool]:
+    def _all(self, model: InterleavedShape, last: int) -> tuple[Integers, bool]:
         """The best of all ways to cut, and whether what recomputes was best in all of them."""
         stages = model.workers * model.chunks
         # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
@@ -128,7 +129,7 @@ class InterleavedSearch:
             exact = exact and found[3]
         return best[2], exact
 
-    def _improved(self, model: InterleavedModel, cuts: Integers) -> Integers:
+    def _improved(self, model: InterleavedShape, cuts: Integers) -> Integers:
         """Cuts from which no move leads to better ones."""
         best = self._least(model, cuts[None])
         while True:
@@ -138,7 +139,7 @@ class InterleavedSearch:
                 return best[2]
             best = better
 
-    def _least(self, model: InterleavedModel, cuts: Integers) -> tuple[float, float, Integers, bool]:
+    def _least(self, model: InterleavedShape, cuts: Integers) -> tuple[float, float, Integers, bool]:
         over, seconds, _, settled = self._evaluate(model, cuts)
         choice = int(np.lexsort((seconds, over))[0])
         return float(over[choice]), float(seconds[choice]), cuts[choice], settled
@@ -153,7 +154,7 @@ class InterleavedSearch:
         cuts = np.maximum.accumulate(cuts - steps) + steps
         return np.asarray(np.minimum(cuts, last - steps[::-1]))
 
-    def _evaluate(self, model: InterleavedModel, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
+    def _evaluate(self, model: InterleavedShape, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
         """For each row of cuts: bytes beyond the memory, seconds, what recomputes, and whether that choice is best."""
         work = _pick(self._work, cuts)
         footprint = _pick(self._footprint, cuts).divided(model.microbatches)
@@ -172,7 +173,7 @@ class InterleavedSearch:
         return over, model.seconds(StageSeconds.of(work, model)), again, settled
 
     def _choose(
-        self, model: InterleavedModel, plain: Floats, lean: Floats, work: Work
+        self, model: InterleavedShape, plain: Floats, lean: Floats, work: Work
     ) -> tuple[NDArray[np.bool_], bool]:
         """What each worker recomputes: the chunks that take least time of those that suffice; all where none do.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost.asynchronous import RecomputeRule, link_of
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.link import link_of
+from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.schedule.schedule import Schedule

@@ -23,9 +23,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import CostModel, RecomputeRule
 from planner.cost.layer_costs import Candidate
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
+from planner.solver.bounds.bounds import Bounds
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.chain.tables import StageTables
@@ -69,7 +70,7 @@ class Search:
     def __init__(
         self,
         space: StateSpace,
-        model: CostModel,
+        model: Bounds,
         gpus: int,
         memory_bytes: int | None,
         recompute: RecomputeRule = "auto",

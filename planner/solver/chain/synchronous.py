@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import RecomputeRule
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Floats, Integers, Work
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import RESOLUTION, Path

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.asynchronous import CostModel
 from planner.cost.work import IMPOSSIBLE, Integers, fewest_to_hold
+from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import StateSpace
 
 
 class StageTables:
     """Replicas of all stages between the states of `space`."""
 
-    def __init__(self, space: StateSpace, model: CostModel, gpus: int, memory_bytes: int | None) -> None:
+    def __init__(self, space: StateSpace, model: Bounds, gpus: int, memory_bytes: int | None) -> None:
         self._space, self._model, self._gpus, self._memory_bytes = space, model, gpus, memory_bytes
         # Of the last target, by whether the stages recompute.
         self._replicas: dict[bool, tuple[float, Integers]] = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price, stage_memory
+from planner.cost.price import Price, stage_memory
 from planner.errors import InfeasibleError
 from planner.formats.profile import Profile
 from planner.schedule.vertical_sync import Entry, versions_held

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.solver.candidates.trials import Trials
 from planner.solver.integer.request import Request
 from planner.solver.methods import Found

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost.asynchronous import CostModel, RecomputeRule
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Integers
+from planner.solver.bounds.bounds import Bounds
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import RESOLUTION, Path, Search
 from planner.solver.chain.states import Chain, StateSpace
@@ -53,7 +54,7 @@ class Beyond:
 
 def search_beyond(
     layer_costs: LayerCosts,
-    model: CostModel,
+    model: Bounds,
     gpus: int,
     memory_bytes: int | None,
     space: StateSpace,
@@ -80,7 +81,7 @@ class _Task:
     """The question, whatever the states."""
 
     layer_costs: LayerCosts
-    model: CostModel
+    model: Bounds
     gpus: int
     memory_bytes: int | None
     recompute: RecomputeRule

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import CostModel
 from planner.cost.layer_costs import LayerCosts, Traffic
 from planner.cost.work import Floats, Integers
+from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import COUNTED, StateSpace, column
 from planner.solver.graph.lattice import Words, enumerate_covers, to_bits, to_words
 
@@ -78,7 +78,7 @@ class Downsets(StateSpace):
         """By their bits."""
         return tuple(int(index) for index in np.flatnonzero(self._columns[:, other] > self._columns[:, state]))
 
-    def worth(self, model: CostModel, gpus: int, target_s: float) -> Integers:
+    def worth(self, model: Bounds, gpus: int, target_s: float) -> Integers:
         """The states at which a plan for `gpus` within the target may cut."""
         before_s = model.least_s(self.work(0, np.arange(len(self))))
         before, after = model.fewest_around_cut(self.outputs, self.gradients, target_s)

@@ -19,10 +19,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.cost.asynchronous import CostModel, RecomputeRule
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.schedule.instructions import POSTED
 from planner.schedule.schedule import warm_up_depth
+from planner.solver.bounds.bounds import Bounds
 from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Lattice
 
@@ -58,7 +59,7 @@ class Relaxation:
         self,
         space: Downsets,
         lattice: Lattice,
-        model: CostModel,
+        model: Bounds,
         gpus: int,
         memory_bytes: int | None,
         recompute: RecomputeRule,

@@ -16,9 +16,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import CostModel, RecomputeRule
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
+from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import column, uncut_groups
 from planner.solver.graph.lattice import to_bits, words_of_masks
 
@@ -35,7 +36,7 @@ Record = TypeVar("Record", Work, Footprint)
 class Windows:
     """Ranges of work before a cut, what surely is before and after it, and the stages between such cuts."""
 
-    def __init__(self, layer_costs: LayerCosts, model: CostModel) -> None:
+    def __init__(self, layer_costs: LayerCosts, model: Bounds) -> None:
         # What an update takes counts once for all microbatches under 2bw, and is left out there.
         times = ("forward_s", "backward_s") if model.microbatches > 1 else ("forward_s", "backward_s", "update_s")
         layers_s = np.sum([column(layer_costs, name) for name in times], axis=0)

@@ -9,13 +9,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import link_of
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Candidate
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.link import link_of
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.integer.request import Request
@@ -149,7 +149,7 @@ class Columns:
         request = self.request
         link = link_of(request.cluster)
         if request.schedule.asynchronous:
-            model = asynchronous_model(request.model, request.schedule, request.microbatches, link)
+            model = bounds_for(request.model, link, request.schedule, request.microbatches)
             return np.zeros(count), _spread(model.stage_s(work, replicas), count)
         drained = SynchronousModel(link, request.schedule, request.microbatches)
         return _spread(drained.sum_s(work, replicas), count), _spread(drained.max_s(work, replicas), count)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.topology import Loads
 from planner.cost.work import Floats, Integers
 from planner.solver.chain.search import RESOLUTION, Path

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.asynchronous import Link, cost_model
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.link import Link
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Integers
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.search import RESOLUTION, Path, Search
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
@@ -226,4 +227,4 @@ def _flat(question: Question, link: Link) -> Search | SynchronousSearch:
     if isinstance(objective, SynchronousModel):
         model = SynchronousModel(link, objective.schedule, objective.microbatches)
         return SynchronousSearch(space, model, gpus, memory_bytes, recompute, question.deadline)
-    return Search(space, cost_model(objective, link), gpus, memory_bytes, recompute, question.deadline)
+    return Search(space, bounds_for(objective, link), gpus, memory_bytes, recompute, question.deadline)

@@ -12,16 +12,17 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost.asynchronous import CostModel, Resource, cost_model
-from planner.cost.placement import without_transfers
+from planner.cost.placement import Resource
 from planner.cost.topology import Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.formats.plan import CostModelName
+from planner.solver.bounds.bounds import Bounds
+from planner.solver.bounds.registry import bounds_for
 
 _SLACK = 1e-9
 
 
-class NearestModel(CostModel):
+class NearestModel(Bounds):
     """A cost model whose stages are spread over as few groups as their replicas fit in, and beside their neighbours."""
 
     def __init__(self, name: CostModelName, topology: Topology) -> None:
@@ -34,7 +35,7 @@ class NearestModel(CostModel):
             replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)) if name == "resource" else topology.link(level)
             for level, ring in enumerate(topology.ring_bytes_per_s)
         ]
-        self._levels = [cost_model(name, link) for link in links]
+        self._levels = [bounds_for(name, link) for link in links]
         self._near = self._levels[0]
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
@@ -91,4 +92,4 @@ def work_of(work: Work, some: NDArray[np.bool_]) -> Work:
 
 def _without_cuts(work: Work) -> Work:
     nothing = np.zeros_like(work.cut_before_bytes)
-    return replace(without_transfers(work), cut_before_bytes=nothing, cut_after_bytes=nothing)
+    return replace(work.without_transfers(), cut_before_bytes=nothing, cut_after_bytes=nothing)

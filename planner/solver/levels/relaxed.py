@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats
 from planner.solver.chain.search import RESOLUTION, Path
 from planner.solver.levels.stage_bounds import Places, Question, StageBounds, stage_bounds

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.asynchronous import RecomputeRule, cost_model
-from planner.cost.placement import without_transfers
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.models.registry import asynchronous_model
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.topology import Topology
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.plan import CostModelName
@@ -170,7 +170,7 @@ def _variant(question: Question, state: int, others: Integers, places: Places, *
 def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name: CostModelName) -> Floats:
     topology, r = places.topology, places.replicas[:, None]
     if name != "resource":
-        models = [cost_model(name, topology.link(level)) for level in range(len(topology))]
+        models = [asynchronous_model(name, topology.link(level)) for level in range(len(topology))]
         busy = [model.resources_s(work, r) for model in models]
         shape = (len(r), len(work.forward_s))
         bound = places.at([each["compute"] for each in busy], places.span)
@@ -180,7 +180,7 @@ def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name
                 bound = np.maximum(bound, places.at(cuts, levels))
         return bound
     computes = [
-        cost_model(name, topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
+        asynchronous_model(name, topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
         for size in topology.groups
     ]
     ring = 2 * (r - 1) / (r * r) * work.trainable_bytes
@@ -197,7 +197,7 @@ def _synchronous(
         SynchronousModel(topology.stage_link(range(int(size))), model.schedule, model.microbatches)
         for size in topology.groups
     ]
-    alone = without_transfers(work)
+    alone = work.without_transfers()
     sums = places.at([np.broadcast_to(each.sum_s(alone, r), shape) for each in placed], places.span)
     for side, path_s, latency_s in (
         (sides[0], places.path_left, places.latency_left),

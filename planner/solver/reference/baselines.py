@@ -11,12 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.cost.asynchronous import link_of
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import Candidate, LayerCosts, candidates
+from planner.cost.link import link_of
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.waits import StraightSearch, counts_to_try
 from planner.solver.chain.states import Chain, column
 
@@ -32,7 +31,7 @@ def straight(layer_costs: LayerCosts, cluster: Cluster) -> list[list[Candidate]]
     The best by the busiest resource of the asynchronous pipeline; which of them waits least, the simulation decides.
     """
     chain = Chain(layer_costs)
-    model = asynchronous_model("resource", ONE_F_ONE_B, 1, link_of(cluster))
+    model = bounds_for("resource", link_of(cluster))
     found = []
     for gpus in counts_to_try(min(cluster.gpus, len(chain) - 1)):
         path = StraightSearch(chain, model, gpus, None, "never").best()

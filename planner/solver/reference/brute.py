@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from planner.cost.asynchronous import RecomputeRule
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.plan_price import Price
+from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.asynchronous import Link, RecomputeRule, link_of
-from planner.cost.interleaved import InterleavedModel
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.plan_price import Price
+from planner.cost.link import Link, link_of
+from planner.cost.models.interleaved import InterleavedShape
+from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
@@ -82,7 +83,7 @@ def test_unequal_chunks_take_no_less_than_the_formula_and_little_more() -> None:
 
 def test_in_flight_are_the_published_counts() -> None:
     """Worker 0 of 4 with 2 chunks runs 4 + 2·3 = 10 forwards ahead, of which 4 go to its second chunk."""
-    model = InterleavedModel(INTERLEAVED, Link(1.0), 4, 2, 1, 16)
+    model = InterleavedShape(INTERLEAVED, Link(1.0), 4, 2, 1, 16)
     assert [model.in_flight()[0] + model.in_flight()[4], model.in_flight()[3] + model.in_flight()[7]] == [11 + 1, 5 + 1]
     counts = priced(2, 2, 4, [1.0] * 4)
     assert [memory.activations_bytes for memory in counts.memory] == list(counts.in_flight)

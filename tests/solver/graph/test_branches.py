@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.asynchronous import Link, RecomputeRule, ResourceModel, cost_model, link_of
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.link import Link, link_of
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.pipedream import load_graph_txt
@@ -18,6 +18,8 @@ from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
+from planner.solver.bounds.asynchronous import AsynchronousBounds
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.graph import branches
@@ -86,7 +88,7 @@ def test_bounds_without_looking_at_pairs_of_cuts_are_valid(
     For the published optimizer without a memory limit it finds the best plan, and its bound is as close as it looks.
     """
     layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth, memory)
-    priced, chain = cost_model(name, link_of(cluster)), Chain(layer_costs)
+    priced, chain = bounds_for(name, link_of(cluster)), Chain(layer_costs)
     known = Search(chain, priced, gpus, memory).best()
     if known is None:
         return
@@ -127,7 +129,7 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
     covers = enumerate_covers(layer_costs, 1000)
     assert covers is not None
     space = Downsets(layer_costs, covers.words, complete=True)
-    priced = asynchronous_model("resource", find(schedule), microbatches, Link(2.0))
+    priced = bounds_for("resource", Link(2.0), find(schedule), microbatches)
     relaxation = Relaxation(space, Lattice(covers, space.order), priced, gpus, memory, recompute, Budget(10**9))
     after = relaxation.after(target_s)
     before = relaxation.before(target_s, after)
@@ -155,7 +157,7 @@ def test_the_empty_and_the_whole_are_always_there() -> None:
     assert words is not None
     space = Downsets(layer_costs, words, complete=True)
     assert space.layers(0, len(space) - 1) == (0, 1, 2, 3, 4)
-    hopeless = space.worth(ResourceModel(Link(1e-9)), 2, 1.0)
+    hopeless = space.worth(AsynchronousBounds(Link(1e-9)), 2, 1.0)
     assert list(hopeless) == [0, len(space) - 1]
 
 

@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
-from planner.cost.asynchronous import Link, RecomputeRule, cost_model, link_of
-from planner.cost.double_buffered import asynchronous_model
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.link import Link, link_of
+from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.solver import solve
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.graph import branches
@@ -57,7 +58,7 @@ def test_no_plan_is_faster_than_the_bound(
     best = brute_force(
         layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches, recompute=recompute
     )
-    windows = Windows(layer_costs, asynchronous_model(name, find(schedule), microbatches, link_of(cluster)))
+    windows = Windows(layer_costs, bounds_for(name, link_of(cluster), find(schedule), microbatches))
     bound_s = windows.bound_s(gpus, memory, recompute, 1e6)
     if best is not None:
         assert bound_s <= best.price.seconds_per_minibatch * (1 + 1e-9)
@@ -72,7 +73,7 @@ def test_on_a_chain_the_bound_is_the_optimum(name: CostModelName) -> None:
             for i in range(40)
         )
     )
-    layer_costs, model = LayerCosts(chain), cost_model(name, Link(50.0))
+    layer_costs, model = LayerCosts(chain), bounds_for(name, Link(50.0))
     best = Search(Chain(layer_costs), model, 12, None).best()
     assert best is not None
     bound_s = Windows(layer_costs, model).bound_s(12, None, "auto", 2 * best.seconds)
@@ -83,7 +84,7 @@ def test_on_a_chain_the_bound_is_the_optimum(name: CostModelName) -> None:
 @given(model=profiles(most_layers=5), gpus=st.integers(2, 4), bandwidth=st.sampled_from([0.5, 2.0, 8.0]))
 def test_what_is_found_among_cuts_too_many_to_list_is_honest(model: Profile, gpus: int, bandwidth: float) -> None:
     layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth)
-    priced, chain = cost_model("resource", Link(bandwidth)), Chain(layer_costs)
+    priced, chain = bounds_for("resource", Link(bandwidth)), Chain(layer_costs)
     known = Search(chain, priced, gpus, None).best()
     assert known is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +119,7 @@ def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) 
     plan = solve(model, cluster, cost_model="pipedream")  # under which nobody waits, and busy times decide
     assert plan.solver.lower_bound_s < plan.predicted.bottleneck.busy_s < plan.solver.lower_bound_s * 1.35
     for order in (None, depth_first(layer_costs), fewest_live_bytes(layer_costs)):
-        path = Search(Chain(layer_costs, order), cost_model("pipedream", link_of(cluster)), gpus, None).best()
+        path = Search(Chain(layer_costs, order), bounds_for("pipedream", link_of(cluster)), gpus, None).best()
         assert path is not None
         assert plan.predicted.bottleneck.busy_s <= path.seconds * (1 + 1e-9)
     again = solve(model, cluster, cost_model="pipedream")

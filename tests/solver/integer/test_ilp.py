@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.asynchronous import cost_model, link_of
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.link import link_of
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.synchronous import SynchronousModel
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
+from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.deadline import NO_HURRY
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
@@ -75,7 +76,7 @@ def flow_equals_search_and_brute_force(
     if Chain(layer_costs).complete:
         link = link_of(cluster)
         if schedule == "1f1b":
-            path = Search(Chain(layer_costs), cost_model(name, link), cluster.gpus, cluster.memory_bytes).best()
+            path = Search(Chain(layer_costs), bounds_for(name, link), cluster.gpus, cluster.memory_bytes).best()
         elif schedule == "2bw":
             return
         else:

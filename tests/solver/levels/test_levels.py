@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.cost.asynchronous import RecomputeRule, link_of
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.link import link_of
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.stage_options import RecomputeRule
 from planner.cost.topology import Topology
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster

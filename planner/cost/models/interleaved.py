@@ -19,15 +19,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from planner.cost.asynchronous import Link, backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.synchronous import SynchronousModel
+from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
+from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan
+from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats, Integers, Work
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from planner.cost.setting import Setting
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class StageSeconds:
     accumulate_s: Floats  # for each microbatch but the first
 
     @classmethod
-    def of(cls, work: Work, model: InterleavedModel) -> StageSeconds:
+    def of(cls, work: Work, model: InterleavedShape) -> StageSeconds:
         """Seconds of stages in a pipeline of this shape."""
         link = model.link
         bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
@@ -65,7 +69,7 @@ WorkerResource = Literal["compute", "receive", "send"]
 
 
 @dataclass(frozen=True)
-class InterleavedModel:
+class InterleavedShape:
     """Prices pipelines of `workers` times `chunks` stages, in `replicas` copies.
 
     Args:
@@ -145,3 +149,36 @@ class InterleavedModel:
 
     def _total(self, stages: Floats) -> Floats:
         return np.asarray(self._by_worker(stages).sum(axis=-2))
+
+
+class InterleavedModel(CostModel):
+    """The cost model of schedules with several chunks per worker; all stages have the same number of replicas."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @classmethod
+    def of(cls, setting: Setting) -> InterleavedModel:
+        return cls(setting)
+
+    def time(self, plan: UnpricedPlan) -> PlanTime:
+        shape = self._shape(plan)
+        each = [StageSeconds.of(work, shape) for work in plan.works]
+        columns = {name: np.array([getattr(stage, name) for stage in each]) for name in vars(each[0])}
+        by_resource = shape.worker_s(StageSeconds(**columns))
+        # One entry per worker, in the order of their first stages.
+        workers = range(shape.workers)
+        return PlanTime([{name: seconds[worker] for name, seconds in by_resource.items()} for worker in workers])
+
+    def _shape(self, plan: UnpricedPlan) -> InterleavedShape:
+        setting, replicas = self.setting, set(plan.replicas)
+        assert len(replicas) == 1
+        assert len(plan.stages) % setting.chunks == 0
+        return InterleavedShape(
+            setting.schedule,
+            link_of(setting.cluster),
+            len(plan.stages) // setting.chunks,
+            setting.chunks,
+            replicas.pop(),
+            setting.microbatches,
+        )

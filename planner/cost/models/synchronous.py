@@ -1,16 +1,23 @@
-"""The cost model of schedules that drain the pipeline."""
+"""The time and memory of synchronous schedules, which drain the pipeline after every minibatch."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.asynchronous import WEIGHT_SHARE, Link, Resource, backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.work import Floats, Integers, Work
+from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
+from planner.cost.models.cost_model import CostModel, Held, PlanTime, UnpricedPlan
+from planner.cost.placement import Busy, Placement
+from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work
 from planner.schedule.schedule import Schedule
 
+if TYPE_CHECKING:
+    from planner.cost.setting import Setting
 
-class SynchronousModel:
+
+class SynchronousModel(CostModel):
     """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush, zb-h1), or after each (naive).
 
         gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
@@ -30,6 +37,66 @@ class SynchronousModel:
         assert schedule.formula == "synchronous"
         self.link, self.schedule, self.microbatches = link, schedule, microbatches
 
+    @classmethod
+    def of(cls, setting: Setting) -> SynchronousModel:
+        return cls(link_of(setting.cluster), setting.schedule, setting.microbatches)
+
+    def time(self, plan: UnpricedPlan) -> PlanTime:
+        if plan.placement is not None:
+            return self._placed_time(plan.placement)
+        stages = list(zip(plan.works, plan.replicas, strict=True))
+        latency_s = [float(self.sum_s(work, r)) for work, r in stages]
+        return PlanTime([self.resources_s(work, r) for work, r in stages], latency_s)
+
+    def _placed_time(self, placement: Placement) -> PlanTime:
+        """Compute the time where it matters which ranks the stages have."""
+        loads, transfers_s = placement.transfers()
+        latency_s, busy = [], []
+        for ranks, work, r, transfer_s in zip(
+            placement.ranks, placement.works, placement.replicas, transfers_s, strict=True
+        ):
+            placed = SynchronousModel(placement.topology.stage_link(ranks), self.schedule, self.microbatches)
+            latency_s.append(float(placed.sum_s(work.without_transfers(), r)) + transfer_s)
+            resources = placed.resources_s(work, r)
+            if self.schedule.pipelined:
+                end_s = placed.end_s(work, r)
+                more = (np.ceil(self.microbatches / r) - 1) * r
+                resources["receive"] = more * np.max(loads.into[ranks.start : ranks.stop]) + end_s
+                resources["send"] = more * np.max(loads.out[ranks.start : ranks.stop]) + end_s
+            busy.append(resources)
+        if self.schedule.pipelined:
+            placement.add_shared(busy, loads, self.microbatches - 1)
+        return PlanTime(busy, latency_s)
+
+    def held(self, plan: UnpricedPlan) -> Held:
+        """Count the microbatches that stages hold, with those whose weights' part of the backward waits (zb-h1).
+
+        As many wait as bring a stage to what the first stage has in flight, if memory allows it: each keeps its saved
+        activations and the gradients that have come for the weights, which are about as large.
+        """
+        held = super().held(plan)
+        if not self.schedule.splits_backward:
+            return held
+        waiting = [self._waiting(plan, stage, held.in_flight) for stage in range(len(plan.stages))]
+        return Held(
+            tuple(flying + more for flying, more in zip(held.in_flight, waiting, strict=True)),
+            tuple(flying + 2 * more for flying, more in zip(held.in_flight, waiting, strict=True)),
+        )
+
+    def _waiting(self, plan: UnpricedPlan, number: int, in_flight: tuple[int, ...]) -> int:
+        """Count the microbatches of a stage whose weights' part of the backward comes later."""
+        stage, traffic = plan.stages[number], plan.layer_costs.traffic
+        arriving = (t for t in traffic if t.producer in stage.before and stage.layers.intersection(t.users))
+        if not any(value.gradient_bytes for value in arriving):
+            return 0  # no earlier stage waits for gradients
+        flying = in_flight[number]
+        more = max(0, min(in_flight[0], -(-self.microbatches // stage.replicas)) - flying)
+        if (limit := plan.setting.cluster.memory_of(stage.kind)) is not None:
+            footprint = plan.layer_costs.footprint(stage).divided(self.microbatches)
+            fit = footprint.most_in_flight(limit, stashing=False)
+            more = max(0, min(more, (int(fit) - flying) // 2))
+        return more
+
     def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
         """The stage's part of the sum; independent of the replicas for gpipe."""
         # A transfer counts half at each of its ends, once in the sum over the stages.
@@ -40,7 +107,7 @@ class SynchronousModel:
             return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         return latency_s
 
-    def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+    def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
         """The stage's part of the maximum, by the resource that may be its busiest; zero for naive."""
         r = np.asarray(replicas, dtype=np.float64)
         if not self.schedule.pipelined:

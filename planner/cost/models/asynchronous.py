@@ -1,0 +1,60 @@
+"""The time of an asynchronous pipeline (1f1b): every replica's processor and links in the steady state.
+
+Legend:  F forward, Bw backward, U update, R recomputation seconds;  W trainable bytes;  r replicas;  B bytes/s;
+a latency in s;  A seconds of accumulating gradients, which depend on W alone, not on how large a microbatch is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.models.cost_model import StageModel
+from planner.cost.placement import Busy, Placement
+from planner.cost.work import Floats, Work
+
+
+class AsynchronousModel(StageModel):
+    """What each replica's processor and link do, per minibatch. The default: it is the one that matches measurement.
+
+        compute        (F + R + U + max(Bw + AR/n, AR)) / r
+        link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
+
+    AR, the ring all-reduce, goes on bucket by bucket during the replica's own backward, all but the last of the n
+    buckets. Where the processors themselves move the messages, nothing overlaps, and the
+    processor's time is (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
+
+    A value that several later stages use travels along them, so each crosses every link at most once.
+    """
+
+    def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
+        r = np.asarray(replicas, dtype=np.float64)
+        bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
+        reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
+        ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / self.link.ring_bytes_per_s
+        return {
+            "compute": (self._processor_s(work) + backward_and_reduce_s(work.backward_s, reduce_s, self.link)) / r,
+            "receive": (work.received_bytes / bandwidth + work.received_messages * latency) / r + ring_s,
+            "send": (work.sent_bytes / bandwidth + work.sent_messages * latency) / r + ring_s,
+        }
+
+    def _processor_s(self, work: Work) -> Floats:
+        """What no all-reduce hides behind."""
+        handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
+        return work.forward_s + work.recompute_s + work.update_s + handling_s
+
+    def placed_s(self, placement: Placement) -> list[Busy]:
+        loads, _ = placement.transfers()
+        for ranks, work in zip(placement.ranks, placement.works, strict=True):
+            loads.add_ring(ranks, float(work.trainable_bytes))
+        busy: list[Busy] = [
+            {
+                "compute": AsynchronousModel(placement.topology.stage_link(ranks)).resources_s(work, r)["compute"],
+                "receive": np.asarray(loads.into[ranks.start : ranks.stop].max()),
+                "send": np.asarray(loads.out[ranks.start : ranks.stop].max()),
+            }
+            for ranks, work, r in zip(placement.ranks, placement.works, placement.replicas, strict=True)
+        ]
+        placement.add_shared(busy, loads, 1)
+        return busy

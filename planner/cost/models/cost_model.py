@@ -1,0 +1,166 @@
+"""What a cost model is: a plan goes in; the busy time of its resources and the microbatches it holds come out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from planner.cost.layer_costs import Candidate, LayerCosts, exchanges
+from planner.cost.link import Link, link_of
+from planner.cost.placement import Busy, Placement, Resource, places_matter
+from planner.cost.topology import Topology
+from planner.cost.work import Floats, Work
+from planner.formats.plan import Bottleneck
+
+if TYPE_CHECKING:
+    from planner.cost.setting import Setting  # which is valid if the registry has a cost model for it
+
+
+@dataclass(frozen=True)
+class UnpricedPlan:
+    """A plan as a cost model gets it: the costs of layers, the stages that they form, and what the plan is for."""
+
+    layer_costs: LayerCosts
+    stages: Sequence[Candidate]
+    setting: Setting
+
+    @cached_property
+    def works(self) -> list[Work]:
+        """Each stage's work for one microbatch."""
+        return [self.layer_costs.work(stage) for stage in self.stages]
+
+    @property
+    def replicas(self) -> list[int]:
+        """Each stage's replicas."""
+        return [stage.replicas for stage in self.stages]
+
+    @cached_property
+    def placement(self) -> Placement | None:
+        """The ranks of the stages; None where it does not matter which they are."""
+        cluster = self.setting.cluster
+        if not places_matter(cluster, self.setting.schedule):
+            return None
+        return Placement(Topology(cluster), self.works, self.replicas, exchanges(self.layer_costs, self.stages))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Microbatches in flight on a replica of each stage, by the schedule."""
+        return self.setting.schedule.depths(self.replicas, self.setting.microbatches, self.setting.chunks)
+
+
+@dataclass(frozen=True)
+class PlanTime:
+    """The time of a plan for one minibatch.
+
+    Attributes:
+        busy: by resource, for each stage; with several chunks per worker, for each worker.
+        latency_s: each stage's part of the time to fill and drain the pipeline; empty if it never drains.
+    """
+
+    busy: Sequence[Busy]
+    latency_s: Sequence[float] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch."""
+        return self.busiest[2] + sum(self.latency_s)
+
+    @property
+    def busiest(self) -> tuple[int, Resource, float]:
+        """Stage, resource and seconds of the busiest; ties go to compute, which stands first in every model."""
+        rank = {name: -index for index, name in enumerate(get_args(Resource))}
+        return max(
+            ((index, name, float(busy_s)) for index, stage in enumerate(self.busy) for name, busy_s in stage.items()),
+            key=lambda item: (item[2], rank[item[1]], -item[0]),
+        )
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """The busiest resource, or the stage with the largest latency where no resource is busy beside that."""
+        stage, resource, busy_s = self.busiest
+        if busy_s <= 0 and self.latency_s:
+            slowest = max(range(len(self.latency_s)), key=self.latency_s.__getitem__)
+            return Bottleneck(stage=slowest, resource="compute", busy_s=self.latency_s[slowest])
+        match resource:
+            case "compute":
+                return Bottleneck(stage=stage, resource="compute", busy_s=busy_s)
+            case "shared_link":
+                return Bottleneck(stage=stage, resource="shared_link", busy_s=busy_s)
+            case "receive" | "send":
+                return Bottleneck(stage=stage, resource="link", busy_s=busy_s)
+            case _:
+                return Bottleneck(stage=stage - (resource == "cut_before"), resource="boundary", busy_s=busy_s)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a replica of each stage holds at most.
+
+    Attributes:
+        in_flight: microbatches between forward and backward.
+        saved: activations in memory, in those of one microbatch.
+    """
+
+    in_flight: tuple[int, ...]
+    saved: tuple[int, ...]
+
+
+class CostModel(ABC):
+    """The time and memory of plans. Implementations are found through `planner.cost.models.registry`."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, setting: Setting) -> CostModel:
+        """Return the cost model for plans in this setting."""
+
+    @abstractmethod
+    def time(self, plan: UnpricedPlan) -> PlanTime:
+        """Compute the time of a plan."""
+
+    def held(self, plan: UnpricedPlan) -> Held:
+        """Count the microbatches that a plan's stages hold."""
+        return Held(plan.depths, plan.depths)
+
+
+class StageModel(CostModel):
+    """A cost model under which the time of a plan is the busiest resource of any stage, in the steady state.
+
+    Each stage is priced by itself, from its `Work` (seconds and bytes per microbatch, before replication), so that one
+    call prices one stage or thousands.
+
+    Args:
+        link: of every device.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    @classmethod
+    def of(cls, setting: Setting) -> StageModel:
+        return cls(link_of(setting.cluster))
+
+    @abstractmethod
+    def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
+        """Compute the busy seconds per minibatch of each resource of stages on `replicas` workers."""
+
+    def stage_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """Compute the seconds per minibatch of stages: those of the busiest resource."""
+        first, *others = self.resources_s(work, replicas).values()
+        for other in others:
+            first = np.maximum(first, other)
+        return first
+
+    def time(self, plan: UnpricedPlan) -> PlanTime:
+        if plan.placement is not None:
+            return PlanTime(self.placed_s(plan.placement))
+        return PlanTime([self.resources_s(work, r) for work, r in zip(plan.works, plan.replicas, strict=True)])
+
+    def placed_s(self, placement: Placement) -> list[Busy]:
+        """Compute the busy seconds of every stage's resources where it matters which ranks the stages have."""
+        raise NotImplementedError(f"{type(self).__name__} knows no places")

@@ -1,0 +1,41 @@
+"""All cost models, by the schedule's formula and the cost model's name. A new one is a file here, and a line below."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from planner.cost.link import Link
+from planner.cost.models.asynchronous import AsynchronousModel
+from planner.cost.models.cost_model import CostModel, StageModel
+from planner.cost.models.double_buffered import DoubleBufferedModel
+from planner.cost.models.interleaved import InterleavedModel
+from planner.cost.models.paper import PaperModel
+from planner.cost.models.pipedream import PipedreamModel
+from planner.cost.models.synchronous import SynchronousModel
+from planner.formats.plan import CostModelName
+from planner.schedule.schedule import Formula
+
+if TYPE_CHECKING:
+    from planner.cost.setting import Setting
+
+ASYNCHRONOUS: dict[CostModelName, type[StageModel]] = {
+    "resource": AsynchronousModel,
+    "pipedream": PipedreamModel,
+    "paper": PaperModel,
+}
+COST_MODELS: dict[tuple[Formula, CostModelName], type[CostModel]] = {
+    **{("asynchronous", name): model for name, model in ASYNCHRONOUS.items()},
+    ("double-buffered", "resource"): DoubleBufferedModel,
+    ("synchronous", "resource"): SynchronousModel,
+    ("interleaved", "resource"): InterleavedModel,
+}
+
+
+def cost_model_of(setting: Setting) -> CostModel:
+    """Return the cost model for plans in this setting."""
+    return COST_MODELS[setting.schedule.formula, setting.cost_model].of(setting)
+
+
+def asynchronous_model(name: CostModelName, link: Link) -> StageModel:
+    """Return the cost model of that name for 1f1b."""
+    return ASYNCHRONOUS[name](link)
