@@ -14,7 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from planner.cli.main import main
 from planner.executor.run import replica
-from planner.executor.run.versions import WeightVersions
+from planner.executor.stage.versions import WeightVersions
 
 
 class OneVersion(WeightVersions):

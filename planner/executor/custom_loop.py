@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import InputError
+from planner.executor.communication.place import local_place
 from planner.executor.job import Job, TrainingOptions
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource
 from planner.executor.run.frame import joined, start_worker
-from planner.executor.run.setup import check_schedule, local_place
+from planner.executor.run.setup import check_schedule
 from planner.executor.run.train import save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.plan import Plan

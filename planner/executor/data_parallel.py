@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
+from planner.executor.communication.place import local_place
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
-from planner.executor.outcome import Course, gather_result
 from planner.executor.run.context import Context
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
 from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
-from planner.executor.run.optimizer import StageOptimizer
-from planner.executor.run.setup import local_place
+from planner.executor.run.outcome import Course, gather_result
 from planner.executor.run.worker import Observers, Worker
+from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.memory_format import lay_out
 from planner.model.options import module_options
 from planner.model.spec import TrainingSpec

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
+from planner.executor.communication.place import CPU, join_group
 from planner.executor.job import TrainingOptions
-from planner.executor.run.setup import CPU, join_group
 from tests.executor import eager
 
 CHANGES = 3  # minibatches before a drain in the middle

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from planner.executor.communication.place import CPU, join_group
 from planner.executor.job import Job, TrainResult
 from planner.executor.run.context import pipeline_context
-from planner.executor.run.setup import CPU, join_group
 from planner.executor.run.train import train
 from planner.model.spec import load_model_file
 

@@ -33,10 +33,10 @@ from planner.executor.checkpoint.index import INDEX, Checkpoint, SavedCheckpoint
 from planner.executor.checkpoint.read_parts import restore_stage
 from planner.executor.checkpoint.write_parts import Restorable, has_part, write_part
 from planner.executor.communication.collect import broadcast_bytes, encode_losses, gather_bytes, merge_losses
+from planner.executor.communication.place import message_timeout
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job
 from planner.executor.observe.run_log import Past, RunLog
-from planner.executor.run.setup import message_timeout
 from planner.formats.files import Record, save_record
 from planner.version import __version__
 

@@ -8,7 +8,6 @@ import torch
 
 from planner.executor.communication.messages import Layout, layout_of
 from planner.executor.communication.shared import SharedGradients
-from planner.executor.run.loss_scaler import SCALE
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import (
     Receive,
@@ -19,6 +18,8 @@ from planner.schedule.instructions import (
     SendShared,
     Unit,
 )
+
+SCALE = "loss scale"  # the sender's scale, as a value of a message of gradients; no operation's name has a space
 
 
 class Layouts:

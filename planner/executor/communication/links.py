@@ -16,8 +16,8 @@ from torch import Tensor
 
 from planner.errors import first_line
 from planner.executor.communication.messages import Layout, pack, unpack
+from planner.executor.communication.place import Place
 from planner.executor.health.failures import ConnectionLostError
-from planner.executor.run.setup import Place
 from planner.schedule.instructions import (
     POSTED,
     Instruction,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.executor.job import Evaluation
-from planner.executor.run.worker import Completion, WorkerLog
+from planner.executor.observe.worker_log import Completion, WorkerLog
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from planner.executor.checkpoint.write_parts import Restorable
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import LinkGroups, Links, SendLimits
 from planner.executor.run.context import PipelineContext
-from planner.executor.run.optimizer import JointNorm
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
+from planner.executor.stage.optimizer import JointNorm
 from planner.schedule.instructions import Instruction
 
 

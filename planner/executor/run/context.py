@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from planner.executor.communication.place import Place, message_timeout
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, make_batches
-from planner.executor.run.optimizer import StageOptimizer
-from planner.executor.run.setup import Place, message_timeout
 from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
+from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec

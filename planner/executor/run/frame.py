@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.executor.communication.place import join_group, message_timeout
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.run.context import Context
-from planner.executor.run.setup import check_same_job, check_world, join_group, message_timeout
+from planner.executor.run.setup import check_same_job, check_world
 from planner.schedule.instructions import Unit
 
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.communication.gradients import GradientAverager
+from planner.executor.communication.layouts import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
-from planner.executor.run.loss_scaler import SCALE
-from planner.executor.run.minibatch_statistics import MinibatchStatistics
-from planner.executor.run.recompute import Buffers, ChangingBuffers
-from planner.executor.run.split_backward import WeightGradients, input_gradients
-from planner.executor.run.versions import WeightVersions
+from planner.executor.stage.minibatch_statistics import MinibatchStatistics
+from planner.executor.stage.recompute import Buffers, ChangingBuffers
+from planner.executor.stage.split_backward import WeightGradients, input_gradients
+from planner.executor.stage.versions import WeightVersions
 from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import Unit

@@ -9,19 +9,21 @@ from pathlib import Path
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import gather_state, save_state
+from planner.executor.communication.place import local_place
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job, TrainResult
 from planner.executor.observe.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.observe.watchers import all_of, hook, tensorboard
-from planner.executor.outcome import Course, gather_result, report_of
+from planner.executor.observe.worker_log import WorkerLog
 from planner.executor.run.assemble import Groups, make_worker, restore
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import Evaluator, evaluation_points, until_updated
 from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
-from planner.executor.run.setup import check_schedule, local_place
-from planner.executor.run.worker import Observers, PipelineWorker, WorkerLog
+from planner.executor.run.outcome import Course, gather_result, report_of
+from planner.executor.run.setup import check_schedule
+from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Forward, Instruction, Unit, Update

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from typing_extensions import assert_never
 
@@ -15,8 +14,9 @@ from planner.executor.communication.links import Links
 from planner.executor.health.failures import LossNotFiniteError
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.observe.recording import TraceRecorder
-from planner.executor.run.optimizer import JointNorm
+from planner.executor.observe.worker_log import Completion, WorkerLog
 from planner.executor.run.replica import StageReplica
+from planner.executor.stage.optimizer import JointNorm
 from planner.schedule.instructions import (
     AddShared,
     AllReduce,
@@ -35,24 +35,6 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The end of a backward, and how long the worker had computed until then."""
-
-    ended_s: float
-    busy_s: float
-
-
-@dataclass
-class WorkerLog:
-    """Losses and times that a worker saw. Only differences of times have a meaning."""
-
-    losses: list[tuple[int, float]] = field(default_factory=list)  # minibatch, its (part of the) loss
-    completions: deque[Completion] = field(default_factory=lambda: deque(maxlen=100_000))
-    busy_s: float = 0.0
-    paused_s: float = 0.0  # spent on what is no training
 
 
 @dataclass(frozen=True)

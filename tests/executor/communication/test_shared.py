@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import PlanError
+from planner.executor.communication.place import CPU
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource, make_batches
-from planner.executor.run.setup import CPU
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule

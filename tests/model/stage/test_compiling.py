@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import InputError
-from planner.executor.run.versions import WeightVersions
+from planner.executor.stage.versions import WeightVersions
 from planner.model.load import capture_file
 from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file

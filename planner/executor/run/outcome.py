@@ -11,8 +11,9 @@ from planner.executor.communication.collect import encode_losses, gather_bytes, 
 from planner.executor.job import Evaluation, TrainResult, WorkerReport
 from planner.executor.observe.measure import steady_state
 from planner.executor.observe.run_log import Past
+from planner.executor.observe.worker_log import WorkerLog
 from planner.executor.run.context import Context, PipelineContext
-from planner.executor.run.worker import PipelineWorker, WorkerLog
+from planner.executor.run.worker import PipelineWorker
 from planner.schedule.instructions import Unit
 
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from planner.executor.run.versions import WeightVersions
+from planner.executor.stage.versions import WeightVersions
 
 
 def make_layer() -> nn.Linear:

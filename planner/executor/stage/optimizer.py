@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.executor.run.loss_scaler import LossScaler
+from planner.executor.stage.loss_scaler import LossScaler
 from planner.model.spec import TrainingSpec
 
 

@@ -10,7 +10,6 @@ from typing import Any
 FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_INTERVAL = 2000  # updates without an overflow before a larger scale is tried
-SCALE = "loss scale"  # the sender's scale, as a value of a message of gradients; no operation's name has a space
 
 
 class LossScaler:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.executor.run.split_backward import input_gradients
+from planner.executor.stage.split_backward import input_gradients
 
 
 class Sequence(nn.Sequential):
