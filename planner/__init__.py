@@ -18,104 +18,88 @@ from typing import TYPE_CHECKING
 from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from planner.analysis.compare import compare
-    from planner.analysis.explain import explain
-    from planner.analysis.sweep import sweep
-    from planner.api import estimate, profile, train
-    from planner.errors import InfeasibleError, InputError, PlannerError, WorkerError
-    from planner.executor.checkpoint.trained_weights import export_weights, load_weights
-    from planner.executor.custom_loop import pipeline
-    from planner.executor.job import CheckpointOptions, TrainingOptions
-    from planner.exports import export
-    from planner.formats.cluster import Cluster, flat_cluster
-    from planner.formats.importers import read_profile as load_profile
-    from planner.formats.plan import Plan, load_plan, save_plan
-    from planner.formats.profile import Profile, save_profile
-    from planner.formats.timeline import Timeline, load_timeline, save_timeline
-    from planner.model.spec import in_memory, load_model_file
-    from planner.simulator.plan import simulate
-    from planner.simulator.summary import Summary, summarize
-    from planner.solver import solve
+    from planner.analysis.compare import compare as compare
+    from planner.analysis.explain import explain as explain
+    from planner.analysis.sweep import sweep as sweep
+    from planner.api import estimate as estimate
+    from planner.api import profile as profile
+    from planner.api import train as train
+    from planner.errors import InfeasibleError as InfeasibleError
+    from planner.errors import InputError as InputError
+    from planner.errors import PlannerError as PlannerError
+    from planner.errors import WorkerError as WorkerError
+    from planner.executor.checkpoint.trained_weights import export_weights as export_weights
+    from planner.executor.checkpoint.trained_weights import load_weights as load_weights
+    from planner.executor.custom_loop import pipeline as pipeline
+    from planner.executor.job import CheckpointOptions as CheckpointOptions
+    from planner.executor.job import TrainingOptions as TrainingOptions
+    from planner.exports import export as export
+    from planner.formats.cluster import Cluster as Cluster
+    from planner.formats.cluster import flat_cluster as flat_cluster
+    from planner.formats.importers import read_profile
+    from planner.formats.plan import Plan as Plan
+    from planner.formats.plan import load_plan as load_plan
+    from planner.formats.plan import save_plan as save_plan
+    from planner.formats.profile import Profile as Profile
+    from planner.formats.profile import save_profile as save_profile
+    from planner.formats.timeline import Timeline as Timeline
+    from planner.formats.timeline import load_timeline as load_timeline
+    from planner.formats.timeline import save_timeline as save_timeline
+    from planner.model.spec import in_memory as in_memory
+    from planner.model.spec import load_model_file as load_model_file
+    from planner.simulator.plan import simulate as simulate
+    from planner.simulator.summary import Summary as Summary
+    from planner.simulator.summary import summarize as summarize
+    from planner.solver import solve as solve
 
+    load_profile = read_profile
+
+# The modules that the names of the public API come from.
 _HOMES = {
-    "CheckpointOptions": ("planner.executor.job", "CheckpointOptions"),
-    "Cluster": ("planner.formats.cluster", "Cluster"),
-    "InfeasibleError": ("planner.errors", "InfeasibleError"),
-    "InputError": ("planner.errors", "InputError"),
-    "Plan": ("planner.formats.plan", "Plan"),
-    "PlannerError": ("planner.errors", "PlannerError"),
-    "Profile": ("planner.formats.profile", "Profile"),
-    "TrainingOptions": ("planner.executor.job", "TrainingOptions"),
-    "Summary": ("planner.simulator.summary", "Summary"),
-    "Timeline": ("planner.formats.timeline", "Timeline"),
-    "WorkerError": ("planner.errors", "WorkerError"),
-    "compare": ("planner.analysis.compare", "compare"),
-    "estimate": ("planner.api", "estimate"),
-    "export": ("planner.exports", "export"),
-    "explain": ("planner.analysis.explain", "explain"),
-    "export_weights": ("planner.executor.checkpoint.trained_weights", "export_weights"),
-    "flat_cluster": ("planner.formats.cluster", "flat_cluster"),
-    "in_memory": ("planner.model.spec", "in_memory"),
-    "load_model_file": ("planner.model.spec", "load_model_file"),
-    "load_plan": ("planner.formats.plan", "load_plan"),
-    "load_timeline": ("planner.formats.timeline", "load_timeline"),
-    "load_profile": ("planner.formats.importers", "read_profile"),
-    "load_weights": ("planner.executor.checkpoint.trained_weights", "load_weights"),
-    "pipeline": ("planner.executor.custom_loop", "pipeline"),
-    "profile": ("planner.api", "profile"),
-    "save_plan": ("planner.formats.plan", "save_plan"),
-    "save_profile": ("planner.formats.profile", "save_profile"),
-    "save_timeline": ("planner.formats.timeline", "save_timeline"),
-    "simulate": ("planner.simulator.plan", "simulate"),
-    "solve": ("planner.solver", "solve"),
-    "summarize": ("planner.simulator.summary", "summarize"),
-    "sweep": ("planner.analysis.sweep", "sweep"),
-    "train": ("planner.api", "train"),
+    "compare": "planner.analysis.compare",
+    "explain": "planner.analysis.explain",
+    "sweep": "planner.analysis.sweep",
+    "estimate": "planner.api",
+    "profile": "planner.api",
+    "train": "planner.api",
+    "InfeasibleError": "planner.errors",
+    "InputError": "planner.errors",
+    "PlannerError": "planner.errors",
+    "WorkerError": "planner.errors",
+    "export_weights": "planner.executor.checkpoint.trained_weights",
+    "load_weights": "planner.executor.checkpoint.trained_weights",
+    "pipeline": "planner.executor.custom_loop",
+    "CheckpointOptions": "planner.executor.job",
+    "TrainingOptions": "planner.executor.job",
+    "export": "planner.exports",
+    "Cluster": "planner.formats.cluster",
+    "flat_cluster": "planner.formats.cluster",
+    "load_profile": "planner.formats.importers",
+    "Plan": "planner.formats.plan",
+    "load_plan": "planner.formats.plan",
+    "save_plan": "planner.formats.plan",
+    "Profile": "planner.formats.profile",
+    "save_profile": "planner.formats.profile",
+    "Timeline": "planner.formats.timeline",
+    "load_timeline": "planner.formats.timeline",
+    "save_timeline": "planner.formats.timeline",
+    "in_memory": "planner.model.spec",
+    "load_model_file": "planner.model.spec",
+    "simulate": "planner.simulator.plan",
+    "Summary": "planner.simulator.summary",
+    "summarize": "planner.simulator.summary",
+    "solve": "planner.solver",
 }
+_OTHER_NAMES = {"load_profile": "read_profile"}  # in their modules
 
-__all__ = [
-    "CheckpointOptions",
-    "Cluster",
-    "InfeasibleError",
-    "InputError",
-    "Plan",
-    "PlannerError",
-    "Profile",
-    "Summary",
-    "Timeline",
-    "TrainingOptions",
-    "WorkerError",
-    "compare",
-    "estimate",
-    "explain",
-    "export",
-    "export_weights",
-    "flat_cluster",
-    "in_memory",
-    "load_model_file",
-    "load_plan",
-    "load_profile",
-    "load_timeline",
-    "load_weights",
-    "pipeline",
-    "profile",
-    "save_plan",
-    "save_profile",
-    "save_timeline",
-    "simulate",
-    "solve",
-    "summarize",
-    "sweep",
-    "train",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'planner' has no attribute '{name}'")
-    module, attribute = _HOMES[name]
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(_HOMES[name]), _OTHER_NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

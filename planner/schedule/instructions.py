@@ -66,43 +66,37 @@ class BackwardWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveActivation:
+class _Message:
+    """A message of `unit` between `stage`, on this worker, and `peer_stage` on `peer_rank`."""
+
+    stage: int
+    unit: Unit
+    peer_stage: int
+    peer_rank: int
+
+
+class ReceiveActivation(_Message):
     """Take the values of `unit` that stage `peer_stage` on `peer_rank` sends to `stage`."""
 
-    stage: int
-    unit: Unit
-    peer_stage: int
-    peer_rank: int
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SendActivation:
+class SendActivation(_Message):
     """Hand the values of `unit` to stage `peer_stage` on `peer_rank`; never waits for it."""
 
-    stage: int
-    unit: Unit
-    peer_stage: int
-    peer_rank: int
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveGradient:
+class ReceiveGradient(_Message):
     """Take the gradients of the values that went to `peer_stage` for `unit`."""
 
-    stage: int
-    unit: Unit
-    peer_stage: int
-    peer_rank: int
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SendGradient:
+class SendGradient(_Message):
     """Return the gradients of the values that came from `peer_stage` for `unit`."""
 
-    stage: int
-    unit: Unit
-    peer_stage: int
-    peer_rank: int
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,32 +123,24 @@ class Update:
     kept: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SendShared:
+class SendShared(_Message):
     """Hand the stage's gradients of the weights that it shares with `peer_stage` to `peer_rank`; never waits for it.
 
     They are those of a round: `unit.minibatch` is its number, `unit.microbatch` 0.
     """
 
-    stage: int
-    unit: Unit
-    peer_stage: int
-    peer_rank: int
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveShared:
+class ReceiveShared(_Message):
     """Take the gradients of the weights shared with `peer_stage`, of the round `unit.minibatch`."""
 
-    stage: int
-    unit: Unit
-    peer_stage: int
-    peer_rank: int
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AddShared:
-    """Add up the gradients of round `round` of all stages that share weights: the next update steps with the sums."""
+    """Sum the gradients of round `round` of all stages that share weights: the next update steps with the sums."""
 
     stage: int
     round: int
@@ -168,7 +154,7 @@ Instruction = Message | Compute | AllReduce | AddShared
 
 
 def matching_receive(send: Send, sender_rank: int) -> Receive:
-    """The instruction at the other end of `send`."""
+    """Return the instruction at the other end of `send`."""
     kinds: dict[type[Send], type[Receive]] = {
         SendActivation: ReceiveActivation,
         SendGradient: ReceiveGradient,
