@@ -22,6 +22,7 @@ import pulp
 from benchmarks.dnn_partitioning.objective import Host, LoadRequest, compute_s, held_bytes, value_load_s
 from planner.cost.layer_costs import Candidate
 from planner.cost.link import link_of
+from planner.cost.stage_options import StageOptions
 from planner.schedule.instructions import POSTED
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.milp import MilpName, run
@@ -131,7 +132,7 @@ class Assignment:
         stages = []
         for rank, (layers, kind) in enumerate(zip(sets, self.kinds, strict=True)):
             if layers:
-                stages.append(Candidate(before, frozenset(layers), 1, kind=kind, ranks=(rank,)))
+                stages.append(Candidate(before, frozenset(layers), StageOptions(1, kind=kind), ranks=(rank,)))
                 before |= layers
         return tuple(stages)
 

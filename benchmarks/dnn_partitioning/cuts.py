@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import link_of
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED
@@ -181,7 +182,7 @@ class LoadSearch:
             number = row[_with(uses[number], device, -1)]
         sets = [frozenset(map(int, np.flatnonzero(self._bits[state]))) for state in reversed(states)]
         stages = tuple(
-            Candidate(before, done - before, 1, kind=kind)
+            Candidate(before, done - before, StageOptions(1, kind=kind))
             for (before, done), kind in zip(pairwise(sets), reversed(kinds), strict=True)
         )
         return LoadPlan(stages, seconds)

@@ -66,9 +66,9 @@ class LoadRequest(Request):
         """Return the seconds that the stage's device is busy, and the bytes that it holds."""
         link, layers = link_of(self.cluster), [self.layer_costs.profile.layers[index] for index in stage.layers]
         moved = moved_values(self.layer_costs, stage.layers)
-        moved_s = 0.0 if isinstance(stage.kind, Host) else sum(value_load_s(value, link) for value in moved)
+        moved_s = 0.0 if isinstance(stage.options.kind, Host) else sum(value_load_s(value, link) for value in moved)
         moved_bytes = sum(value.output_bytes + value.gradient_bytes for value in moved)
-        busy_s = sum(compute_s(layer) for layer in layers) / stage.speed + moved_s
+        busy_s = sum(compute_s(layer) for layer in layers) / stage.options.speed + moved_s
         return busy_s, sum(held_bytes(layer) for layer in layers) + POSTED * moved_bytes
 
     def longest_s(self, stages: Sequence[Candidate]) -> float:

@@ -12,6 +12,7 @@ from benchmarks.dnn_partitioning.cuts import LoadSearch
 from benchmarks.dnn_partitioning.free_layers import Reduced
 from benchmarks.dnn_partitioning.objective import LoadRequest
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Integers
 from planner.formats.constraints import Constraints
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
@@ -93,10 +94,10 @@ class LoadColumns(Columns):
         request = self._loads
         for other in map(int, others):
             for number, kind in enumerate(request.kinds):
-                stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], 1, kind=kind)
+                stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], StageOptions(1, kind=kind))
                 (busy_s, held), limit = request.load(stage), request.cluster.memory_of(kind)
                 if limit is None or held <= limit:
-                    yield Column(state, other, 1, number, False, 0.0, busy_s, request.cluster.gpus - 1)
+                    yield Column(state, other, stage.options, number, 0.0, busy_s, request.cluster.gpus - 1)
 
 
 def _placed(request: LoadRequest, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:

@@ -12,6 +12,7 @@ from tabulate import tabulate
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import stage_memory
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Integers
 from planner.formats.plan import StageMemory
 from planner.formats.profile import Profile
@@ -137,7 +138,7 @@ class Blocks:
 
 def stage(layer_costs: LayerCosts, first: int, end: int) -> StageMemory:
     """Return the memory of layers `first` to `end` - 1 under GPipe, which saves inputs and recomputes a microbatch."""
-    candidate = Candidate(frozenset(range(first)), frozenset(range(first, end)), 1, recompute=True)
+    candidate = Candidate(frozenset(range(first)), frozenset(range(first, end)), StageOptions(1, recompute=True))
     return stage_memory(layer_costs.footprint(candidate).divided(MICROBATCHES), MICROBATCHES, 1)
 
 
@@ -173,7 +174,7 @@ def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -
 
     def fit(samples: int) -> Fit:
         profile = profile_of(samples)
-        every = Candidate(frozenset(), frozenset(range(len(profile.layers))), 1)
+        every = Candidate(frozenset(), frozenset(range(len(profile.layers))))
         return _fit(parameters_of(profile), [stage_memory(LayerCosts(profile).footprint(every), 1, 1)], samples)
 
     one, two = fit(1).fullest_bytes, fit(2).fullest_bytes  # bytes grow linearly with the samples

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import StageOptions
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, SolverReport
@@ -41,7 +42,10 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     parts = [
         [layer for group in groups[start:end] for layer in group] for start, end in cut_by_time(seconds, shape.replicas)
     ]
-    stages = [replace(stage, recompute=shape.recompute) for stage in candidates(parts, shape.replicas)]
+    stages = [
+        replace(stage, options=StageOptions(stage.replicas, shape.recompute))
+        for stage in candidates(parts, shape.replicas)
+    ]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
     cost = price(layer_costs, stages, Setting(cluster, find(shape.schedule), shape.microbatches))
     cost = price_with_copies(layer_costs, stages, cluster, cost, find(shape.schedule))

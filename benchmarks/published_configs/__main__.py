@@ -74,7 +74,7 @@ def profile_of_row(row: Row) -> Profile:
 def implied_bandwidth(row: Row) -> float | None:
     """Return the bandwidth at which we predict data parallelism's published speed-up; None where none is published."""
     layer_costs = LayerCosts(profile_of_row(row))
-    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), 1))
+    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers)))))
     return _implied_bandwidth(row, layer_costs, float(whole.compute_s))
 
 
@@ -85,7 +85,7 @@ def answer(row: Row, scan: bool) -> Answer:
     cluster = row.site.cluster(row.servers, memory_bytes)
     free = cluster.model_copy(update={"memory_bytes": None})
     layer_costs = LayerCosts(profile)
-    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(profile.layers))), 1))
+    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(profile.layers)))))
     one_s = float(whole.compute_s)
     data_parallel_s = _data_parallel_s(layer_costs, cluster)
     theirs = best_cuts(layer_costs, free, row.replicas, "resource")
@@ -133,7 +133,7 @@ def _solved(profile: Profile, cluster: Cluster, model: CostModelName) -> Plan | 
 
 
 def _data_parallel_s(layer_costs: LayerCosts, cluster: Cluster) -> float:
-    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), 1))
+    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers)))))
     return float(asynchronous_model("resource", link_of(cluster)).stage_s(whole, float(cluster.gpus)))
 
 

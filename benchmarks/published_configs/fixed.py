@@ -13,6 +13,7 @@ from planner.cost.models.registry import asynchronous_model
 from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
@@ -111,6 +112,6 @@ def _price(
 
 def _stages(space: Chain, cuts: Sequence[int], replicas: Sequence[int]) -> list[Candidate]:
     return [
-        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r)
+        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), StageOptions(r))
         for i, j, r in zip(cuts, cuts[1:], replicas, strict=False)
     ]

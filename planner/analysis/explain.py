@@ -158,7 +158,7 @@ def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> Bounda
     stages = []
     for stage, first, end in zip(given.stages, ends, ends[1:], strict=False):
         layers = frozenset(range(first, end))
-        stages.append(Candidate(frozenset(range(first)), layers, stage.replicas, stage.recompute))
+        stages.append(Candidate(frozenset(range(first)), layers, stage.options))
     cost = given.price_other(stages)
     position = ends[boundary + 1] if step < 0 else ends[boundary + 1] - 1
     return BoundaryMove(

@@ -10,6 +10,7 @@ from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.placement import Busy
 from planner.cost.price import Price
 from planner.cost.pricing import busy_resources
+from planner.cost.stage_options import StageOptions
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
@@ -55,7 +56,7 @@ class GivenPlan:
         stages = []
         for stage in plan.stages:
             layers = frozenset(layer_costs.position[name] for name in stage.layers)
-            stages.append(Candidate(before, layers, stage.replicas, stage.recompute))
+            stages.append(Candidate(before, layers, StageOptions(stage.replicas, stage.recompute)))
             before |= layers
         return cls(layer_costs, plan, question or question_of(plan), tuple(stages))
 

@@ -6,14 +6,14 @@ Written from the definitions, stage by stage, with sets: slow, plain, and the re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Footprint, Work, working_bytes
-from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Profile
 
 
@@ -37,21 +37,18 @@ class Traffic:
 class Candidate:
     """A stage to be priced: positions of its layers, and of all layers in the stages before it.
 
-    `recompute`: it keeps only its input for the backward, and runs its forward again for the rest.
-    `kind`: of its devices, where the cluster has several. `ranks`: of its devices; consecutive ones when empty.
+    `options`: how it runs. `ranks`: of its devices; consecutive ones when empty.
     """
 
     before: frozenset[int]
     layers: frozenset[int]
-    replicas: int
-    recompute: bool = False
-    kind: DeviceKind | None = None
+    options: StageOptions = field(default_factory=StageOptions)
     ranks: tuple[int, ...] = ()
 
     @property
-    def speed(self) -> float:
-        """Of its devices, as a multiple of the profiled one's."""
-        return 1.0 if self.kind is None else self.kind.speed
+    def replicas(self) -> int:
+        """Workers that run the stage."""
+        return self.options.replicas
 
 
 class LayerCosts:
@@ -81,8 +78,7 @@ class LayerCosts:
         key = stage.before, stage.layers
         if key not in self._works:
             self._works[key] = self._work(stage)
-        work = self._works[key] if stage.kind is None else self._works[key].at_speed(stage.kind.speed)
-        return work.recomputed() if stage.recompute else work
+        return self._works[key].under(stage.options)
 
     def _work(self, stage: Candidate) -> Work:
         layers = [self.profile.layers[index] for index in sorted(stage.layers)]
@@ -126,7 +122,7 @@ class LayerCosts:
         key = stage.before, stage.layers
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
-        return self._footprints[key].recomputed() if stage.recompute else self._footprints[key]
+        return self._footprints[key].under(stage.options)
 
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = [self.profile.layers[index] for index in stage.layers]
@@ -170,7 +166,7 @@ def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list
     before: frozenset[int] = frozenset()
     stages = []
     for layers, r in zip(groups, replicas, strict=True):
-        stages.append(Candidate(before, frozenset(layers), r))
+        stages.append(Candidate(before, frozenset(layers), StageOptions(r)))
         before |= frozenset(layers)
     return stages
 

@@ -48,12 +48,12 @@ def counted_with_copies(profile: Profile) -> Profile | None:
 
 def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     """What the optimizer takes for the weights that a stage holds again, those of the layers `copied`."""
-    return sum(layer.update_s for layer in copied) / stage.speed
+    return sum(layer.update_s for layer in copied) / stage.options.speed
 
 
 def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     """What adding the gradients of these weights to others takes."""
-    return sum(layer.accumulate_s for layer in copied) / stage.speed
+    return sum(layer.accumulate_s for layer in copied) / stage.options.speed
 
 
 def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
@@ -61,7 +61,7 @@ def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequ
     if stage.replicas == 1:
         return ()
     layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
-    return tuple(seconds / stage.speed for seconds in ready_s(layers, copied))
+    return tuple(seconds / stage.options.speed for seconds in ready_s(layers, copied))
 
 
 def exchanged_bytes(
@@ -119,7 +119,7 @@ def price_with_copies(
                     "optimizer_bytes": held.optimizer_bytes + layer.optimizer_bytes,
                 }
             )
-        limit = cluster.memory_of(stages[number].kind)
+        limit = cluster.memory_of(stages[number].options.kind)
         if limit is not None and memory[number] != price.memory[number] and memory[number].total_bytes > limit:
             shared = next(weight for weight in shared_in(layer_costs, stages) if number in weight.stages)
             over = format_bytes(memory[number].total_bytes - limit)

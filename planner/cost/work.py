@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from planner.cost.stage_options import StageOptions
 from planner.schedule.instructions import POSTED
 
 Floats = NDArray[np.float64]
@@ -55,6 +56,11 @@ class Work:
         """Seconds of a replica's last backward of a minibatch of which it has so many microbatches."""
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
+    def under(self, options: StageOptions) -> Work:
+        """Return the work of the same stages when they run with these options."""
+        work = self if options.kind is None else self.at_speed(options.speed)
+        return work.recomputed() if options.recompute else work
+
     def at_speed(self, speed: float) -> Work:
         """The same stages on devices so many times as fast as the profiled one."""
         return replace(
@@ -96,6 +102,10 @@ class Footprint:
     # all there at once. See `working_bytes`.
     working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
     accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same where gradients add up
+
+    def under(self, options: StageOptions) -> Footprint:
+        """Return the footprint of the same stages when they run with these options."""
+        return self.recomputed() if options.recompute else self
 
     def recomputed(self) -> Footprint:
         """The same stages when they recompute: only their input is kept, and one microbatch's activations are.

@@ -74,17 +74,17 @@ def _stages(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price) 
     ranks, copied = stage_ranks(stages, price), copied_in(layer_costs, stages)
     for stage, own, in_flight, memory, again in zip(stages, ranks, price.in_flight, price.memory, copied, strict=True):
         layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
+        speed = stage.options.speed
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
                 ranks=own,
                 in_flight=in_flight,
-                recompute=stage.recompute,
-                forward_s=sum(layer.forward_s for layer in layers) / stage.speed,
-                backward_s=sum(layer.backward_s for layer in layers) / stage.speed,
-                update_s=sum(layer.update_s for layer in layers) / stage.speed + update_of_copies_s(stage, again),
-                accumulate_s=sum(layer.accumulate_s for layer in layers) / stage.speed
-                + adding_of_copies_s(stage, again),
+                recompute=stage.options.recompute,
+                forward_s=sum(layer.forward_s for layer in layers) / speed,
+                backward_s=sum(layer.backward_s for layer in layers) / speed,
+                update_s=sum(layer.update_s for layer in layers) / speed + update_of_copies_s(stage, again),
+                accumulate_s=sum(layer.accumulate_s for layer in layers) / speed + adding_of_copies_s(stage, again),
                 ready_s=ready_of_gradients_s(layer_costs, stage, again),
                 memory=memory,
             )

@@ -36,7 +36,7 @@ def explain(layer_costs: LayerCosts, cluster: Cluster, fits: Fits, others: Mappi
     place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
     config = config_of(tuple(stage.replicas for stage in stages))
     over = totals[worst] - cluster.memory_bytes
-    again = ", recomputing its activations," if stages[worst].recompute else ""
+    again = ", recomputing its activations," if stages[worst].options.recompute else ""
     hint = f"the smallest memory that would do is `memory_bytes={round_up(totals[worst])}`"
     for argument, allows in others.items():
         if allows(cluster.gpus, cluster.memory_bytes) is not None:

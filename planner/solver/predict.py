@@ -11,6 +11,7 @@ from planner.cost.models.registry import asynchronous_model
 from planner.cost.price import Price
 from planner.cost.pricing import price as price_of
 from planner.cost.setting import Setting
+from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import Prediction, SolverReport
 from planner.formats.profile import Profile
@@ -51,7 +52,7 @@ def predict(
 
 
 def _everything(layer_costs: LayerCosts, replicas: int = 1, kind: DeviceKind | None = None) -> Candidate:
-    return Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), replicas, kind=kind)
+    return Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))), StageOptions(replicas, kind=kind))
 
 
 def _data_parallel(

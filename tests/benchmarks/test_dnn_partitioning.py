@@ -45,7 +45,7 @@ def fastest(request: LoadRequest) -> float:
         if any(stage.replicas > 1 for stage in stages):
             continue
         held = [request.load(stage)[1] for stage in stages]
-        limits = [request.cluster.memory_of(stage.kind) for stage in stages]
+        limits = [request.cluster.memory_of(stage.options.kind) for stage in stages]
         if all(limit is None or size <= limit for size, limit in zip(held, limits, strict=True)):
             best = min(best, request.longest_s(stages))
     return best

@@ -8,6 +8,7 @@ from dataclasses import replace
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Layer
@@ -38,7 +39,10 @@ def plan_of(
     """Stage s is layer s on `replicas[s]` workers; the links are fast where no cluster is given."""
     layer_costs = LayerCosts(profile(*layers))
     cluster = cluster or flat_cluster(sum(replicas) // chunks, 1e12)
-    stages = [replace(s, recompute=recompute) for s in candidates([[i] for i in range(len(layers))], replicas)]
+    stages = [
+        replace(stage, options=StageOptions(stage.replicas, recompute))
+        for stage in candidates([[i] for i in range(len(layers))], replicas)
+    ]
     cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, chunks))
     if depths is not None:
         assert schedule == "1f1b"

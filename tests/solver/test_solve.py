@@ -126,7 +126,7 @@ def test_transfers_follow_the_users_of_a_value() -> None:
         edges=[("a", "b"), ("a", "d"), ("b", "c"), ("c", "d")],
     )
     groups = [(0, 0), (1, 1), (2, 2), (3, 3)]
-    stages = [Candidate(frozenset(range(i)), frozenset({j}), 1) for i, j in groups]
+    stages = [Candidate(frozenset(range(i)), frozenset({j})) for i, j in groups]
     sent = {(t.source, t.target): (t.values, t.output_bytes) for t in transfers(LayerCosts(model), stages)}
     assert sent == {(0, 1): (("a",), 10), (1, 2): (("b",), 20), (1, 3): (("a",), 10), (2, 3): (("c",), 30)}
 
@@ -140,7 +140,7 @@ def test_vectorised_work_is_the_work_of_the_definition(model: Profile) -> None:
         others = np.arange(state + 1, len(space))
         fast = space.work(state, others)
         for column, other in enumerate(others):
-            stage = Candidate(frozenset(space.layers(0, state)), frozenset(space.layers(state, int(other))), 1)
+            stage = Candidate(frozenset(space.layers(0, state)), frozenset(space.layers(state, int(other))))
             plain = layer_costs.work(stage)
             for name in vars(plain):
                 got = np.broadcast_to(getattr(fast, name), others.shape)[column]

@@ -91,7 +91,7 @@ class SynchronousModel(CostModel):
             return 0  # no earlier stage waits for gradients
         flying = in_flight[number]
         more = max(0, min(in_flight[0], -(-self.microbatches // stage.replicas)) - flying)
-        if (limit := plan.setting.cluster.memory_of(stage.kind)) is not None:
+        if (limit := plan.setting.cluster.memory_of(stage.options.kind)) is not None:
             footprint = plan.layer_costs.footprint(stage).divided(self.microbatches)
             fit = footprint.most_in_flight(limit, stashing=False)
             more = max(0, min(more, (int(fit) - flying) // 2))

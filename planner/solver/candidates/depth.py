@@ -198,7 +198,7 @@ def _deepest_of(
 ) -> Depths:
     """Per stage, the most units that may be in flight, and no fewer than `at_least`."""
     return tuple(
-        max(depth, _deepest(layer_costs, stage, cluster.memory_of(stage.kind), schedule, microbatches))
+        max(depth, _deepest(layer_costs, stage, cluster.memory_of(stage.options.kind), schedule, microbatches))
         for stage, depth in zip(stages, at_least, strict=True)
     )
 

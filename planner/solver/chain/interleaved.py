@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from planner.cost.link import Link
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.stage_options import RecomputeRule, StageOptions
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.schedule.schedule import Schedule
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
@@ -114,7 +114,7 @@ class InterleavedSearch:
         if over[0] > 0:
             return Found(None, exact)
         states = tuple(int(self._states[cut]) for cut in cuts)
-        path = Path(states, (model.replicas,) * stages, float(seconds[0]), tuple(map(bool, again[0])))
+        path = Path(states, tuple(StageOptions(model.replicas, bool(each)) for each in again[0]), float(seconds[0]))
         return Found(path, exact)
 
     def _all(self, model: InterleavedShape, last: int) -> tuple[Integers, bool]:

@@ -17,14 +17,15 @@ plan that meets T.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.stage_options import RecomputeRule, StageOptions
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
@@ -43,12 +44,16 @@ _CLOSE = 0.02  # relative distance of the bounds from which on each walk should 
 
 @dataclass(frozen=True)
 class Path:
-    """A plan as states and replicas: stage s runs the layers from `states[s]` to `states[s + 1]`."""
+    """A plan as states and options: stage s runs the layers from `states[s]` to `states[s + 1]` with `options[s]`."""
 
     states: tuple[int, ...]
-    replicas: tuple[int, ...]
+    options: tuple[StageOptions, ...]
     seconds: float  # per minibatch
-    recompute: tuple[bool, ...]
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Each stage's replicas."""
+        return tuple(each.replicas for each in self.options)
 
     @property
     def gpus(self) -> int:
@@ -56,11 +61,17 @@ class Path:
         return sum(self.replicas)
 
 
+def with_replicas(path: Path, replicas: Sequence[int]) -> Path:
+    """Return the path with other replicas."""
+    options = (replace(each, replicas=r) for each, r in zip(path.options, replicas, strict=True))
+    return replace(path, options=tuple(options))
+
+
 def stages_along(space: StateSpace, path: Path) -> list[Candidate]:
     """The stages of a path."""
     return [
-        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
-        for (i, j), r, again in zip(pairwise(path.states), path.replicas, path.recompute, strict=True)
+        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), options)
+        for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
     ]
 
 
@@ -270,13 +281,12 @@ class Search:
         states = [0]
         while states[-1] < len(self.space) - 1:
             states.append(int(follow[states[-1]]))
-        chosen = tuple(int(replicas[state]) for state in states[:-1])
-        again = tuple(bool(recomputing[state]) for state in states[:-1])
+        options = tuple(StageOptions(int(replicas[state]), bool(recomputing[state])) for state in states[:-1])
         seconds = max(
-            float(self.model.stage_s(work.recomputed() if recompute else work, r)[0])
-            for work, r, recompute in zip(self._works(states), chosen, again, strict=True)
+            float(self.model.stage_s(work.under(each), each.replicas)[0])
+            for work, each in zip(self._works(states), options, strict=True)
         )
-        return Path(tuple(states), chosen, seconds, again)
+        return Path(tuple(states), options, seconds)
 
     def _works(self, states: list[int]) -> list[Work]:
         return [self.space.work(i, np.array([j])) for i, j in pairwise(states)]
@@ -297,4 +307,4 @@ class Search:
                 return None
         seconds: Floats = self.model.stage_s(work, replicas)
         best = int(np.argmin(seconds))
-        return Path((0, last), (int(replicas[best]),), float(seconds[best]), (always,))
+        return Path((0, last), (StageOptions(int(replicas[best]), always),), float(seconds[best]))

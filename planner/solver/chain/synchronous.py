@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.stage_options import RecomputeRule, StageOptions
 from planner.cost.work import Floats, Integers, Work
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import RESOLUTION, Path
@@ -157,14 +157,15 @@ class SynchronousSearch:
         return _Stages(others, np.full(len(others), recompute), sum_s, max_s, after)
 
     def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float, float]:
-        states, replicas, recompute, sums, most_s = [0], [], [], 0.0, 0.0
+        states, sums, most_s = [0], 0.0, 0.0
+        options: list[StageOptions] = []
         while (state := states[-1]) < len(self.space) - 1:
             follow, chosen = choices[state]
             stages, column = self._stages[state], int(follow[gpus])
             states.append(int(stages.others[column]))
-            replicas.append(int(chosen[gpus]))
-            recompute.append(bool(stages.recompute[column]))
+            r = int(chosen[gpus])
+            options.append(StageOptions(r, bool(stages.recompute[column])))
             sums += float(stages.sum_s[column])
-            most_s = max(most_s, float(stages.max_s[replicas[-1] - 1, column]))
-            gpus = min(gpus - replicas[-1], int(stages.after[replicas[-1] - 1, column]))
-        return Path(tuple(states), tuple(replicas), sums + most_s, tuple(recompute)), sums, most_s
+            most_s = max(most_s, float(stages.max_s[r - 1, column]))
+            gpus = min(gpus - r, int(stages.after[r - 1, column]))
+        return Path(tuple(states), tuple(options), sums + most_s), sums, most_s

@@ -72,5 +72,5 @@ def synced_price(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Pr
 
 
 def _fits(request: Request, stages: Sequence[Candidate], cost: Price) -> bool:
-    limits = [request.cluster.memory_of(stage.kind) for stage in stages]
+    limits = [request.cluster.memory_of(stage.options.kind) for stage in stages]
     return all(limit is None or held.total_bytes <= limit for held, limit in zip(cost.memory, limits, strict=True))

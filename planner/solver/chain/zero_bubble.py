@@ -20,7 +20,7 @@ def solve_zero_bubble(request: Request, drained: Found, trials: Trials) -> tuple
     assert request.schedule.divides
     cost = trials.price(request.layer_costs, drained.stages, request.priced(drained.stages))
     layers = request.layer_costs.profile.layers
-    everything = request.layer_costs.work(Candidate(frozenset(), frozenset(range(len(layers))), 1))
+    everything = request.layer_costs.work(Candidate(frozenset(), frozenset(range(len(layers)))))
     fastest = max((kind.speed for kind in request.cluster.kinds), default=1.0)
     once_s = float(everything.forward_s + everything.backward_s) / fastest
     adding_s = max(0, request.microbatches - request.cluster.gpus) * float(everything.accumulate_s) / fastest

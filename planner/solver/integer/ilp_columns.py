@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import Candidate
 from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
@@ -26,7 +27,7 @@ MOST_COLUMNS = 200_000
 
 @dataclass(frozen=True)
 class Column:
-    """A stage from one state to another, on so many GPUs of one kind.
+    """A stage from one state to another, on GPUs of one kind, by its number.
 
     `sum_s` and `max_s` are its parts of the sum over the stages and of the maximum over them. At most `most_after` GPUs
     may follow it, for its memory.
@@ -34,12 +35,16 @@ class Column:
 
     start: int
     end: int
-    replicas: int
+    options: StageOptions
     kind: int
-    recompute: bool
     sum_s: float
     max_s: float
     most_after: int
+
+    @property
+    def replicas(self) -> int:
+        """GPUs in use."""
+        return self.options.replicas
 
 
 class Columns:
@@ -87,8 +92,7 @@ class Columns:
 
     def candidate(self, column: Column) -> Candidate:
         """A column as a stage."""
-        kind = self.request.kinds[column.kind]
-        return Candidate(self.sets[column.start], self.layers(column), column.replicas, column.recompute, kind)
+        return Candidate(self.sets[column.start], self.layers(column), column.options)
 
     def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
         """Yield the candidate stages from the state to each of the others."""
@@ -97,28 +101,20 @@ class Columns:
         footprint = self.space.footprint(state, others, work).divided(request.microbatches)
         rules = {"auto": (False, True), "never": (False,), "always": (True,)}[request.recompute]
         for number, kind in enumerate(request.kinds):
-            here = work if kind is None else work.at_speed(kind.speed)
+            limited = request.cluster.memory_of(kind) is not None
             for again in rules:
-                some = (here.recomputed(), footprint.recomputed()) if again else (here, footprint)
-                limit = request.cluster.memory_of(kind)
-                if again and limit is None and request.recompute == "auto":
+                if again and not limited and request.recompute == "auto":
                     continue  # nothing to gain
-                yield from self._variants(state, others, number, kind, again, *some, limit)
+                options = StageOptions(recompute=again, kind=kind)
+                base = Column(state, 0, options, number, 0.0, 0.0, 0)
+                yield from self._variants(base, others, work.under(options), footprint.under(options))
 
-    def _variants(
-        self,
-        state: int,
-        others: Integers,
-        number: int,
-        kind: DeviceKind | None,
-        recompute: bool,
-        work: Work,
-        footprint: Footprint,
-        limit: int | None,
-    ) -> Iterator[Column]:
+    def _variants(self, base: Column, others: Integers, work: Work, footprint: Footprint) -> Iterator[Column]:
+        """Yield the columns like `base` to each of the others, for every useful number of replicas."""
+        limit = self.request.cluster.memory_of(base.options.kind)
         smaller: list[tuple[Floats, Integers]] = []  # times and followers of smaller replica counts
         pinned = bool(self.request.constraints.gpu_of)  # may ask for more replicas than are fastest
-        for r in range(1, self._most_replicas(kind) + 1):
+        for r in range(1, self._most_replicas(base.options.kind) + 1):
             sum_s, max_s = self._seconds(work, r, len(others))
             after = self._most_after(footprint, r, len(others), limit)
             useful = after >= 0
@@ -127,15 +123,13 @@ class Columns:
                     useful &= (sum_s + max_s < seconds) | (after > room)
             smaller.append((sum_s + max_s, after))
             for column in np.flatnonzero(useful):
-                yield Column(
-                    state,
-                    int(others[column]),
-                    r,
-                    number,
-                    recompute,
-                    float(sum_s[column]),
-                    float(max_s[column]),
-                    int(after[column]),
+                yield replace(
+                    base,
+                    end=int(others[column]),
+                    options=replace(base.options, replicas=r),
+                    sum_s=float(sum_s[column]),
+                    max_s=float(max_s[column]),
+                    most_after=int(after[column]),
                 )
 
     def _most_replicas(self, kind: DeviceKind | None) -> int:

@@ -161,7 +161,7 @@ class Flow:
     def _with_fewest_gpus(self, arcs: Sequence[Arc], deadline: Deadline, most_sum_s: float = 0.0) -> _Found | None:
         """A plan of these arcs alone, whose sum is at most the given one if there is any."""
         weight = len(self.columns.states) + 1
-        costs = [(arc.column.replicas * weight + 1) * weight + arc.column.recompute for arc in arcs]
+        costs = [(arc.column.replicas * weight + 1) * weight + arc.column.options.recompute for arc in arcs]
         return self._cheapest(arcs, costs, deadline, most_sum_s)
 
     def _with_least_sum(self, arcs: Sequence[Arc], deadline: Deadline) -> _Found | None:

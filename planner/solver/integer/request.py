@@ -95,7 +95,7 @@ def ranked(request: Request, stages: Sequence[Candidate]) -> tuple[Candidate, ..
     ranked = []
     for stage in stages:
         ranks = {pinned[layer] for layer in stage.layers if layer in pinned}
-        alike = [rank for rank in free if cluster.kind_of(rank) == stage.kind]
+        alike = [rank for rank in free if cluster.kind_of(rank) == stage.options.kind]
         ranks.update(alike[: stage.replicas - len(ranks)])
         free = [rank for rank in free if rank not in ranks]
         ranked.append(replace(stage, ranks=tuple(sorted(ranks))))

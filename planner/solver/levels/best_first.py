@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import StageOptions
 from planner.cost.topology import Loads
 from planner.cost.work import Floats, Integers
 from planner.solver.chain.search import RESOLUTION, Path
@@ -38,8 +39,7 @@ class _Partial:
     number: int  # makes the order total, and so the answer repeatable
     rest: Rest = field(compare=False)
     states: tuple[int, ...] = field(compare=False)
-    replicas: tuple[int, ...] = field(compare=False)
-    recompute: tuple[bool, ...] = field(compare=False)
+    options: tuple[StageOptions, ...] = field(compare=False)
     sum_s: float = field(compare=False)
     max_s: float = field(compare=False)
     links: _Links = field(compare=False)
@@ -48,7 +48,7 @@ class _Partial:
     @property
     def rank(self) -> int:
         """The first rank of the next stage."""
-        return sum(self.replicas)
+        return sum(each.replicas for each in self.options)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class BestFirst:
         ranks = np.zeros(self.topology.gpus)
         nothing = _Links(Loads(self.topology), ranks, ranks, {})
         queue = [
-            _Partial(float(rest.sum_s[0, 0] + rest.max_s[0, 0]), -number, rest, (0,), (), (), 0.0, 0.0, nothing)
+            _Partial(float(rest.sum_s[0, 0] + rest.max_s[0, 0]), -number, rest, (0,), (), 0.0, 0.0, nothing)
             for number, rest in enumerate(roots)
         ]
         heapq.heapify(queue)
@@ -112,7 +112,7 @@ class BestFirst:
             if longer is None:
                 continue
             if longer.states[-1] == last:
-                best = better(best, Path(longer.states, longer.replicas, longer.bound_s, longer.recompute), price)
+                best = better(best, Path(longer.states, longer.options, longer.bound_s), price)
             elif longer.bound_s < limit_s:
                 heapq.heappush(queue, longer)
         known_s = np.inf if best is None else best.seconds
@@ -134,9 +134,9 @@ class BestFirst:
         max_s = max(partial.max_s, float(bounds.max_s[phase, r - 1, column]), busy_s)
         rest, rank = partial.rest, partial.rank + int(r)
         bound_s = max(float(bound_s), sum_s + rest.sum_s[target, rank] + max(max_s, rest.max_s[target, rank]))
-        states, replicas = (*partial.states, target), (*partial.replicas, int(r))
-        recompute = (*partial.recompute, bool(bounds.recompute[column]))
-        return _Partial(bound_s, number, rest, states, replicas, recompute, sum_s, max_s, links)
+        states = *partial.states, target
+        options = *partial.options, StageOptions(int(r), bool(bounds.recompute[column]))
+        return _Partial(bound_s, number, rest, states, options, sum_s, max_s, links)
 
     def _ways(self, partial: _Partial, limit_s: float) -> _Ways:
         """All stages that may come next and keep the plan below the limit."""
@@ -153,15 +153,15 @@ class BestFirst:
     def _linked(self, partial: _Partial, target: int, r: int) -> tuple[_Links, float, float]:
         """What the next stage adds to the links: also the seconds of transfers that the bounds do not count yet, and
         the busiest that a link comes to."""
-        state, rank, stage = partial.states[-1], partial.rank, len(partial.replicas)
+        state, rank, stage = partial.states[-1], partial.rank, len(partial.options)
         ranks = range(rank, rank + r)
         links, loads = partial.links, partial.links.loads.copy()
         holders, received = self._exchanged(links.holders, state, target, stage)
-        starts = np.cumsum((0, *partial.replicas))
+        starts = np.cumsum((0, *(each.replicas for each in partial.options)))
         late_s = 0.0
         for source, exchange in received.items():
             first = int(starts[source])
-            theirs = range(first, first + partial.replicas[source])
+            theirs = range(first, first + partial.options[source].replicas)
             late_s += loads.add_transfer(theirs, ranks, exchange) - self._counted_s(theirs, ranks, exchange)
         model = self.objective
         work = self.space.work(state, np.array([target]))

@@ -11,7 +11,7 @@ from planner.cost.link import Link
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Integers
 from planner.solver.bounds.registry import bounds_for
-from planner.solver.chain.search import RESOLUTION, Path, Search
+from planner.solver.chain.search import RESOLUTION, Path, Search, with_replicas
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.branches import MOST_DOWNSETS, Beyond, search_beyond
@@ -217,7 +217,7 @@ def _alike(question: Question) -> Iterator[Path]:
         if (coarse := _flat(question, link).best()) is not None:
             yield (path := _on(coarse, states))
             for _, size, _, _ in topology.shared:
-                yield replace(path, replicas=tuple(r // size * size or r for r in path.replicas))
+                yield with_replicas(path, [r // size * size or r for r in path.replicas])
 
 
 def _flat(question: Question, link: Link) -> Search | SynchronousSearch:

@@ -13,6 +13,7 @@ from itertools import cycle, pairwise
 
 import numpy as np
 
+from planner.cost.stage_options import StageOptions
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.chain.search import RESOLUTION, Path
 from planner.solver.chain.states import StateSpace
@@ -21,7 +22,7 @@ from planner.solver.levels.relaxed import Seconds
 KINDS = 4  # of neighbours
 PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # of a stage's compute, where it is parted
 
-_Stages = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]  # states, replicas, recompute
+_Stages = tuple[tuple[int, ...], tuple[StageOptions, ...]]  # states, options
 
 
 class Descents:
@@ -41,13 +42,13 @@ class Descents:
 
     def from_(self, path: Path) -> Path | None:
         """Where the path leads by always taking the best neighbour of a kind, or None if nothing fits."""
-        best = replace(path, seconds=self._seconds((path.states, path.replicas, path.recompute)))
+        best = replace(path, seconds=self._seconds((path.states, path.options)))
         stale = 0  # kinds since the last one that helped
         for neighbours in cycle((_cuts_moved, self._stages_parted, self._replicas_moved, _stages_joined)):
             before = best
             for stages in neighbours(before):
                 if (seconds := self._seconds(stages)) < best.seconds * (1 - RESOLUTION):
-                    best = Path(stages[0], stages[1], seconds, stages[2])
+                    best = Path(*stages, seconds)
             stale = stale + 1 if best is before else 0
             if stale == KINDS or self.over:
                 break
@@ -62,7 +63,7 @@ class Descents:
         if stages not in self._priced:
             if self.over or not _nested(self._space, stages[0]):
                 return np.inf
-            self._priced[stages] = self._price(Path(stages[0], stages[1], np.inf, stages[2]))
+            self._priced[stages] = self._price(Path(*stages, np.inf))
         return self._priced[stages]
 
     def _stages_parted(self, path: Path) -> Iterator[_Stages]:
@@ -71,7 +72,8 @@ class Descents:
         for stage, (start, end) in enumerate(pairwise(path.states)):
             targets_s = [compute_s[start] + part * (compute_s[end] - compute_s[start]) for part in PARTS]
             cuts = sorted({int(cut) for cut in np.searchsorted(compute_s, targets_s)})
-            for replicas in range(path.replicas[stage], path.replicas[stage] + 1 + (path.gpus < self._gpus)):
+            own = path.options[stage].replicas
+            for replicas in range(own, own + 1 + (path.gpus < self._gpus)):
                 for first in range(1, replicas):
                     for cut in cuts:
                         if start < cut < end:
@@ -79,20 +81,16 @@ class Descents:
 
     def _replicas_moved(self, path: Path) -> Iterator[_Stages]:
         """A replica given to another stage or to none, one more, and stages with each other's replicas."""
-        stages = range(len(path.replicas))
-        for giver in stages:
-            for taker in stages:
-                replicas = list(path.replicas)
-                if giver < taker and replicas[giver] != replicas[taker]:
-                    replicas[giver], replicas[taker] = replicas[taker], replicas[giver]
-                    yield path.states, tuple(replicas), path.recompute
-                replicas = list(path.replicas)
+        own = path.replicas
+        for giver in range(len(own)):
+            for taker in range(len(own)):
+                if giver < taker and own[giver] != own[taker]:
+                    yield _changed(path, {giver: own[taker], taker: own[giver]})
                 if giver == taker and path.gpus < self._gpus:
-                    yield path.states, (*replicas[:giver], replicas[giver] + 1, *replicas[giver + 1 :]), path.recompute
-                if replicas[giver] > 1:
-                    replicas[giver] -= 1
-                    replicas[taker] += giver != taker
-                    yield path.states, tuple(replicas), path.recompute
+                    yield _changed(path, {giver: own[giver] + 1})
+                if own[giver] > 1:
+                    more = {} if giver == taker else {taker: own[taker] + 1}
+                    yield _changed(path, {giver: own[giver] - 1, **more})
 
 
 def _cuts_moved(path: Path) -> Iterator[_Stages]:
@@ -102,23 +100,30 @@ def _cuts_moved(path: Path) -> Iterator[_Stages]:
         for direction in (1, -1):
             distance = 1
             while states[at - 1] < (moved := states[at] + direction * distance) < states[at + 1]:
-                yield (*states[:at], moved, *states[at + 1 :]), path.replicas, path.recompute
+                yield (*states[:at], moved, *states[at + 1 :]), path.options
                 distance *= 2
 
 
 def _stages_joined(path: Path) -> Iterator[_Stages]:
     """Two neighbours as one, with the replicas of both."""
-    for stage in range(len(path.replicas) - 1):
-        yield _with(path, stage, stage + 2, (), (path.replicas[stage] + path.replicas[stage + 1],))
+    for stage, (one, other) in enumerate(pairwise(path.replicas)):
+        yield _with(path, stage, stage + 2, (), (one + other,))
+
+
+def _changed(path: Path, replicas: dict[int, int]) -> _Stages:
+    """Return the path with other replicas of some stages."""
+    changed = {stage: replace(path.options[stage], replicas=r) for stage, r in replicas.items()}
+    return path.states, tuple(changed.get(stage, options) for stage, options in enumerate(path.options))
 
 
 def _with(path: Path, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Stages:
     """The path with other stages in place of those from `first` to before `last`; any recomputes if one of them did."""
-    again = any(path.recompute[first:last])
+    replaced = path.options[first:last]
+    base = replace(replaced[0], recompute=any(each.recompute for each in replaced))
+    options = (replace(base, replicas=r) for r in replicas)
     return (
         (*path.states[: first + 1], *cuts, *path.states[last:]),
-        (*path.replicas[:first], *replicas, *path.replicas[last:]),
-        (*path.recompute[:first], *(again for _ in replicas), *path.recompute[last:]),
+        (*path.options[:first], *options, *path.options[last:]),
     )
 
 

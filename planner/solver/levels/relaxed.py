@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats
 from planner.solver.chain.search import RESOLUTION, Path
 from planner.solver.levels.stage_bounds import Places, Question, StageBounds, stage_bounds
@@ -105,7 +106,8 @@ class Relaxed:
 
     def _traced(self, gpus: int, max_s: Floats, limit_s: float) -> Path:
         """A path within the limit, with few GPUs."""
-        states, replicas, recompute, rank = [0], [], [], 0
+        states, rank = [0], 0
+        options: list[StageOptions] = []
         while states[-1] < len(self.space) - 1:
             bounds = self.bounds[states[-1]]
             counts = self.places.replicas[: gpus - rank]
@@ -116,10 +118,9 @@ class Relaxed:
             )
             row, column = np.argwhere(fits & (peaks <= limit_s))[0]
             states.append(int(bounds.others[column]))
-            recompute.append(bool(bounds.recompute[column]))
-            replicas.append(int(counts[row]))
+            options.append(StageOptions(int(counts[row]), bool(bounds.recompute[column])))
             rank += int(counts[row])
-        return Path(tuple(states), tuple(replicas), float(limit_s), tuple(recompute))
+        return Path(tuple(states), tuple(options), float(limit_s))
 
     def _least_sum(self, gpus: int, limit_s: float) -> tuple[Path, float] | None:
         """The path of least sum whose stages keep the limit, by the bounds; and its largest stage."""
@@ -138,12 +139,12 @@ class Relaxed:
                 choice[state, rank] = np.unravel_index(best, totals.shape)
         if not np.isfinite(sums[0, 0]):
             return None
-        states, replicas, recompute, rank, peak_s = [0], [], [], 0, 0.0
+        states, rank, peak_s = [0], 0, 0.0
+        options: list[StageOptions] = []
         while states[-1] < last:
             bounds, (row, column) = self.bounds[states[-1]], choice[states[-1], rank]
             peak_s = max(peak_s, float(bounds.max_s[rank % self.places.phases, row, column]))
             states.append(int(bounds.others[column]))
-            recompute.append(bool(bounds.recompute[column]))
-            replicas.append(int(row) + 1)
+            options.append(StageOptions(int(row) + 1, bool(bounds.recompute[column])))
             rank += int(row) + 1
-        return Path(tuple(states), tuple(replicas), float(sums[0, 0]), tuple(recompute)), peak_s
+        return Path(tuple(states), tuple(options), float(sums[0, 0])), peak_s

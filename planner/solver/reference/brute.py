@@ -13,7 +13,7 @@ from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.stage_options import RecomputeRule, StageOptions
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
@@ -38,7 +38,7 @@ class Answer:
     @property
     def rank(self) -> tuple[int, int, int]:
         """What decides among equally fast plans."""
-        return self.gpus, len(self.stages), sum(stage.recompute for stage in self.stages)
+        return self.gpus, len(self.stages), sum(stage.options.recompute for stage in self.stages)
 
 
 def brute_force(
@@ -100,7 +100,7 @@ def plans(
             if not before < after:
                 continue
             for replicas, again in product(range(1, left + 1), variants):
-                stage = Candidate(before, after - before, replicas, again)
+                stage = Candidate(before, after - before, StageOptions(replicas, again))
                 if after == everything:
                     yield (stage,)
                 else:
@@ -121,7 +121,7 @@ def interleaved_plans(
         if rest == 0 and workers >= 2 and all(stage.replicas == 1 for stage in stages):
             for copies in range(1, gpus // workers + 1):
                 if microbatches // copies >= workers:
-                    yield tuple(replace(stage, replicas=copies) for stage in stages)
+                    yield tuple(replace(stage, options=replace(stage.options, replicas=copies)) for stage in stages)
 
 
 def downsets(layer_costs: LayerCosts) -> list[frozenset[int]]:

@@ -152,7 +152,7 @@ def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
     if expected is not None:
         assert paths[0].seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
         assert bound_s == pytest.approx(paths[0].seconds)
-        assert not any(paths[0].recompute)
+        assert not any(each.recompute for each in paths[0].options)
 
 
 def deep(layers: int = 64, output_bytes: int = 0, weight_bytes: int = 0, saved_bytes: int = 0) -> Profile:

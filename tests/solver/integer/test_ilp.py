@@ -16,6 +16,7 @@ from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import StageOptions
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
@@ -148,7 +149,7 @@ def every_plan(layer_costs: LayerCosts, cluster: Cluster) -> Iterator[tuple[Cand
                 continue
             for number, kind in enumerate(kinds):
                 for replicas in range(1, left[number] + 1):
-                    stage = Candidate(before, after - before, replicas, kind=kind)
+                    stage = Candidate(before, after - before, StageOptions(replicas, kind=kind))
                     if after == everything:
                         yield (stage,)
                         continue
@@ -179,7 +180,7 @@ def fastest(
         if not respects(layer_costs, stages, constraints):
             continue
         cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches))
-        limits = [cluster.memory_of(stage.kind) for stage in stages]
+        limits = [cluster.memory_of(stage.options.kind) for stage in stages]
         if all(limit is None or m.total_bytes <= limit for m, limit in zip(cost.memory, limits, strict=True)):
             best = min(best, cost.seconds_per_minibatch)
     return best
@@ -232,7 +233,7 @@ def test_constraints_and_kinds_against_every_plan(
     ranks = [rank for stage in answer.stages for rank in stage.ranks]
     assert len(set(ranks)) == len(ranks)
     for stage in answer.stages:
-        assert all(cluster.kind_of(rank) == stage.kind for rank in stage.ranks)
+        assert all(cluster.kind_of(rank) == stage.options.kind for rank in stage.ranks)
 
 
 def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:

@@ -72,8 +72,8 @@ def check(
 
     def seconds(path: Path) -> float:
         stages = [
-            Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), r, again)
-            for i, j, r, again in zip(path.states, path.states[1:], path.replicas, path.recompute, strict=False)
+            Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), options)
+            for i, j, options in zip(path.states, path.states[1:], path.options, strict=False)
         ]
         cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, cost_model=model))
         limit = cluster.memory_bytes

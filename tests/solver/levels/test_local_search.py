@@ -10,6 +10,7 @@ import pytest
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver import solve
@@ -41,7 +42,7 @@ def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
     """Eight equal layers with heavy weights, for two GPUs whose link is no limit but for weights."""
     even = profile(*(layer(f"l{i}", output_bytes=1, weight_bytes=10**6) for i in range(8)))
     space, priced, descents = seconds_on(even, flat_cluster(2, 1e5))
-    found = descents.from_(Path((0, 8), (1,), np.inf, (False,)))
+    found = descents.from_(Path((0, 8), (StageOptions(1),), np.inf))
     assert found is not None
     assert (found.states, found.replicas) == ((0, 4, 8), (1, 1))
     assert found.seconds == min(priced.values()) == 12.0
@@ -51,7 +52,7 @@ def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
 def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
     uneven = profile(*(layer(f"l{i}", 1 + i % 3, 2, output_bytes=7, weight_bytes=100) for i in range(12)))
     _, priced, descents = seconds_on(uneven, hierarchical_cluster((2, 2), (50.0, 5.0)))
-    starts = [Path((0, 12), (4,), np.inf, (False,)), Path((0, 3, 12), (1, 3), np.inf, (False, False))]
+    starts = [Path((0, 12), (StageOptions(4),), np.inf), Path((0, 3, 12), (StageOptions(1), StageOptions(3)), np.inf)]
     first, second = (descents.from_(start) for start in starts)
     assert first is not None
     assert second is not None
@@ -65,7 +66,7 @@ def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
 def test_where_nothing_fits_there_is_no_answer() -> None:
     two = profile(layer("a", output_bytes=1), layer("b"))
     descents = Descents(Chain(LayerCosts(two)), 2, lambda _: np.inf, NO_HURRY, 100)
-    assert descents.from_(Path((0, 2), (2,), np.inf, (False,))) is None
+    assert descents.from_(Path((0, 2), (StageOptions(2),), np.inf)) is None
 
 
 @pytest.mark.parametrize("model", ["resnet50", "gnmt8"])
