@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import Price
+from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.cost.weight_copies import price_with_copies
@@ -36,8 +37,6 @@ from planner.solver.methods import Found, SolverName, answer, method_for
 from planner.solver.task import Task
 
 __all__ = ["solve"]
-
-_ROUNDING = 1e-9  # the search and the price add the same numbers in different order
 
 
 def solve(
@@ -116,7 +115,7 @@ def _report(found: Found, cost: Price, cost_model: CostModelName, trials: Trials
     seconds = cost.seconds_per_minibatch
     bound_s = min(found.bound_s, seconds)
     if cost.cost_model_s is None:
-        optimal = seconds <= bound_s * (1 + _ROUNDING)
+        optimal = seconds <= bound_s * (1 + SLACK)
         bound_s = seconds if optimal else bound_s
     else:
         optimal = seconds <= bound_s * (1 + TOLERANCE)

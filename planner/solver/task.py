@@ -12,6 +12,7 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.placement import places_matter
 from planner.cost.price import Price
 from planner.cost.pricing import busy_resources, price
+from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.cost.topology import Topology
@@ -37,7 +38,6 @@ from planner.solver.levels.stage_bounds import Question
 
 MOST_DRAINED_STATES = 600  # the search for schedules that drain is slower
 MOST_DRAINED_GPUS = 64  # beyond, it is not asked whether a schedule that drains would fit
-_ROUNDING = 1e-9  # the search and the price add the same numbers in different order
 
 
 class Task:
@@ -179,7 +179,7 @@ class Task:
         best = None if wider is None else wider.best()
         if wider is None or best is None or wider.interrupted:
             return self, path, self.relaxed_s()
-        if best.seconds >= path.seconds * (1 - _ROUNDING):
+        if best.seconds >= path.seconds * (1 - SLACK):
             return self, path, path.seconds
         return (self, path, best.seconds) if self.keeps_order else (wider, best, best.seconds)
 

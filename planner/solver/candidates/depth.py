@@ -26,6 +26,7 @@ from typing import Literal
 
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import Price, stage_memory
+from planner.cost.rounding import SLACK
 from planner.formats.cluster import Cluster
 from planner.formats.plan import StageMemory
 from planner.schedule.flush import FLUSH
@@ -44,7 +45,6 @@ FAR = 1.5  # what deepening beyond the count at the top of this file does not ga
 NEAR = 1.1  # the same of going still deeper, or less deep
 RESERVED = 0.5  # of what may be simulated, for other pipelines than the one that is being deepened
 HARDLY = 0.005  # where all stages deeper gain no more than this, the first few do not either
-_ROUNDING = 1e-9
 WORTH = 0.02  # what a minibatch more in flight at the first stage must gain, as a part of the time
 
 
@@ -292,7 +292,7 @@ def _more(depths: Depths, more: int, upto: int) -> Depths:
 
 def _better(deeper: DepthChoice, best: DepthChoice, published: Depths) -> bool:
     one, other = _regret(deeper, published), _regret(best, published)
-    alike = abs(one - other) <= _ROUNDING * other
+    alike = abs(one - other) <= SLACK * other
     return sum(deeper.depths) < sum(best.depths) if alike else one < other
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import Price
+from planner.cost.rounding import SLACK
 from planner.formats.cluster import Cluster
 from planner.schedule.schedule import Schedule
 from planner.solver.candidates.budget import Tally
@@ -23,7 +24,6 @@ from planner.solver.candidates.pipelines import pipeline_for, too_large
 Priced = tuple[Sequence[Candidate], Price]
 
 SETTLED = 1e-3  # a plan this close to the time that none is below needs no rival
-_ROUNDING = 1e-9
 
 
 def simulated_price(
@@ -102,7 +102,7 @@ class Trials:
                 best = stages, self.price(layer_costs, stages, cost)
                 continue
             best_s = best[1].seconds_per_minibatch
-            if cost.seconds_per_minibatch >= best_s * (1 - _ROUNDING) or best_s <= least_s * (1 + SETTLED):
+            if cost.seconds_per_minibatch >= best_s * (1 - SLACK) or best_s <= least_s * (1 + SETTLED):
                 break
             if tuple(stages) in self.tally.seen:
                 continue
@@ -110,7 +110,7 @@ class Trials:
                 self.tally.exhausted = False
                 break
             priced = self.price(layer_costs, stages, cost, best_s)
-            if priced.cost_model_s is not None and priced.seconds_per_minibatch < best_s * (1 - _ROUNDING):
+            if priced.cost_model_s is not None and priced.seconds_per_minibatch < best_s * (1 - SLACK):
                 best = stages, priced
         assert best is not None
         return best

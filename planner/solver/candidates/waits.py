@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import Link, link_of
+from planner.cost.rounding import SLACK
 from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.formats.cluster import Cluster
@@ -38,7 +39,6 @@ SLOWED = 1.15  # how much worse than the best a plan's bound may be on the slowe
 LEANER, LEANER_STEPS = 1.15, 4
 FEW = 8
 LENIENT = 2  # times that of a single stage: a first plan that seems farther from it is not deepened
-_ROUNDING = 1e-9
 
 
 class FrontSearch(Search):
@@ -134,7 +134,7 @@ def counts_to_try(gpus: int) -> list[int]:
 
 def steps_below(value: float, unit: float, step: float, count: int) -> list[float]:
     """The highest `count` of the numbers unit·step^k that are below the value."""
-    highest = math.ceil(math.log(value / unit, step) - _ROUNDING) - 1
+    highest = math.ceil(math.log(value / unit, step) - SLACK) - 1
     return [unit * step**power for power in range(highest, highest - count, -1)]
 
 
@@ -170,12 +170,12 @@ def fastest(
             used = sum(stage.replicas for stage in proposal[0])
             if tuple(proposal[0]) in trials.tally.seen:
                 continue
-            if proposal[1].seconds_per_minibatch >= best[1].seconds_per_minibatch * (1 - _ROUNDING):
+            if proposal[1].seconds_per_minibatch >= best[1].seconds_per_minibatch * (1 - SLACK):
                 continue  # not even without waiting
             price = trials.price(layer_costs, *proposal, best[1].seconds_per_minibatch)
             if price.cost_model_s is None:
                 continue
-            if price.seconds_per_minibatch < best[1].seconds_per_minibatch * (1 - _ROUNDING):
+            if price.seconds_per_minibatch < best[1].seconds_per_minibatch * (1 - SLACK):
                 best = proposal[0], price
     return best
 
@@ -188,7 +188,7 @@ def _first_of(layer_costs: LayerCosts, first: Priced, alone: Priced | None, tria
         priced = alone[1].seconds_per_minibatch if alone[1].cost_model_s is not None else math.inf
     best = first[0], trials.price(layer_costs, *first, LENIENT * priced)
     told = best[1].cost_model_s is not None
-    faster = not told or priced < best[1].seconds_per_minibatch * (1 - _ROUNDING)
+    faster = not told or priced < best[1].seconds_per_minibatch * (1 - SLACK)
     return alone if alone is not None and priced < math.inf and faster else best
 
 

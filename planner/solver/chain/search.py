@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate
+from planner.cost.rounding import SLACK
 from planner.cost.stage_options import RecomputeRule, StageOptions
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 from planner.solver.bounds.bounds import Bounds
@@ -34,7 +35,6 @@ from planner.solver.chain.tables import StageTables
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
-_SLACK = 1e-9
 _ROUGH_STATES = 300
 _FEW_STATES = 300
 _NEAR = 2e-3
@@ -178,7 +178,7 @@ class Search:
         """A plan with the fewest GPUs that meets the target (positive), or None when there are not enough."""
         space, last = self.space, len(self.space) - 1
         before_s = self._before_s
-        room = np.minimum(np.floor(self.gpus - before_s / target_s + _SLACK).astype(np.int64), self._room)
+        room = np.minimum(np.floor(self.gpus - before_s / target_s + SLACK).astype(np.int64), self._room)
         gpus = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)
         stages = np.zeros(last + 1, dtype=np.int64)
         follow = np.zeros(last + 1, dtype=np.int64)
@@ -194,7 +194,7 @@ class Search:
                 continue
             others = reached[start:]
             least_s = before_s[others] - before_s[state]
-            least = np.maximum(np.ceil(least_s / target_s - _SLACK), 1.0)
+            least = np.maximum(np.ceil(least_s / target_s - SLACK), 1.0)
             others = others[gpus[others] + least <= room[state]]
             others = space.among_later(state, others)
             if not len(others):
@@ -228,7 +228,7 @@ class Search:
         target_s *= 1 + 4 * RESOLUTION  # the last walk asks for a little more than the best time
         for number, state in enumerate(useful):
             others = useful[number + 1 :]
-            least = np.maximum(np.ceil((self._before_s[others] - self._before_s[state]) / target_s - _SLACK), 1)
+            least = np.maximum(np.ceil((self._before_s[others] - self._before_s[state]) / target_s - SLACK), 1)
             others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
             others = self.space.among_later(int(state), others)
             if len(others):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.rounding import SLACK
 from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Integers
 from planner.solver.bounds.bounds import Bounds
@@ -34,7 +35,6 @@ _WORTH_A_WALK = 20
 NEAR_STATES = 600
 ROUNDS = 3
 _NEAR_UNLISTED, _ROUNDS_UNLISTED = 1_000, 4
-_SLACK = 1e-9
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class _Bracket:
                 return True
             left -= 1
             others = np.flatnonzero(after[state + 1 :] < room) + state + 1
-            least = np.maximum(np.ceil((before_s[others] - before_s[state]) / target_s - _SLACK), 1)
+            least = np.maximum(np.ceil((before_s[others] - before_s[state]) / target_s - SLACK), 1)
             others = space.among_later(state, others[after[others] + least <= room])
             if not len(others):
                 return False

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts, Traffic
+from planner.cost.rounding import SLACK
 from planner.cost.work import Floats, Integers
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import COUNTED, StateSpace, column
 from planner.solver.graph.lattice import Words, enumerate_covers, to_bits, to_words
 
 _BLOCK = 16_384
-_SLACK = 1e-9
 _TICKS = 2.0**50  # of which a model's compute time has so many: whole numbers, whose sums are exact
 
 
@@ -82,8 +82,8 @@ class Downsets(StateSpace):
         """The states at which a plan for `gpus` within the target may cut."""
         before_s = model.least_s(self.work(0, np.arange(len(self))))
         before, after = model.fewest_around_cut(self.outputs, self.gradients, target_s)
-        before = np.maximum(before, np.ceil(before_s / target_s - _SLACK))
-        after = np.maximum(after, np.ceil((before_s[-1] - before_s) / target_s - _SLACK))
+        before = np.maximum(before, np.ceil(before_s / target_s - SLACK))
+        after = np.maximum(after, np.ceil((before_s[-1] - before_s) / target_s - SLACK))
         keep = np.maximum(before, 1) + np.maximum(after, 1) <= gpus
         keep[[0, -1]] = True
         return np.flatnonzero(keep)

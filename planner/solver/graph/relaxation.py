@@ -28,7 +28,7 @@ from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Lattice
 
 NEVER = 2**30
-_SLACK = 1e-13  # of the whole compute time, for rounding
+_SLACK = 1e-13  # of the whole compute time: times that are differences of running sums are known no better
 _PER_STEP = 50_000  # what a step costs besides its covers, in covers
 
 

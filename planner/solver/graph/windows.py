@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.rounding import SLACK
 from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
 from planner.solver.bounds.bounds import Bounds
@@ -27,7 +28,6 @@ _WINDOWS = 500
 _TICKS = 2.0**50  # of work in the whole model: whole numbers, which add up to the same in any order
 _EVERY = 2.0**-34  # share of the work that layers count besides their own, so that none counts nothing
 _PRECISION = 5e-4  # how closely the bound is found
-_SLACK = 1e-9
 
 Flags = NDArray[np.bool_]
 Record = TypeVar("Record", Work, Footprint)
@@ -62,11 +62,11 @@ class Windows:
 
     def bound_s(self, gpus: int, memory_bytes: int | None, recompute: RecomputeRule, at_most_s: float) -> float:
         """A time, up to `at_most_s`, below which no plan is."""
-        low_s, high_s = self.total_s * self.model.microbatches / gpus * (1 - _SLACK), at_most_s
+        low_s, high_s = self.total_s * self.model.microbatches / gpus * (1 - SLACK), at_most_s
         if low_s >= high_s:
             return low_s
-        if not self._possible(high_s * (1 - _SLACK), gpus, memory_bytes, recompute):
-            return high_s * (1 - _SLACK)
+        if not self._possible(high_s * (1 - SLACK), gpus, memory_bytes, recompute):
+            return high_s * (1 - SLACK)
         while high_s - low_s > _PRECISION * high_s:
             middle_s = (low_s + high_s) / 2
             if self._possible(middle_s, gpus, memory_bytes, recompute):
@@ -78,8 +78,8 @@ class Windows:
     def _possible(self, target_s: float, gpus: int, memory_bytes: int | None, recompute: RecomputeRule) -> bool:
         """Whether a sequence of windows meets the target with the GPUs."""
         count, times = len(self._low), self.model.microbatches
-        after = np.ceil((self.total_s - self._most_s) * times / target_s - _SLACK)
-        before = np.ceil(self._least_s * times / target_s - _SLACK)
+        after = np.ceil((self.total_s - self._most_s) * times / target_s - SLACK)
+        before = np.ceil(self._least_s * times / target_s - SLACK)
         kept = np.flatnonzero(np.maximum(after, 1) + np.maximum(before, 1) <= gpus)
         kept = np.union1d(kept, [0, count - 1])
         pairs = np.ix_(kept, kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.cost.rounding import SLACK
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.solver.candidates.deadline import Deadline
@@ -17,7 +18,6 @@ from planner.solver.integer.milp import MilpName, installed
 from planner.solver.integer.request import IlpAnswer, Request, ranked
 
 _MOST_STATES_FOR_A_BOUND = 300
-_EQUAL = 1e-9  # relative difference of times that count as equal
 
 
 def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
@@ -40,7 +40,7 @@ def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = No
         return None
     if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
         bound_s = min(answer.bound_s, _over_all_cuts_s(request, deadline, solver))
-        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - _EQUAL))
+        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
     return replace(answer, stages=ranked(request, answer.stages))
 
 

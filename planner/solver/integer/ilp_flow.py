@@ -33,6 +33,7 @@ import numpy as np
 import pulp
 
 from planner.cost.layer_costs import Candidate
+from planner.cost.rounding import SLACK
 from planner.errors import InputError
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.ilp_columns import Column, Columns
@@ -41,7 +42,6 @@ from planner.solver.integer.request import IlpAnswer, Request
 
 MOST_ARCS = 300_000
 _SCALE = 1000.0  # what the time of a balanced plan is scaled to
-_EQUAL = 1e-9  # relative difference of times that count as equal
 
 Node = tuple[int, int, int]  # state, GPUs from there on, stages before; -1 where it does not matter
 
@@ -150,8 +150,8 @@ class Flow:
 
     def _leanest(self, found: _Found, deadline: Deadline) -> _Found:
         """Of plans with its sum and its maximum one with fewest GPUs, then stages, then stages that recompute."""
-        limit_s = found.seconds * (1 + _EQUAL)
-        arcs = [arc for arc in self.arcs if arc.column.max_s <= found.max_s * (1 + _EQUAL)]
+        limit_s = found.seconds * (1 + SLACK)
+        arcs = [arc for arc in self.arcs if arc.column.max_s <= found.max_s * (1 + SLACK)]
         try:
             lean = self._with_fewest_gpus(arcs, deadline, found.sum_s)
         except TimeoutError:
@@ -184,7 +184,7 @@ class Flow:
         problem.setObjective(_weighted(zip(chosen, costs, strict=True)))
         if most_sum_s > 0:
             sums = _weighted((x, arc.column.sum_s * self._scale) for x, arc in zip(chosen, arcs, strict=True))
-            problem += sums <= most_sum_s * self._scale * (1 + _EQUAL)
+            problem += sums <= most_sum_s * self._scale * (1 + SLACK)
         outcome = run(problem, self.solver, deadline.left_s)
         if outcome.status == "infeasible":
             return None

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.placement import Resource
+from planner.cost.rounding import SLACK
 from planner.cost.topology import Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.formats.plan import CostModelName
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for
-
-_SLACK = 1e-9
 
 
 class NearestModel(Bounds):
@@ -52,7 +51,7 @@ class NearestModel(Bounds):
         """The fewest that stay within a group and meet the target with its links, else within a larger one."""
         shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), np.shape(after))
         floor, behind = np.broadcast_to(at_least, shape), np.broadcast_to(after, shape)
-        least = np.broadcast_to(self.least_s(work), shape) / target_s * (1 - _SLACK)
+        least = np.broadcast_to(self.least_s(work), shape) / target_s * (1 - SLACK)
         answer = np.full(shape, IMPOSSIBLE, dtype=np.int64)
         smaller = 0
         for larger, model in zip(self._groups, self._levels, strict=True):
