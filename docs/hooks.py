@@ -1,8 +1,8 @@
-"""What the reference pages take from the code, so that they cannot contradict it.
+"""Write tables and help texts from the code into the pages, so that they cannot contradict it.
 
-In a page, a line of its own
+In a page, one of these lines
 
-    <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and those inside it,
+    <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and of those inside it,
     <!-- help: plan solve -->                          becomes what `plan solve --help` prints,
     <!-- devices: all -->                              becomes the table of devices that estimates know,
     <!-- schedules: all -->                            becomes the table of schedules.
@@ -30,7 +30,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs for every page."""
+    """Return the page with its markers replaced; mkdocs calls this for every page."""
     shown: set[type[BaseModel]] = set()
 
     def write(found: re.Match[str]) -> str:
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def device_table() -> str:
-    """Peaks of every device of the table."""
+    """Return a table of all devices with their peaks."""
     from planner.profiler.estimated.devices import DEVICES, DTYPES
 
     lines = [
@@ -65,7 +65,7 @@ def device_table() -> str:
 
 
 def schedule_table() -> str:
-    """Name, updates, units in flight and source of every schedule."""
+    """Return a table of all schedules: name, updates, units in flight and source."""
     from planner.schedule.registry import DEFAULT, SCHEDULES
 
     lines = ["| schedule | updates | minibatches between forward and backward | source |", "|---|---|---|---|"]
@@ -76,9 +76,9 @@ def schedule_table() -> str:
 
 
 def field_tables(path: str, shown: set[type[BaseModel]] | None = None) -> str:
-    """Markdown: one table for the record at `path` ("module.Class"), then one for each record inside it.
+    """Return a table for the record at `path` ("module.Class"), then one for each record inside it.
 
-    Records in `shown` are left out; those written are added to it, so that a page has each once.
+    Records in `shown` are left out. Those written are added to it, so that a page has each once.
     """
     shown = set() if shown is None else shown
     module, name = path.rsplit(".", 1)
@@ -89,7 +89,7 @@ def field_tables(path: str, shown: set[type[BaseModel]] | None = None) -> str:
 
 
 def help_text(command: str) -> str:
-    """Markdown: what `command --help` prints."""
+    """Return what `command --help` prints, as a block of code."""
     # Imported here: the tables of fields need no command line.
     from planner.cli.main import main
 
@@ -109,7 +109,7 @@ def help_text(command: str) -> str:
 
 
 def _records(root: type[BaseModel]) -> list[type[BaseModel]]:
-    """`root` and all records that its fields hold, each once, outer before inner."""
+    """Return `root` and all records that its fields hold, each once, outer before inner."""
     found = [root]
     for record in found:  # grows while it is walked
         for field in record.model_fields.values():
@@ -141,7 +141,7 @@ def _summary(record: type[BaseModel]) -> str:
 
 
 def _for_json(text: str) -> str:
-    """The code says None where the file says null."""
+    """Return the text with null for None, as the files have it."""
     return re.sub(r"\bNone\b", "null", text)
 
 
