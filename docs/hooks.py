@@ -2,7 +2,7 @@
 
 In a page, one of these lines
 
-    <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and of those inside it,
+    <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and its parts,
     <!-- help: plan solve -->                          becomes what `plan solve --help` prints,
     <!-- devices: all -->                              becomes the table of devices that estimates know,
     <!-- schedules: all -->                            becomes the table of schedules.
