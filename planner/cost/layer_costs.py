@@ -73,6 +73,11 @@ class LayerCosts:
             if (used := users.get((layer.name, value.name)))
         )
 
+    @cached_property
+    def everything(self) -> Work:
+        """The work of all layers as one stage, on one profiled device."""
+        return self.work(Candidate(frozenset(), frozenset(range(len(self.profile.layers)))))
+
     def work(self, stage: Candidate) -> Work:
         """The stage's work for one microbatch."""
         key = stage.before, stage.layers

@@ -19,6 +19,7 @@ from planner.cost.topology import Topology
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import CostModelName
 from planner.schedule.schedule import Schedule
+from planner.solver.bounds.balance import balanced_s
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.search import Path, Search, stages_along
@@ -218,17 +219,8 @@ class Task:
 
     def relaxed_s(self) -> float:
         """A time below which no plan can be, whatever its cuts: perfect balance and no communication."""
-        last = np.array([len(self.space) - 1])
-        work = self.space.work(0, last)
-        # All microbatches of a minibatch add up their gradients but the first of every GPU.
-        adding_s = float(work.accumulate_s[0]) * max(0.0, self.microbatches / self.cluster.gpus - 1)
-        if self.schedule.asynchronous:
-            model = bounds_for(self.model, self.link, self.schedule, self.microbatches)
-            return float(model.least_s(work)[0]) / self.cluster.gpus + adding_s
-        once_s = float(work.forward_s[0] + work.backward_s[0])
-        if not self.schedule.pipelined:
-            return once_s + float(work.update_s[0])
-        return once_s * max(1.0, self.microbatches / self.cluster.gpus) + adding_s
+        setting = Setting(self.cluster, self.schedule, self.microbatches, cost_model=self.model)
+        return balanced_s(self.space.work(0, np.array([len(self.space) - 1])), setting)
 
     def _search(self, gpus: int, memory_bytes: int | None) -> Search | SynchronousSearch:
         if self.placed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.cost.layer_costs import Candidate
 from planner.cost.price import Price
+from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.trials import Trials
 from planner.solver.integer.request import Request
 from planner.solver.methods import Found
@@ -19,10 +19,5 @@ def solve_zero_bubble(request: Request, drained: Found, trials: Trials) -> tuple
     """
     assert request.schedule.divides
     cost = trials.price(request.layer_costs, drained.stages, request.priced(drained.stages))
-    layers = request.layer_costs.profile.layers
-    everything = request.layer_costs.work(Candidate(frozenset(), frozenset(range(len(layers)))))
-    fastest = max((kind.speed for kind in request.cluster.kinds), default=1.0)
-    once_s = float(everything.forward_s + everything.backward_s) / fastest
-    adding_s = max(0, request.microbatches - request.cluster.gpus) * float(everything.accumulate_s) / fastest
-    bound_s = (request.microbatches * once_s + adding_s) / request.cluster.gpus
+    bound_s = balanced_s(request.layer_costs.everything, request.setting)
     return replace(drained, bound_s=min(bound_s, cost.seconds_per_minibatch)), cost

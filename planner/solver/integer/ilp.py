@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from planner.cost.rounding import SLACK
 from planner.errors import InputError
-from planner.formats.cluster import Cluster
+from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.ilp_columns import Columns
 from planner.solver.integer.ilp_flow import Flow
@@ -48,11 +48,11 @@ def _over_all_cuts_s(request: Request, deadline: Deadline, solver: MilpName) -> 
     """A time that no plan over any cuts of the graph beats."""
     columns = Columns(request, all_cuts=True)
     if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
-        return _relaxed_s(request)
+        return balanced_s(request.layer_costs.everything, request.setting)
     try:
         answer = Flow(request, columns, solver).solve(deadline)
     except TimeoutError:
-        return _relaxed_s(request)
+        return balanced_s(request.layer_costs.everything, request.setting)
     assert answer is not None  # the plans along the order are among them
     return answer.bound_s
 
@@ -75,22 +75,3 @@ def refuse(request: Request) -> None:
             f"layer '{name}' cannot be pinned to GPU {rank} of a cluster whose GPUs are all alike",
             hint="pin it to a stage, or give the cluster's kinds in cluster.json",
         )
-
-
-def _relaxed_s(request: Request) -> float:
-    """A time below which no plan can be: perfect balance and no communication."""
-    layers = request.layer_costs.profile.layers
-    forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
-    update_s, speeds = sum(layer.update_s for layer in layers), _speeds(request.cluster)
-    # All microbatches of a minibatch add up their gradients but the first of every device.
-    adding_s = sum(layer.accumulate_s for layer in layers) * max(0, request.microbatches - len(speeds)) / sum(speeds)
-    once_s = forward_s + backward_s
-    if request.schedule.asynchronous:
-        return (once_s * request.microbatches + update_s) / sum(speeds) + adding_s
-    if not request.schedule.pipelined:
-        return (once_s + update_s) / max(speeds)
-    return once_s * max(1 / max(speeds), request.microbatches / sum(speeds)) + adding_s
-
-
-def _speeds(cluster: Cluster) -> list[float]:
-    return [kind.speed for kind in cluster.kinds for _ in range(kind.count)] or [1.0] * cluster.gpus

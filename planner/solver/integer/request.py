@@ -70,9 +70,12 @@ class Request:
 
     def priced(self, stages: Sequence[Candidate]) -> Price:
         """The price of a plan."""
-        return price(
-            self.layer_costs, stages, Setting(self.cluster, self.schedule, self.microbatches, cost_model=self.model)
-        )
+        return price(self.layer_costs, stages, self.setting)
+
+    @property
+    def setting(self) -> Setting:
+        """What plans are priced for."""
+        return Setting(self.cluster, self.schedule, self.microbatches, cost_model=self.model)
 
 
 @dataclass(frozen=True)
