@@ -1,6 +1,6 @@
-"""How the gradients of a replicated stage are put into buckets, and when in the backward these can be all-reduced.
+"""Buckets of a replicated stage's gradients: their size, and when in the backward they can be all-reduced.
 
-One rule for the executor, which fills buckets, and for the simulation, which only knows layers.
+The executor, which fills buckets, and the simulation, which only knows layers, use the same rule.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Sequence
 from planner.cost.link import BUCKETS
 from planner.formats.profile import Layer
 
-# A bucket no smaller than hides latency, and no larger than DistributedDataParallel's.
+# Smaller buckets would be dominated by latency. The largest are as large as DistributedDataParallel's.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
 
 
 def bucket_bytes(total_bytes: int) -> int:
-    """At so many bytes a bucket is full; gradients are never divided, so it may have more."""
+    """Return the bytes at which a bucket is full; it may have more, because a gradient is never divided."""
     return min(max(total_bytes // BUCKETS, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
 
 
 def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[float, ...]:
-    """Seconds from the start of a backward until each of `BUCKETS` equal parts of its gradients can be reduced.
+    """Return the seconds from the start of a backward until each of `BUCKETS` equal parts of its gradients is ready.
 
-    That is when the bucket is full that holds the last byte of the part. The last part does not come before the
-    backward's end, which is what the cost model takes: its time stays one that no simulation is below.
+    A part is ready when the bucket that holds its last byte is full. The last part waits for the end of the backward,
+    as in the cost model, which thereby stays a lower bound of every simulation.
 
     Args:
         layers: of the stage, in their order.
-        copied: layers of other stages, whose weights some of these layers use, too.
+        copied: layers of other stages whose weights some of these layers use, too.
 
-    A profile knows the gradients of a layer only together. Where there are many parameters, they are taken to come in
-    pairs, a weight with its bias, of equal sizes and at equal distances over the layer's backward.
+    A profile records the gradients of a layer as a whole. A layer of many parameters is taken to finish them in pairs,
+    a weight with its bias, of equal size and at equal distances over its backward.
     """
     backward_s = sum(layer.backward_s for layer in layers)
     pieces = _pieces(layers, copied)
@@ -54,7 +54,7 @@ def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[floa
 
 
 def reduced_s(parts_s: Sequence[float], reduce_s: float) -> float:
-    """Seconds from the start of a backward to the end of its all-reduce, whose parts are ready at these times."""
+    """Return the seconds from the start of a backward to the end of its all-reduce, whose parts are ready then."""
     clock_s = 0.0
     for at_s in parts_s:
         clock_s = max(clock_s, at_s) + reduce_s / len(parts_s)
@@ -62,8 +62,8 @@ def reduced_s(parts_s: Sequence[float], reduce_s: float) -> float:
 
 
 def _pieces(layers: Sequence[Layer], copied: Sequence[Layer]) -> list[tuple[float, float]]:
-    """Bytes of gradients, and the time in the backward at which they are there, from the last layer to the first."""
-    # A copied weight has all of its gradient when the first layer is through that uses it.
+    """Return the bytes of gradients and when in the backward they exist, from the last layer to the first."""
+    # The gradient of a duplicated weight is complete after the backward of the first layer that uses it.
     extra_bytes = [0] * len(layers)
     for other in copied:
         names = set(other.parameters)

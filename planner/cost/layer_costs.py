@@ -1,6 +1,6 @@
-"""The layers of a profile as numbers: what any stage of them works and holds, and what it exchanges with others.
+"""Costs of a profile's layers: work and memory of any stage of them, and the values that stages exchange.
 
-Written from the definitions, stage by stage, with sets: slow, plain, and the reference that the search is held to.
+Written from the definitions, stage by stage, with sets: slow and plain, and the reference for the searches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from planner.formats.profile import Profile
 
 @dataclass(frozen=True)
 class Traffic:
-    """A value, the layer that makes it and the layers that use it, by position."""
+    """A value, with the positions of the layer that makes it and of the layers that use it."""
 
     name: str
     producer: int
@@ -29,7 +29,7 @@ class Traffic:
 
     @property
     def amounts(self) -> Floats:
-        """What it adds to a cut that it crosses: bytes of activations and of gradients, and how many of each."""
+        """Bytes and numbers of messages over a cut that it crosses: activations, gradients; activations, gradients."""
         return np.array([self.output_bytes, self.gradient_bytes, 1, self.gradient_bytes > 0], dtype=np.float64)
 
 
@@ -52,7 +52,7 @@ class Candidate:
 
 
 class LayerCosts:
-    """A profile's layers as numbers, and the work and footprint of any set of layers."""
+    """The work and the footprint of any set of a profile's layers."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -79,7 +79,7 @@ class LayerCosts:
         return self.work(Candidate(frozenset(), frozenset(range(len(self.profile.layers)))))
 
     def work(self, stage: Candidate) -> Work:
-        """The stage's work for one microbatch."""
+        """Compute the stage's work for one microbatch."""
         key = stage.before, stage.layers
         if key not in self._works:
             self._works[key] = self._work(stage)
@@ -108,9 +108,10 @@ class LayerCosts:
 
     @cached_property
     def at_work(self) -> Floats | None:
-        """Each layer's saved bytes, gradients, workspace and that of its update; None where these are not known.
+        """Each layer's saved bytes, gradients, workspace and workspace of its update; None if the profile lacks these.
 
-        A trainable model's stages have their layers in the profile's order, those of an imported profile in any.
+        The rule needs the order in which layers run: stages of trainable models keep the profile's order, those of
+        imported profiles may not.
         """
         layers = self.profile.layers
         if not self.profile.trainable or not any(layer.workspace_bytes for layer in layers):
@@ -119,11 +120,11 @@ class LayerCosts:
         return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)
 
     def crossing(self, done: frozenset[int]) -> list[Traffic]:
-        """Values made by the layers `done` and used by others."""
+        """Return the values that layers of `done` make and others use."""
         return [t for t in self.traffic if t.producer in done and set(t.users) - done]
 
     def footprint(self, stage: Candidate) -> Footprint:
-        """The stage's bytes."""
+        """Compute the stage's memory."""
         key = stage.before, stage.layers
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
@@ -149,7 +150,7 @@ class LayerCosts:
 
 
 def exchanges(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:
-    """What pairs of stages exchange: bytes of activations and of gradients, and how many of each."""
+    """Return what pairs of stages exchange, as `Traffic.amounts`."""
     return {
         ends: np.sum([value.amounts for value in values], axis=0)
         for ends, values in messages(layer_costs, stages).items()
@@ -167,7 +168,7 @@ def messages(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple
 
 
 def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
-    """Stages from the positions of their layers."""
+    """Return stages by the positions of their layers."""
     before: frozenset[int] = frozenset()
     stages = []
     for layers, r in zip(groups, replicas, strict=True):

@@ -1,4 +1,4 @@
-"""Links: what messages and all-reduces take on them."""
+"""Links between devices: the time of messages and all-reduces."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import ArrayLike
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
 
-# Parts in which the executor all-reduces a stage's gradients: the more, the more overlaps with the backward.
+# Parts in which the executor all-reduces a stage's gradients. All but the last can overlap with the backward.
 BUCKETS = 6
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one device sends while it receives as much, by itself and in an all-reduce.
+    """A device's link: bandwidth per direction, both used at once.
 
-    `overlap`: whether it does so while it computes.
+    `overlap`: transfers go on while the device computes.
     """
 
     bandwidth_bytes_per_s: float
@@ -32,16 +32,16 @@ class Link:
         return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
-        """Seconds of the processor for messages of so many bytes, received and sent; none where they overlap.
+        """Return the processor's seconds for messages of so many bytes, received and sent; none if they overlap.
 
-        The bandwidth is of both directions at once, so a byte takes half of its time.
+        Both directions have the bandwidth at once, so a byte takes half of its time.
         """
         cost = 0.0 if self.overlap else 0.5 / self.bandwidth_bytes_per_s
         return np.asarray(np.asarray(moved_bytes, dtype=np.float64) * cost)
 
 
 def link_of(cluster: Cluster) -> Link:
-    """The slowest link of the cluster, which prices every transfer."""
+    """Return the slowest link of the cluster, at which every transfer is priced where places do not matter."""
     reduces = [level.all_reduce_bandwidth_bytes_per_s for level in cluster.levels]
     return Link(
         cluster.slowest_bandwidth_bytes_per_s,
@@ -52,7 +52,7 @@ def link_of(cluster: Cluster) -> Link:
 
 
 def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Link) -> Floats:
-    """Seconds for a ring all-reduce; nothing without replicas or without gradients.
+    """Return the seconds of a ring all-reduce; 0 without replicas or without gradients.
 
     Each worker sends and receives 2(r-1)/r of the bytes in 2(r-1) steps (Patarasuk & Yuan 2009, section 3).
     """
@@ -62,10 +62,10 @@ def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Lin
 
 
 def backward_and_reduce_s(backward_s: ArrayLike, reduce_s: ArrayLike, link: Link) -> Floats:
-    """Seconds from the start of a backward to the end of its all-reduce, `BUCKETS` parts of which overlap, at least.
+    """Return the least seconds from the start of a backward to the end of its all-reduce in `BUCKETS` parts.
 
-    The last part waits for the backward's end. The first one is there as soon as the last layer's gradients are, which
-    a stage's times do not tell, but the simulation does (`planner.cost.buckets`): here, from the backward's start.
+    The last part waits for the end of the backward. The others are taken to be ready from its start: when they really
+    are depends on the stage's layers, which the simulation knows (`planner.cost.buckets`).
     """
     backward, reduce = np.asarray(backward_s, dtype=np.float64), np.asarray(reduce_s, dtype=np.float64)
     if not link.overlap:

@@ -1,4 +1,4 @@
-"""What a plan costs: its time, what limits it, and what each of its GPUs holds."""
+"""The result of pricing a plan: its time, its bottleneck, and the memory of its GPUs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from planner.schedule.instructions import POSTED
 
 @dataclass(frozen=True)
 class Price:
-    """What a plan costs.
+    """The price of a plan.
 
-    `seconds_per_minibatch`: by the cost model, or by simulation where `cost_model_s` keeps what the cost model says.
+    `seconds_per_minibatch` is the cost model's; or the simulation's, and then `cost_model_s` is the cost model's.
     """
 
     seconds_per_minibatch: float
@@ -27,13 +27,13 @@ class Price:
     cost_model_s: float | None = None
 
     def simulated(self, seconds_per_minibatch: float) -> Price:
-        """The same plan, by simulation."""
+        """Return the price with the time of a simulation."""
         formula_s = self.seconds_per_minibatch if self.cost_model_s is None else self.cost_model_s
         return replace(self, seconds_per_minibatch=seconds_per_minibatch, cost_model_s=formula_s)
 
     @property
     def gpu_bytes(self) -> tuple[int, ...]:
-        """For each stage, what a GPU that runs it holds, with its other stages."""
+        """Each stage's GPU's memory, with the GPU's other stages."""
         held: Counter[int] = Counter()
         for worker, memory in zip(self.workers, self.memory, strict=True):
             held[worker] += memory.total_bytes
@@ -46,12 +46,12 @@ class Price:
 
     @property
     def workers(self) -> Sequence[int]:
-        """For each stage, the position in the pipeline of its worker."""
+        """Each stage's worker, by its position in the pipeline."""
         return self.worker_of or range(len(self.memory))
 
 
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
-    """What one replica of a stage holds, by use."""
+    """Return the memory of one replica of a stage, by use."""
     return StageMemory(
         weights_bytes=int(footprint.weight_bytes) * versions,
         gradients_bytes=int(footprint.gradient_bytes),

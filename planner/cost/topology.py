@@ -1,4 +1,4 @@
-"""Where ranks sit in a cluster of several levels, and how busy a plan keeps the links between them.
+"""Places of ranks in a cluster of several levels, and how busy a plan keeps the links between them.
 
 Ranks fill servers in order. A message between two ranks crosses the links of every level up to the lowest one whose
 group holds both: it is as slow as the slowest of them, keeps each end's own link busy for that long, and takes its
@@ -23,13 +23,13 @@ MOST_REMEMBERED = 256  # GPUs of a cluster, whose shares are kept
 
 
 def rank_ranges(replicas: Sequence[int]) -> list[range]:
-    """The consecutive ranks of each stage."""
+    """Return the consecutive ranks of each stage."""
     ends = np.cumsum(replicas)
     return [range(int(end) - r, int(end)) for end, r in zip(ends, replicas, strict=True)]
 
 
 class Topology:
-    """The levels of a cluster that join anything, innermost first, numbered from 0.
+    """The levels of a cluster with more than one member, innermost first, numbered from 0.
 
     Attributes:
         groups: ranks in a group of each level.
@@ -58,12 +58,12 @@ class Topology:
         return len(self.groups)
 
     def level(self, one: ArrayLike, other: ArrayLike) -> Integers:
-        """The lowest level whose group holds both ranks."""
+        """Return the lowest level whose group holds both ranks."""
         one, other = np.asarray(one)[..., None], np.asarray(other)[..., None]
         return np.asarray(np.sum(one // self.groups[:-1] != other // self.groups[:-1], axis=-1), dtype=np.int64)
 
     def link(self, level: int) -> Link:
-        """What a message or an all-reduce within a group of the level gets."""
+        """Return the link of a message or an all-reduce within a group of the level."""
         return Link(
             float(self.path_bytes_per_s[level]),
             float(self.latency_s[level]),
@@ -72,17 +72,17 @@ class Topology:
         )
 
     def stage_link(self, ranks: range) -> Link:
-        """For a stage's computation: its all-reduce's link; messages that do not overlap count as the slowest."""
+        """Return the link of a stage's all-reduce; messages that do not overlap are priced at the slowest bandwidth."""
         span = self.span(ranks)
         slowest = float(self.path_bytes_per_s[-1])
         return Link(slowest, float(self.latency_s[span]), float(self.ring_bytes_per_s[span]), self._overlap)
 
     def span(self, ranks: range) -> int:
-        """The lowest level whose group holds all of consecutive ranks."""
+        """Return the lowest level whose group holds all of these consecutive ranks."""
         return int(self.level(ranks[0], ranks[-1]))
 
     def shares(self, ranks: range, others: range) -> Floats:
-        """How each rank's messages to or from another stage spread over the levels: (levels, ranks), columns sum to 1.
+        """Return each rank's share of messages per level, to or from a stage: (levels, ranks); columns sum to 1.
 
         Minibatch b runs on replica b mod r of both stages, so that replica i meets replica j where i = j modulo the
         greatest common divisor of the two counts, each equally often.
@@ -91,14 +91,14 @@ class Topology:
         return compute(self._groups, ranks, others)
 
     def message_s(self, source: range, target: range, size_bytes: float) -> float:
-        """Seconds of one message from stage to stage, on average over the pairs of ranks that exchange it."""
+        """Return the seconds of a message between stages, on average over the pairs of ranks that exchange it."""
         seconds = size_bytes / self.path_bytes_per_s + self.latency_s
         return float(seconds @ self.shares(source, target).mean(axis=1))
 
 
 @lru_cache(maxsize=4096)
 def _shares(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
-    """`Topology.shares`, which searches ask for the same stages again and again."""
+    """Compute `Topology.shares`; searches ask for the same stages many times."""
     common = math.gcd(len(ranks), len(others))
     own = np.arange(ranks.start, ranks.stop)
     residue = (own - ranks.start + others.start) % common
@@ -114,7 +114,7 @@ def _shares(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
 
 
 class Loads:
-    """Seconds per microbatch that transfers and all-reduces keep the links busy.
+    """Busy seconds of the links per microbatch, by transfers and all-reduces.
 
     Attributes:
         into: each rank's own link, arriving.
@@ -131,7 +131,7 @@ class Loads:
         self.shared_out = [np.zeros(count) for count in members]
 
     def copy(self) -> Loads:
-        """An independent copy."""
+        """Return an independent copy."""
         twin = Loads.__new__(Loads)
         twin.topology = self.topology
         twin.into, twin.out = self.into.copy(), self.out.copy()
@@ -140,7 +140,7 @@ class Loads:
         return twin
 
     def add_transfer(self, source: range, target: range, exchange: Floats) -> float:
-        """Messages between two stages for every microbatch.
+        """Add the messages between two stages.
 
         Args:
             source: ranks of the earlier stage.
@@ -171,7 +171,7 @@ class Loads:
         return float((forward_s + back_s) @ from_source.mean(axis=1))
 
     def add_ring(self, ranks: range, trainable_bytes: float) -> None:
-        """The all-reduce of a stage once per round: 2(r-1)/r of the bytes each way, for r microbatches."""
+        """Add the all-reduce of a stage, once per round of r microbatches: 2(r-1)/r of the bytes each way."""
         r = len(ranks)
         moved = 2 * (r - 1) / (r * r) * trainable_bytes
         span = self.topology.span(ranks)
@@ -185,7 +185,7 @@ class Loads:
                 self.shared_out[number][members] += moved / bandwidth
 
     def busiest_shared(self) -> tuple[float, int, int]:
-        """The busiest shared link, either way: its seconds, the first rank on it, and the first after those."""
+        """Return the seconds of the busiest shared link, either way, its first rank, and the first rank after it."""
         busiest = (0.0, 0, 0)
         for (_, size, _, _), into, out in zip(self.topology.shared, self.shared_into, self.shared_out, strict=True):
             both = np.maximum(into, out)
@@ -195,5 +195,5 @@ class Loads:
         return busiest
 
     def _path_s(self, size_bytes: float, messages: float) -> Floats:
-        """Seconds of these bytes in this many messages, by the level at which their ends meet."""
+        """Return the seconds of these bytes in this many messages, by the level at which their ends meet."""
         return np.asarray(size_bytes / self.topology.path_bytes_per_s + messages * self.topology.latency_s)

@@ -1,4 +1,4 @@
-"""What the copies take that stages hold of weights that an earlier stage has, too. Profiles count a weight once."""
+"""Cost of duplicated shared weights. Profiles count a shared weight once, in the first layer that uses it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _OF_A_WEIGHT = ("update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "o
 
 
 def shared_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[SharedWeight]:
-    """The trained weights that two of the stages hold, for each two."""
+    """Return the trained weights that two of the stages hold, for each pair."""
     return list(shared_weights(_names(layer_costs, stages), trained_parameters(layer_costs.profile)))
 
 
 def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[Layer]]:
-    """For each stage, the layers of earlier stages whose trained weights it holds again."""
+    """Return for each stage the layers of earlier stages whose trained weights it duplicates."""
     return copied_layers(layer_costs.profile, _names(layer_costs, stages))
 
 
 def counted_with_copies(profile: Profile) -> Profile | None:
-    """The profile in which every layer that has a weight of an earlier one counts it, too; None where none has.
+    """Return the profile with shared weights counted in every layer that uses them; None if there are none.
 
-    Exact for plans whose stages share their weights as far as the model allows it, and too much for others.
+    Exact for plans in which all users of a weight are in different stages, and too much for others.
     """
     copied = copied_layers(profile, [[layer.name] for layer in profile.layers])
     if not any(copied):
@@ -47,17 +47,17 @@ def counted_with_copies(profile: Profile) -> Profile | None:
 
 
 def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
-    """What the optimizer takes for the weights that a stage holds again, those of the layers `copied`."""
+    """Return the seconds of the optimizer for a stage's duplicates of the weights of the layers `copied`."""
     return sum(layer.update_s for layer in copied) / stage.options.speed
 
 
 def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
-    """What adding the gradients of these weights to others takes."""
+    """Return the seconds of accumulating the gradients of these duplicates."""
     return sum(layer.accumulate_s for layer in copied) / stage.options.speed
 
 
 def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
-    """When in the backward the parts of a replicated stage's gradients can be all-reduced; empty without replicas."""
+    """Return when in the backward each part of the gradients can be all-reduced; empty without replicas."""
     if stage.replicas == 1:
         return ()
     layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
@@ -67,16 +67,16 @@ def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequ
 def exchanged_bytes(
     layer_costs: LayerCosts, stages: Sequence[Candidate], depths: Sequence[int] | None = None
 ) -> list[int]:
-    """For each stage, the gradients of shared weights that one replica holds for their exchange.
+    """Return for each stage the bytes of shared weights' gradients that one replica holds for their exchange.
 
-    That is, for each stage that it shares with, what it has sent, which is a message for each of the other stage's
-    replicas that it serves, and one from there. The sum is made in the gradients themselves. A stage that is ahead of
-    others, with `depths` of 1f1b, holds what it sends and its own gradients for so many rounds more.
+    For each stage that it shares weights with, a replica holds the messages that it sends, one per replica of the
+    other stage that it serves, and one that it receives. Gradients are summed in place. With `depths` of 1f1b, a stage
+    that is ahead of others holds its messages and its own gradients for that many rounds more.
     """
     layers = {layer.name: layer for layer in layer_costs.profile.layers}
     found: dict[tuple[int, int], set[str]] = {}
     for weight in shared_in(layer_costs, stages):
-        # A weight is counted in the first layer that has it.
+        # The profile counts a weight in the first layer that uses it.
         found.setdefault(weight.stages, set()).add(weight.layers[0])
     held = [0] * len(stages)
     for (one, other), names in found.items():
@@ -96,12 +96,13 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
 def price_with_copies(
     layer_costs: LayerCosts, stages: Sequence[Candidate], cluster: Cluster, price: Price, schedule: Schedule
 ) -> Price:
-    """`price` with the memory of copies: the weight's versions, its gradient twice, the optimizer's state.
+    """Return `price` with the memory of duplicated weights.
 
-    And with that of the gradients which all stages that share weights tell each other (see `exchanged_bytes`).
+    A duplicate takes its weight's versions, its gradient twice and the optimizer's state. All stages that share
+    weights hold the gradients that they exchange, too (see `exchanged_bytes`).
 
     Raises:
-        InfeasibleError: when that does not fit.
+        InfeasibleError: if that does not fit the memory.
     """
     exchanged = exchanged_bytes(layer_costs, stages, price.in_flight if schedule.stashes else None)
     memory = [

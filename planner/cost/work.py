@@ -1,4 +1,4 @@
-"""What candidate stages do, and what they hold.
+"""Work and memory of candidate stages.
 
 Fields are numpy arrays, so that one call answers for one stage or for thousands.
 """
@@ -16,19 +16,19 @@ from planner.schedule.instructions import POSTED
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Part of a backward that is for the weights' gradients. Profiles do not know it; where layers are products of matrices
-# both parts are one product each. Measured on Transformer layers on a CPU: 46 to 47%.
+# Share of a backward that computes the weights' gradients. Profiles do not record it. For layers that are matrix
+# products both parts are one product each; measured on Transformer layers on a CPU: 46 to 47%.
 WEIGHT_SHARE = 0.5
-IMPOSSIBLE = 2**40  # "replicas" of a stage that no number of replicas makes fast enough
+IMPOSSIBLE = 2**40  # stands for the replicas of a stage that is too slow with any number of them
 
 
 @dataclass(frozen=True)
 class Work:
-    """What candidate stages do for one microbatch; all fields broadcast against each other.
+    """Work of candidate stages for one microbatch; all fields broadcast against each other.
 
-    Received are activations from earlier stages and gradients from later ones, sent the reverse. The cuts are the
-    bytes of all values that cross them, used by this stage or not: what the published models charge. They are zero
-    where the stage is the first or the last.
+    A stage receives activations from earlier stages and gradients from later ones, and sends the reverse. The cuts
+    count the bytes of all values that cross them, used by this stage or not, because the published models charge for
+    those. They are zero before the first stage and after the last.
     """
 
     forward_s: Floats
@@ -44,16 +44,16 @@ class Work:
     is_first: NDArray[np.bool_]
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received
     recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
-    # More for each backward that adds to gradients there are: those of a minibatch's microbatches but the first.
+    # Gradient accumulation, per backward: for every microbatch of a minibatch but the first.
     accumulate_s: Floats = field(default_factory=lambda: np.asarray(0.0))
 
     @property
     def compute_s(self) -> Floats:
-        """F + R + Bw + U of one replica that does everything."""
+        """F + R + Bw + U, for a single replica."""
         return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
     def last_backward_s(self, share: ArrayLike) -> Floats:
-        """Seconds of a replica's last backward of a minibatch of which it has so many microbatches."""
+        """Return the seconds of a replica's last backward in a minibatch, of which it runs `share` microbatches."""
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
     def under(self, options: StageOptions) -> Work:
@@ -62,7 +62,7 @@ class Work:
         return work.recomputed() if options.recompute else work
 
     def at_speed(self, speed: float) -> Work:
-        """The same stages on devices so many times as fast as the profiled one."""
+        """Return the work of the same stages on devices of this speed relative to the profiled device."""
         return replace(
             self,
             forward_s=self.forward_s / speed,
@@ -73,14 +73,14 @@ class Work:
         )
 
     def recomputed(self) -> Work:
-        """The same stages, which run their forward once more before each backward: R = F.
+        """Return the work of the same stages if they run their forward again before each backward: R = F.
 
-        No gradient exists before the backward proper, so an all-reduce does not hide behind R.
+        An all-reduce does not overlap with R, because no gradient exists before the backward proper.
         """
         return replace(self, recompute_s=self.forward_s)
 
     def without_transfers(self) -> Work:
-        """Return the same computation, exchanging nothing."""
+        """Return the same work without any transfers."""
         nothing = np.zeros_like(self.received_bytes)
         return replace(
             self, received_bytes=nothing, sent_bytes=nothing, received_messages=nothing, sent_messages=nothing
@@ -89,7 +89,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one replica of a candidate stage holds, before counting what is in flight."""
+    """Bytes that one replica of a candidate stage holds, per microbatch in flight and per version of the weights."""
 
     weight_bytes: Floats
     gradient_bytes: Floats
@@ -98,19 +98,20 @@ class Footprint:
     saved_bytes: Floats
     message_bytes: Floats  # received and sent for one microbatch, both ways
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
-    # What the microbatch at work needs beyond its saved activations and all gradients; negative where these are never
-    # all there at once. See `working_bytes`.
+    # Needed by the running microbatch beyond its saved activations and all gradients; negative where these never exist
+    # all at once. See `working_bytes`.
     working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
-    accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same where gradients add up
+    accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same under gradient accumulation
 
     def under(self, options: StageOptions) -> Footprint:
         """Return the footprint of the same stages when they run with these options."""
         return self.recomputed() if options.recompute else self
 
     def recomputed(self) -> Footprint:
-        """The same stages when they recompute: only their input is kept, and one microbatch's activations are.
+        """Return the footprint of the same stages if they recompute.
 
-        What samples of the data set take is not counted (Chen et al. 2016, section 4, where the segments between the
+        They save their input alone for every microbatch, and all activations for the running one. Samples of the data
+        set are not counted (Chen et al. 2016, section 4, where the segments between the
         kept tensors are the stages).
         """
         return replace(
@@ -121,24 +122,24 @@ class Footprint:
         )
 
     def divided(self, microbatches: int) -> Footprint:
-        """The same stages where so many microbatches make a minibatch: all gradients are there from the first on."""
+        """Return the footprint with so many microbatches per minibatch: several accumulate into all gradients."""
         return replace(self, working_bytes=self.accumulating_bytes) if microbatches > 1 else self
 
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
-        """Peak bytes with `in_flight` microbatches saved for backward and `versions` copies of the weights."""
+        """Compute the peak bytes with so many microbatches in flight and versions of the weights."""
         fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + POSTED * self.message_bytes
         fixed = fixed + self.working_bytes
         return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
 
     def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:
-        """Largest number of microbatches in flight that fits `memory_bytes`; 0 where not even one does.
+        """Return the largest number of microbatches in flight that fits `memory_bytes`; 0 if not even one does.
 
-        With weight stashing each of them keeps its own version of the weights, the current one among them; without it
-        there are `versions`.
+        With weight stashing each of them has its own version of the weights, the current one among them; without it
+        the stage holds `versions`.
         """
         per_flight = self.saved_bytes + (self.weight_bytes if stashing else 0.0)
         room = memory_bytes - (self.total_bytes(1, versions) - per_flight)
-        # Nothing in flight costs nothing: unlimited where the rest fits.
+        # Where a microbatch in flight takes no memory, their number is unlimited if the rest fits.
         many = np.where(room >= 0, float(IMPOSSIBLE), 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             fit = np.where(per_flight > 0, np.floor(np.maximum(room, 0.0) / per_flight), many)
@@ -148,16 +149,16 @@ class Footprint:
 def working_bytes(
     saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats, update_workspace_bytes: Floats
 ) -> tuple[Floats, Floats]:
-    """`Footprint.working_bytes` and `accumulating_bytes` of the stages of the first 1, 2, ... of some layers in order.
+    """Compute `Footprint.working_bytes` and `accumulating_bytes` of stages of the first 1, 2, ... n layers.
 
-    While layer k of n runs its forward or its backward, there are
+    While layer k of n runs its forward or its backward, a stage holds
 
         saved_1 + ... + saved_k  +  workspace_k  +  gradient_k + ... + gradient_n
 
-    because the backward frees what was saved as it goes from the last layer to the first, and makes the gradients.
-    With several microbatches per minibatch all gradients are there, and those of layer k once more until they are
-    added. The peak is that of the layer with the most. While the optimizer steps, nothing is left of the microbatch,
-    and what the step works in comes to all gradients.
+    because the backward goes from the last layer to the first, frees saved activations and makes gradients. With
+    several microbatches per minibatch all gradients exist, and those of layer k twice until they are accumulated. The
+    peak is the maximum over the layers. During the optimizer's step the microbatch is gone, and the step's workspace
+    adds to all gradients.
     """
     saved = np.cumsum(saved_bytes)
     update = np.maximum.accumulate(update_workspace_bytes)
@@ -169,9 +170,9 @@ def working_bytes(
 
 
 def fewest_to_hold(in_flight: ArrayLike, gpus_after: ArrayLike) -> Integers:
-    """Fewest replicas of a stage of a 1f1b pipeline, each of which has room for so much in flight; or `IMPOSSIBLE`.
+    """Return the fewest replicas of a 1f1b stage, each with room for `in_flight` microbatches; or `IMPOSSIBLE`.
 
-    1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): more replicas share what is in flight.
+    1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): the replicas share the microbatches in flight.
     """
     others, after = np.asarray(in_flight) - 1, np.asarray(gpus_after, dtype=np.int64)
     shared = np.maximum(-(-after // np.maximum(others, 1)), 1)

@@ -16,14 +16,14 @@ from planner.cost.work import Floats, Work
 
 
 class AsynchronousModel(StageModel):
-    """What each replica's processor and link do, per minibatch. The default: it is the one that matches measurement.
+    """Busy time of each replica's processor and link, per minibatch. The default, because it matches measurements.
 
         compute        (F + R + U + max(Bw + AR/n, AR)) / r
         link, each way (activations + gradients) / (r·B) + 2(r-1)·W / (r²·B) + a·messages / r
 
-    AR, the ring all-reduce, goes on bucket by bucket during the replica's own backward, all but the last of the n
-    buckets. Where the processors themselves move the messages, nothing overlaps, and the
-    processor's time is (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
+    All but the last of the n buckets of AR, the ring all-reduce, can overlap with the replica's own backward. Where the
+    processors themselves move the messages nothing overlaps, and the processor's time is
+    (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
 
     A value that several later stages use travels along them, so each crosses every link at most once.
     """
@@ -40,7 +40,7 @@ class AsynchronousModel(StageModel):
         }
 
     def _processor_s(self, work: Work) -> Floats:
-        """What no all-reduce hides behind."""
+        """Compute the processor's seconds that cannot overlap with an all-reduce."""
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
         return work.forward_s + work.recompute_s + work.update_s + handling_s
 

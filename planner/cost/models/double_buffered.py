@@ -27,16 +27,15 @@ if TYPE_CHECKING:
 
 
 class DoubleBufferedModel(AsynchronousModel):
-    """What each replica's processor and link do per minibatch of m microbatches, n = ceil(m / r) of them the busiest's.
+    """Busy time of each replica's processor and link per minibatch of m microbatches; the busiest runs n = ceil(m / r).
 
         compute         n·(F + R + Bw) + (n-1)·A + U + max(AR/6, AR - Bw)
         link, each way  n·(activations + gradients) / B + 2(r-1)·W / (r·B) + a·n·messages
 
-    Every microbatch takes its forward and backward, and all but the first add their gradients to those there are, A; Bw
-    in the maximum is the last of them, A included. The update and the all-reduce, which begins with the minibatch's
-    last backward and is waited for, come once. Divided by m this is (F + Bw) / r + (U + what shows of AR) / m where r
-    divides m. With m = r it is the resource model's time of a round. More replicas than microbatches would idle, so
-    r <= m.
+    Every microbatch takes its forward and backward, and all but the first accumulate gradients, A; Bw in the maximum is
+    the last backward, with its A. The update and the all-reduce come once per minibatch; the all-reduce begins with the
+    last backward, and the update waits for it. If r divides m, this is (F + Bw) / r + (U + the rest of AR) / m per
+    microbatch. With m = r it is the time of a round of 1f1b. More replicas than microbatches would idle, so r <= m.
     """
 
     def __init__(self, link: Link, microbatches: int) -> None:
@@ -59,11 +58,11 @@ class DoubleBufferedModel(AsynchronousModel):
         }
 
     def _once_s(self, work: Work) -> Floats:
-        """The processor's time for one microbatch."""
+        """Compute the processor's seconds for one microbatch."""
         return self._processor_s(work) - work.update_s + work.backward_s
 
     def _end_s(self, work: Work, replicas: Floats) -> Floats:
-        """The processor's time once per minibatch: what the last backward leaves of the all-reduce, and the update."""
+        """Compute the processor's seconds after the last backward: the rest of the all-reduce, and the update."""
         reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         last_s = work.last_backward_s(np.ceil(self.microbatches / replicas))
         return backward_and_reduce_s(last_s, reduce_s, self.link) - last_s + work.update_s

@@ -7,7 +7,7 @@ microbatch, and what it returns last must pass those stages again:
 
     T >= sum over stages i < p of latency_i  +  m·(sum over its chunks of busy)  +  end_p          for every worker p
 
-and (m - 1) times what adding up the gradients of its chunks takes. latency_i, busy and end_p as in `SynchronousModel`.
+and (m - 1) times the gradient accumulation of its chunks. latency_i, busy and end_p as in `SynchronousModel`.
 Under schedules that split the backward (zb-v) the gradients of weights fill the bubble, and only the second term and
 end_p are left; what passes between two stages of one worker counts, though it is not sent. The largest of these is the
 price; with equal chunks it is the published time, otherwise a bound that the simulated streams exceed by what workers
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Of candidate stages, for one microbatch; the all-reduce and the update once."""
+    """Seconds of candidate stages for one microbatch; of the all-reduce and the update for one minibatch."""
 
     latency_s: Floats  # forward to backward, with its half of the transfers at both ends
     compute_s: Floats
@@ -49,7 +49,7 @@ class StageSeconds:
 
     @classmethod
     def of(cls, work: Work, model: InterleavedShape) -> StageSeconds:
-        """Seconds of stages in a pipeline of this shape."""
+        """Compute the seconds of stages in a pipeline of this shape."""
         link = model.link
         bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
         handling_s = link.handling_s(work.received_bytes + work.sent_bytes)

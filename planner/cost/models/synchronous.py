@@ -23,14 +23,16 @@ class SynchronousModel(CostModel):
         gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
         naive   Σ_s (latency_s + U_s + AR_s)
 
-    latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of one microbatch.
-    busy_s: the busiest of a replica's processor and of its link each way, for one microbatch, whose gradients the
-    processor adds to those there are (A): for the first of a minibatch, which latency_s is of, there are none. With one
-    replica each this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the part of the all-reduce
-    that the last backward does not hide, and the update. 1f1b-flush takes as long as gpipe and holds less: no more than
-    1f1b has in flight. Under zb-h1 the weights' part W of the backward fills the bubble, but for one stage's at the
-    end: 2W less in every latency, once more in the end, for the published bubble (K-1)·(F + Bw - 2W) (Qi et al. 2024,
-    section 2).
+    latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of one microbatch: the
+    first of a minibatch.
+    busy_s: the busiest of a replica's processor and of its link each way, for one of the other microbatches, whose
+    gradients the processor accumulates (A).
+
+    With one replica each this is the Σ + (m-1)·max of GPipe (Huang et al. 2019, section 2.3), plus the update and the
+    part of the all-reduce that does not overlap with the last backward. 1f1b-flush takes as long as gpipe and holds
+    less: it has no more in flight than 1f1b. Under zb-h1 the weights' part W of the backward fills the bubble, except
+    for one stage's at the end: 2W less in every latency and 2W more in the end give the published bubble
+    (K-1)·(F + Bw - 2W) (Qi et al. 2024, section 2).
     """
 
     def __init__(self, link: Link, schedule: Schedule, microbatches: int) -> None:
@@ -98,7 +100,7 @@ class SynchronousModel(CostModel):
         return more
 
     def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
-        """The stage's part of the sum; independent of the replicas for gpipe."""
+        """Compute each stage's part of the sum; for gpipe it does not depend on the replicas."""
         # A transfer counts half at each of its ends, once in the sum over the stages.
         moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
         transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
@@ -108,7 +110,7 @@ class SynchronousModel(CostModel):
         return latency_s
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
-        """The stage's part of the maximum, by the resource that may be its busiest; zero for naive."""
+        """Compute each stage's part of the maximum, by resource; zero for naive."""
         r = np.asarray(replicas, dtype=np.float64)
         if not self.schedule.pipelined:
             return {"compute": 0.0 * r * work.forward_s}
@@ -124,22 +126,22 @@ class SynchronousModel(CostModel):
         }
 
     def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        """What the last backward leaves of the all-reduce, and the update."""
+        """Compute the seconds after the last backward: the rest of the all-reduce, and the update."""
         reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         last_s = work.last_backward_s(np.ceil(self.microbatches / np.asarray(replicas)))
         exposed_s = backward_and_reduce_s(last_s, reduce_s, self.link) - last_s
         return exposed_s + self._filling_s(work) + work.update_s
 
     def _filling_s(self, work: Work) -> Floats:
-        """What the bubble is shorter by for each stage."""
+        """Compute the seconds by which a stage's weights' gradients shorten the bubble."""
         share = 2 * WEIGHT_SHARE if self.schedule.splits_backward else 0.0
         return np.asarray(share * work.backward_s)
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
-        """The stage's part of the maximum."""
+        """Compute each stage's part of the maximum."""
         return np.asarray(np.max(np.stack(np.broadcast_arrays(*self.resources_s(work, replicas).values())), axis=0))
 
     def in_flight(self, replicas: ArrayLike, gpus_after: ArrayLike) -> Integers:
-        """Microbatches whose activations one replica holds at once."""
+        """Return the microbatches in flight on one replica."""
         r, after = np.asarray(replicas, dtype=np.int64), np.asarray(gpus_after, dtype=np.int64)
         return self.schedule.in_flight(r, after, self.microbatches)

@@ -40,7 +40,7 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
         return [simple, both] if latency > 0 else [both]  # without latency more replicas never hurt
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Compute without latency and messages: the larger of two sums, with Bw and the last of AR, or AR alone."""
+        """Return the processor's seconds without latency and messages: with Bw and the last part of AR, and with AR."""
         ring_s = 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
         part = 1 / BUCKETS if self.link.overlap else 1.0
         base_s = work.forward_s + work.recompute_s + work.update_s
@@ -50,7 +50,7 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
         return sums
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Some stage before sends each value and some stage after receives it; its gradient returns."""
+        """Return the fewest GPUs that have time to send all values over the cut, and to receive them."""
         busier = np.maximum(output_bytes, gradient_bytes) / (self.link.bandwidth_bytes_per_s * target_s)
         fewest = np.ceil(busier * (1 - SLACK))
         return fewest, fewest

@@ -1,4 +1,4 @@
-"""What a search knows about the cost model of an asynchronous pipeline, beside the price of a stage."""
+"""What a search needs of the cost model of an asynchronous pipeline beside the price of a stage: its inverse."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work, few
 
 
 class Bounds(StageModel):
-    """A cost model of an asynchronous pipeline, with its inverse: the replicas that a time per minibatch asks for."""
+    """A cost model of an asynchronous pipeline, and the replicas that stages need to meet a target time."""
 
     microbatches = 1  # per minibatch
     most_replicas = IMPOSSIBLE  # of a stage
     counts_gpus_after = False  # whether a stage's replicas depend on how many GPUs follow it, memory apart
 
     def enough_before(self, replicas: Integers, after: Integers) -> NDArray[np.bool_]:
-        """Whether so many replicas, which meet a target with none, do so with GPUs `after` the stage."""
+        """Return whether replicas that meet a target with no GPUs after the stage meet it with `after`."""
         return np.ones(replicas.shape, dtype=bool)
 
     @abstractmethod
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
-        """Replica counts >= 2, in increasing order, one of which is the fewest that meets the target, if any is."""
+        """Return increasing replica counts >= 2; one of them is the fewest that meets the target, if any does."""
 
     @abstractmethod
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Seconds that add up over a stage's layers and are at most r·T if it meets the target T, whatever it sends."""
+        """Return seconds that add up over a stage's layers and are at most r·T if it meets the target T."""
 
     def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        """Whether a stage may end, or begin, at cuts that these bytes cross; the end of a first stage is not asked."""
+        """Return whether a stage may begin or end at cuts that these bytes cross; not for the first stage's end."""
         return np.ones(output_bytes.shape, dtype=bool)
 
     @abstractmethod
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Fewest GPUs before and after cuts that these bytes cross, for any plan within the target."""
+        """Return the fewest GPUs before and after cuts that these bytes cross, in any plan within the target."""
 
     def least_s(self, work: Work) -> Floats:
-        """Seconds per minibatch that a stage takes of its GPUs together, at least, however many they are."""
+        """Return the least GPU seconds per minibatch that a stage takes, on any number of replicas."""
         return work.compute_s
 
     def versions(self, in_flight: Integers) -> Integers:
-        """Versions of its weights that a stage holds with so many microbatches in flight."""
+        """Return the versions of its weights that a stage holds with so many microbatches in flight."""
         return in_flight
 
     def fewest_for_memory(self, footprint: Footprint, gpus_after: ArrayLike, memory_bytes: float | None) -> ArrayLike:
-        """Fewest replicas with which a stage fits the memory, with GPUs after it; `IMPOSSIBLE` where none do."""
+        """Return the fewest replicas with which a stage fits the memory; `IMPOSSIBLE` if there are none."""
         if memory_bytes is None:
             return 1
         return fewest_to_hold(self.most_in_flight(footprint, memory_bytes), gpus_after)
 
     def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
-        """Most microbatches in flight with which a stage fits the memory."""
+        """Return the most microbatches in flight with which a stage fits the memory."""
         return footprint.most_in_flight(memory_bytes, stashing=True)
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
-        """Fewest replicas >= `at_least` with which each stage meets the target; `IMPOSSIBLE` where none do.
+        """Return the fewest replicas >= `at_least` with which each stage meets the target; else `IMPOSSIBLE`.
 
         The GPUs `after` a stage matter under 2bw only.
 
-        The closed form gives the candidates and the formula itself decides, so a stage that is said to meet the
-        target does, to the last bit. One replica is a case of its own: the second one brings the all-reduce.
+        A closed form proposes, and the cost model itself decides, so that the answer is exact to the last bit. One
+        replica is a special case, because the all-reduce begins with the second.
         """
         floor = np.minimum(np.asarray(at_least, dtype=np.float64), IMPOSSIBLE)
         answer = np.full(np.broadcast_shapes(work.compute_s.shape, floor.shape), float(IMPOSSIBLE))
@@ -83,7 +83,7 @@ class Bounds(StageModel):
 
 
 def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
-    """Larger root of a·r² - b·r + c; 0 where there is none, or where `a` is not positive."""
+    """Return the larger root of a·r² - b·r + c; 0 where there is none, or where `a` is not positive."""
     a, usable = np.asarray(a, dtype=np.float64), np.asarray(a) > 0
     discriminant = b * b - 4 * a * c
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -23,19 +23,18 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         self.most_replicas = microbatches
 
     def least_s(self, work: Work) -> Floats:
-        """m·(F + R + Bw) + U: an all-reduce only adds to it, and r replicas with n >= m / r take at least the r-th.
+        """Return m·(F + R + Bw) + U: r replicas with n >= m / r microbatches each take at least the r-th part.
 
-        Nor does A count: there is none where each replica has one microbatch.
+        The all-reduce only adds to that. A does not count: no replica accumulates if each runs one microbatch.
         """
         return self.microbatches * (work.compute_s - work.update_s) + work.update_s
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
-        """Fewest replicas >= `at_least` that meet the target with `after` GPUs behind the stage; else `IMPOSSIBLE`.
+        """Return the fewest replicas >= `at_least` that meet the target with `after` GPUs behind; else `IMPOSSIBLE`.
 
-        What r replicas spend once per minibatch grows with r (of the all-reduce, a first backward hides no more than
-        one that adds up), so it bounds from below what more of them spend, and
-        thereby the microbatches that each has time for, and the replicas. Iterated from below, such a bound ends at the
-        fewest replicas that satisfy it (the least fixed point of a monotone map).
+        The seconds that r replicas spend once per minibatch grow with r. So they are a lower bound for more replicas,
+        which limits the microbatches that each has time for, and thereby gives a lower bound of the replicas. Iterated
+        from below, this ends at the fewest replicas that meet it: the least fixed point of a monotone map.
         """
         most, behind = self.microbatches, np.asarray(after, dtype=np.int64)
         shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), behind.shape)
@@ -64,7 +63,7 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         return (after <= self.microbatches) & (-(-after // replicas) <= self.microbatches // replicas)
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """r times the processor's seconds per minibatch, without latency and messages."""
+        """Return r times the processor's seconds per minibatch, without latency and messages."""
         share, r = -(-self.microbatches // replicas), float(replicas)
         ring_s = self._ring_s(work, np.float64(r))
         part = 1 / BUCKETS if self.link.overlap else 1.0
@@ -86,7 +85,7 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         return super().fewest_around_cut(output_bytes, gradient_bytes, target_s / self.microbatches)
 
     def _fewest_within(self, each_s: Floats, room_s: Floats) -> Integers:
-        """Fewest replicas that have room for their share of the microbatches, of `each_s`."""
+        """Return the fewest replicas that have time for their share of the microbatches, of `each_s` each."""
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.where(each_s > 0, np.floor(room_s / each_s * (1 + SLACK) + SLACK), float(self.microbatches))
         share = np.where(room_s >= -SLACK * np.abs(room_s), np.minimum(share, self.microbatches), 0.0)

@@ -23,16 +23,16 @@ class PipedreamBounds(PipedreamModel, Bounds):
         return [np.maximum(np.maximum(stage, cuts / target_s), work.compute_s / target_s)]
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """All of the stage's term."""
+        """Return all of the stage's term."""
         bandwidth = self.link.bandwidth_bytes_per_s
         return [work.compute_s + 4 * (replicas - 1) * work.trainable_bytes / (bandwidth * replicas)]
 
     def cut_within(self, output_bytes: Floats, replicas: int, target_s: float) -> NDArray[np.bool_]:
-        """The boundary's term."""
+        """Return whether the boundary's term is within the target."""
         return 2 * output_bytes / (self.link.bandwidth_bytes_per_s * replicas) * (1 - SLACK) <= target_s
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Replicas that the stage after the cut needs; the stage before it may be the first, which is not charged."""
+        """Return the replicas of the stage after the cut; the one before may be the first, which is not charged."""
         after = np.ceil(2 * output_bytes / (self.link.bandwidth_bytes_per_s * target_s) * (1 - SLACK))
         return np.ones_like(after), after
 
@@ -45,12 +45,12 @@ class PaperBounds(PaperModel, Bounds):
         return [np.asarray(work.compute_s / target_s)]
 
     def additive_s(self, work: Work, replicas: int) -> list[Floats]:
-        """Both sides of the stage's maximum."""
+        """Return both sides of the stage's maximum."""
         if replicas == 1:
             return [work.compute_s]
         return [work.compute_s, 2 * (replicas - 1) * work.trainable_bytes / self.link.bandwidth_bytes_per_s]
 
     def fewest_around_cut(self, output_bytes: Floats, gradient_bytes: Floats, target_s: float) -> tuple[Floats, Floats]:
-        """Replicas do not help: a cut is within the target or not."""
+        """Return 1 GPU or `IMPOSSIBLE` after the cut: replicas do not help."""
         within = 2 * output_bytes / self.link.bandwidth_bytes_per_s <= target_s
         return np.ones_like(output_bytes), np.where(within, 1.0, float(IMPOSSIBLE))
