@@ -18,18 +18,19 @@ from benchmarks.convergence import characters, digits
 from benchmarks.convergence.picture import curves_svg
 from planner.api import estimate, train
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.executor.job import TrainingOptions
 from planner.executor.run.data import make_batches
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
-from planner.solver.assemble import assemble
-from planner.solver.chain.vertical_sync import synced_price
+from planner.solver.assemble import GIVEN, assemble
+from planner.solver.candidates.evaluation import priced
+from planner.solver.chain.vertical_sync import synced
+from planner.solver.problem import Problem
 from planner.solver.reference.baselines import equal_layers
 
 HERE = Path(__file__).parent
@@ -161,14 +162,10 @@ def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan
     profile: Profile = estimate(str(module.__file__), device="cpu", batch_size=module.MINIBATCH // microbatches)
     chunks = 2 if schedule == "interleaved" else 1
     layer_costs, cluster = LayerCosts(profile), flat_cluster(STAGES // chunks, 1e9)
-    stages = equal_layers(layer_costs, STAGES)
-    cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, chunks))
-    if vertical_sync:
-        cost = synced_price(layer_costs, stages, cost)
-    report = SolverReport(
-        name="equal layers", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-    )
-    plan = assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, chunks))
+    chosen = priced(problem, equal_layers(layer_costs, STAGES))
+    report = GIVEN.model_copy(update={"name": "equal layers"})
+    plan = assemble(problem, synced(layer_costs, chosen) if vertical_sync else chosen, report)
     return plan.model_copy(update={"vertical_sync": vertical_sync})
 
 

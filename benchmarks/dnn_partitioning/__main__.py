@@ -11,13 +11,14 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.dnn_partitioning.objective import Host, LoadRequest
+from benchmarks.dnn_partitioning.objective import Host, LoadProblem
 from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
 from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind, Level
-from planner.solver.candidates.deadline import Deadline
-from planner.solver.integer.request import IlpAnswer
+from planner.solver.candidates.budget import Deadline
+from planner.solver.result import IlpAnswer
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "dnn-partitioning"
 DEVICES = 6
@@ -57,7 +58,7 @@ def _row(path: Path, name: str, cpu: bool, ilp_s: float) -> list[str]:
     for solver, limit_s in ((solve_loads, None), (solve_ilp, ilp_s)):
         started = time.process_time()
         try:
-            answer = solver(LoadRequest(LayerCosts(profile), cluster), Deadline.after(limit_s))
+            answer = solver(LoadProblem(LayerCosts(profile), Setting(cluster)), Deadline.after(limit_s))
         except TimeoutError:
             cells += ["none in time", ""]
             continue

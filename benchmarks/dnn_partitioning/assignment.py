@@ -19,14 +19,14 @@ from collections.abc import Iterable
 
 import pulp
 
-from benchmarks.dnn_partitioning.objective import Host, LoadRequest, compute_s, held_bytes, value_load_s
+from benchmarks.dnn_partitioning.objective import Host, LoadProblem, compute_s, held_bytes, value_load_s
 from planner.cost.layer_costs import Candidate
 from planner.cost.link import link_of
 from planner.cost.stage_options import StageOptions
 from planner.schedule.instructions import POSTED
-from planner.solver.candidates.deadline import Deadline
+from planner.solver.candidates.budget import Deadline
 from planner.solver.integer.milp import MilpName, run
-from planner.solver.integer.request import IlpAnswer
+from planner.solver.result import IlpAnswer
 
 _SCALE = 1000.0
 
@@ -36,7 +36,7 @@ Variables = list[list[pulp.LpVariable]]  # by group of layers or value, and devi
 class Assignment:
     """The integer program of a request."""
 
-    def __init__(self, request: LoadRequest, solver: MilpName) -> None:
+    def __init__(self, request: LoadProblem, solver: MilpName) -> None:
         self.request, self.solver = request, solver
         self.gpus = request.cluster.gpus
         self.groups = request.groups

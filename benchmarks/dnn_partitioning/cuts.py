@@ -27,7 +27,7 @@ from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED
-from planner.solver.candidates.deadline import Deadline
+from planner.solver.candidates.budget import Deadline
 from planner.solver.graph.downsets import ticks
 from planner.solver.graph.lattice import Words, to_bits
 

@@ -18,7 +18,7 @@ from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Layer
 from planner.schedule.instructions import POSTED
-from planner.solver.integer.request import Request
+from planner.solver.problem import Problem
 
 
 class Host(DeviceKind):
@@ -26,8 +26,8 @@ class Host(DeviceKind):
 
 
 @dataclass(frozen=True)
-class LoadRequest(Request):
-    """A model, a cluster of one level, and constraints; the plan whose largest load is smallest is wanted."""
+class LoadProblem(Problem):
+    """A problem on a cluster of one level, for the plan whose largest load is smallest."""
 
     contiguous: bool = True  # False: a stage may be any set of layers, with values going back and forth
 

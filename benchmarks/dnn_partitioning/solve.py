@@ -10,24 +10,24 @@ import numpy as np
 from benchmarks.dnn_partitioning.assignment import Assignment
 from benchmarks.dnn_partitioning.cuts import LoadSearch
 from benchmarks.dnn_partitioning.free_layers import Reduced
-from benchmarks.dnn_partitioning.objective import LoadRequest
+from benchmarks.dnn_partitioning.objective import LoadProblem
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Integers
 from planner.formats.constraints import Constraints
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.candidates.budget import NO_HURRY, Budget, Deadline
 from planner.solver.chain.states import uncut_groups
 from planner.solver.graph.downsets import enumerate_downsets
 from planner.solver.graph.lattice import Words, to_words
 from planner.solver.integer.ilp_columns import Column, Columns
 from planner.solver.integer.ilp_flow import Flow
 from planner.solver.integer.milp import MilpName, installed
-from planner.solver.integer.request import IlpAnswer
+from planner.solver.result import IlpAnswer
 
 MOST_STATES = 60_000
 
 
-def solve_loads(request: LoadRequest, deadline: Deadline) -> IlpAnswer | None:
+def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     """Search over the cuts of the graph; its constraints must be the profile's own.
 
     Returns:
@@ -55,7 +55,7 @@ def solve_loads(request: LoadRequest, deadline: Deadline) -> IlpAnswer | None:
     return IlpAnswer(reduced.expand(best.stages), best.seconds, bound_s, optimal=bound_s == best.seconds)
 
 
-def solve_ilp(request: LoadRequest, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
+def solve_ilp(request: LoadProblem, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
     """Solve the integer program: the product's flow between cuts, or an assignment where stages are any sets of layers.
 
     Returns:
@@ -73,7 +73,7 @@ def solve_ilp(request: LoadRequest, deadline: Deadline, solver: MilpName | None 
         reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
         request = replace(request, layer_costs=reduced.layer_costs)
     columns = LoadColumns(request)
-    answer = Flow(request, columns, solver).solve(deadline)
+    answer = Flow(replace(request, budget=Budget(deadline)), columns, solver).solve()
     if answer is None:
         return None
     if not columns.space.complete:  # too many cuts to list: those along the order prove nothing about the others
@@ -85,7 +85,7 @@ def solve_ilp(request: LoadRequest, deadline: Deadline, solver: MilpName | None 
 class LoadColumns(Columns):
     """Candidate stages of the flow formulation: one device each, whatever follows them."""
 
-    def __init__(self, request: LoadRequest) -> None:
+    def __init__(self, request: LoadProblem) -> None:
         super().__init__(request, all_cuts=True)
         self._loads = request
 
@@ -100,7 +100,7 @@ class LoadColumns(Columns):
                     yield Column(state, other, stage.options, number, 0.0, busy_s, request.cluster.gpus - 1)
 
 
-def _placed(request: LoadRequest, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
+def _placed(request: LoadProblem, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:
     """Return the best placement; when time runs out, one no worse than the best contiguous plan, if that is allowed."""
     try:
         answer = Assignment(request, solver).solve(deadline)

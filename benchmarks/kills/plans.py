@@ -7,12 +7,13 @@ from pathlib import Path
 
 import planner
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import SolverReport, save_plan
+from planner.formats.plan import save_plan
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
+from planner.solver.candidates.evaluation import priced
+from planner.solver.problem import Problem
 
 MODEL = Path(__file__).parent / "model.py"
 BATCH_SIZE = 4
@@ -29,12 +30,7 @@ def write_plan(config: str, schedule: str, folder: Path) -> Path:
         layers = len(layer_costs.profile.layers)
         cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
         groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]
-        cluster = flat_cluster(sum(replicas), 1e9)
-        stages = candidates(groups, replicas)
-        how = find(schedule)
-        cost = price(layer_costs, stages, Setting(cluster, how, microbatches))
-        report = SolverReport(
-            name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-        )
-        save_plan(assemble(layer_costs, cluster, stages, cost, how, microbatches, report), path)
+        setting = Setting(flat_cluster(sum(replicas), 1e9), find(schedule), microbatches)
+        problem = Problem(layer_costs, setting)
+        save_plan(assemble(problem, priced(problem, candidates(groups, replicas))), path)
     return path

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
 from planner.solver.chain.states import uncut_groups
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,9 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
         for stage in candidates(parts, shape.replicas)
     ]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
-    cost = price(layer_costs, stages, Setting(cluster, find(shape.schedule), shape.microbatches))
-    cost = price_with_copies(layer_costs, stages, cluster, cost, find(shape.schedule))
-    report = SolverReport(
-        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-    )
-    return assemble(layer_costs, cluster, stages, cost, find(shape.schedule), shape.microbatches, report)
+    problem = Problem(layer_costs, Setting(cluster, find(shape.schedule), shape.microbatches))
+    cost = price_with_copies(layer_costs, stages, cluster, problem.price(stages), problem.schedule)
+    return assemble(problem, Evaluation(tuple(stages), cost))
 
 
 def cut_by_time(seconds: Sequence[float], replicas: Sequence[int]) -> list[tuple[int, int]]:

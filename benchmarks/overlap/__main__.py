@@ -16,15 +16,15 @@ from tabulate import tabulate
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.emulate import Scale, emulate
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.executor.job import Job
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver.assemble import assemble
-from planner.solver.candidates.depth import price_with_depths
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import evaluate
+from planner.solver.problem import Problem
 
 COMPUTE_S = 0.12  # of one stage for one minibatch; long, so that late sleeps hardly matter
 NOMINAL_BYTES_PER_S = 12.5e6
@@ -116,11 +116,8 @@ def _plan(profile: Profile, cluster: Cluster, stages: int) -> Plan:
     groups = [[index] for index in range(stages)]
     groups[-1] += range(stages, len(profile.layers))
     chosen = candidates(groups, [1] * stages)
-    cost = price_with_depths(layer_costs, chosen, cluster, price(layer_costs, chosen, Setting(cluster)), "auto")
-    report = SolverReport(
-        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-    )
-    return assemble(layer_costs, cluster, chosen, cost, ONE_F_ONE_B, 1, report)
+    problem = Problem(layer_costs, Setting(cluster), budget=Budget.unlimited())
+    return assemble(problem, evaluate(problem, chosen))
 
 
 if __name__ == "__main__":

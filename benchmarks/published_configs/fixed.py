@@ -16,9 +16,11 @@ from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
-from planner.solver.candidates.depth import price_with_depths
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import simulated
 from planner.solver.chain.states import Chain
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def _moved(
                     cuts, best, improved = trial, found, True
     stages = _stages(space, cuts, replicas)
     if model == "resource":
-        best = price_with_depths(layer_costs, stages, cluster, best, "auto", ONE_F_ONE_B, 1)
+        problem = Problem(layer_costs, Setting(cluster), budget=Budget.unlimited())
+        best = simulated(problem, Evaluation(tuple(stages), best)).price
     bottleneck = best.bottleneck
     return Fixed(
         tuple(len(stage.layers) for stage in stages),

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from benchmarks.graphs import chain
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.plan import Plan, SolverReport, save_plan
+from planner.formats.plan import Plan, save_plan
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
+from planner.solver.candidates.evaluation import priced
+from planner.solver.problem import Problem
 
 README = Path(__file__).with_name("README.md")
 MARKER = "<!-- result -->"
@@ -120,11 +121,8 @@ def _events(case: Case) -> int:
 def _plan(case: Case) -> Plan:
     layer_costs, count = LayerCosts(chain(case.stages)), case.stages
     stages = candidates([[number] for number in range(count)], [case.replicas] * count)
-    cost = price(layer_costs, stages, Setting(case.cluster, find(case.schedule), case.microbatches))
-    report = SolverReport(
-        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-    )
-    return assemble(layer_costs, case.cluster, stages, cost, find(case.schedule), case.microbatches, report)
+    problem = Problem(layer_costs, Setting(case.cluster, find(case.schedule), case.microbatches))
+    return assemble(problem, priced(problem, stages))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,16 @@ from itertools import accumulate, pairwise
 
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.link import link_of, ring_all_reduce_s
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.simulator.plan import simulated_s
-from planner.solver.assemble import assemble
-from planner.solver.candidates.depth import DepthRule
-from planner.solver.candidates.trials import simulated_price
+from planner.solver.assemble import GIVEN, assemble
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import evaluate
+from planner.solver.problem import DepthRule, Problem
 from planner.solver.reference.baselines import equal_time
 
 __all__ = ["balanced_stages", "data_parallel_s", "given_plan", "in_proportion", "simulated_s"]
@@ -36,18 +36,11 @@ def given_plan(
     ends = [0, *accumulate(stages)]
     assert ends[-1] == len(profile.layers)
     chosen = candidates([range(first, end) for first, end in pairwise(ends)], replicas)
-    formula = price(layer_costs, chosen, Setting(cluster, find(schedule), microbatches))
-    cost = simulated_price(layer_costs, chosen, cluster, formula, depth, find(schedule), microbatches)
-    report = SolverReport(
-        name="given",
-        cost_model="resource",
-        status="feasible",
-        lower_bound_s=0.0,
-        gap=1.0,
-        seconds=0.0,
-        cost_model_s=formula.seconds_per_minibatch,
-    )
-    return assemble(layer_costs, cluster, chosen, cost, find(schedule), microbatches, report)
+    setting = Setting(cluster, find(schedule), microbatches)
+    problem = Problem(layer_costs, setting, depth=depth, budget=Budget.unlimited())
+    best = evaluate(problem, chosen)
+    report = GIVEN.model_copy(update={"cost_model_s": problem.price(chosen).seconds_per_minibatch})
+    return assemble(problem, best, report)
 
 
 def balanced_stages(profile: Profile, count: int) -> list[int]:

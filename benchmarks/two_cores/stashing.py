@@ -10,14 +10,14 @@ from benchmarks.malloc import pages_returned
 from benchmarks.two_cores.launch import places, run_workers
 from benchmarks.two_cores.ours import STASHED, UNSTASHED, Ours
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, SolverReport, load_plan, save_plan
+from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.solver.assemble import assemble
+from planner.solver.candidates.evaluation import priced
 from planner.solver.chain.states import uncut_groups
+from planner.solver.problem import Problem
 
 IN_FLIGHT = 8
 STEPS = 3 * IN_FLIGHT
@@ -71,12 +71,8 @@ def deep_plan(profile: Profile) -> Plan:
 
     cut = next(cut for cut in range(1, len(groups)) if weights_after(cut) < 0.2 * total)
     stages = candidates([[i for group in part for i in group] for part in (groups[:cut], groups[cut:])], (1, 1))
-    cluster = flat_cluster(2, 1e9)
-    cost = price(layer_costs, stages, Setting(cluster, ONE_F_ONE_B, 1))
-    report = SolverReport(
-        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-    )
-    plan = assemble(layer_costs, cluster, stages, cost, ONE_F_ONE_B, 1, report)
+    problem = Problem(layer_costs, Setting(flat_cluster(2, 1e9)))
+    plan = assemble(problem, priced(problem, stages))
     first, last = plan.stages
     return plan.model_copy(update={"stages": (first.model_copy(update={"in_flight": IN_FLIGHT}), last)})
 

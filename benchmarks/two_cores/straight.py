@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import time
 
-from planner.cost.layer_costs import Candidate, LayerCosts, candidates
-from planner.cost.price import Price
-from planner.cost.pricing import price
+from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.candidates.trials import simulated_price
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import priced, simulated
 from planner.solver.chain.states import uncut_groups
+from planner.solver.problem import Problem
 
 
 def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatches: int) -> Plan:
@@ -25,20 +25,18 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatche
     began = time.perf_counter()
     layer_costs = LayerCosts(profile)
     groups = uncut_groups(layer_costs)
-    priced: list[tuple[list[Candidate], Price]] = []
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches), budget=Budget.unlimited())
+    every = []
     for cut in range(1, len(groups)):
         halves = [[layer for group in part for layer in group] for part in (groups[:cut], groups[cut:])]
-        stages = candidates(halves, (1, 1))
-        priced.append((stages, price(layer_costs, stages, Setting(cluster, find(schedule), microbatches))))
-    stages, cost = min(priced, key=lambda pair: pair[1].seconds_per_minibatch)
-    cost = simulated_price(layer_costs, stages, cluster, cost, "auto", find(schedule), microbatches)
-    seconds = cost.seconds_per_minibatch
+        every.append(priced(problem, candidates(halves, (1, 1))))
+    best = simulated(problem, min(every, key=lambda candidate: candidate.seconds))
     report = SolverReport(
         name="every cut into two stages",
         cost_model="resource",
         status="optimal",
-        lower_bound_s=seconds,
+        lower_bound_s=best.seconds,
         gap=0.0,
         seconds=time.perf_counter() - began,
     )
-    return assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)
+    return assemble(problem, best, report)

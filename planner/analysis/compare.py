@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.analysis.given_plan import GivenPlan
-from planner.analysis.question import Question
+from planner.analysis.question import Question, fastest
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.price import Price
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan, ScheduleField, config_of
@@ -16,7 +15,10 @@ from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
+from planner.solver.candidates.evaluation import evaluate
+from planner.solver.problem import Problem
 from planner.solver.reference import baselines
+from planner.solver.result import Evaluation
 
 CHOSEN = "chosen plan"
 DATA_PARALLEL = "data parallel"
@@ -51,12 +53,11 @@ class Comparison(Record):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A row to be made: stages, how they run, and their price."""
+    """A row to be made: stages with their price, and the problem that they solve."""
 
     name: str
-    stages: Sequence[Candidate]
-    question: Question
-    cost: Price
+    problem: Problem
+    plan: Evaluation
 
 
 def compare(
@@ -88,20 +89,20 @@ def compare(
 
 def _entries(given: GivenPlan) -> list[_Entry]:
     """List the chosen plan, then data parallelism, then the other baselines."""
-    layer_costs, plan, question = given.layer_costs, given.plan, given.question
-    cluster = plan.cluster
-    question = replace(question, schedule=plan.schedule.unchunked)  # the baselines have no chunks
+    layer_costs, plan, cluster = given.layer_costs, given.plan, given.plan.cluster
+    question = replace(given.question, schedule=plan.schedule.unchunked)  # the baselines have no chunks
+    problem = question.problem(layer_costs, cluster)
     equal_time = baselines.equal_time(layer_costs, cluster.gpus)
-    straight = question.fastest(layer_costs, [*baselines.straight(layer_costs, cluster), equal_time], cluster)
+    straight = fastest(problem, [*baselines.straight(layer_costs, cluster), equal_time])
     assert straight is not None  # there is equal_time at least
 
-    def entry(name: str, stages: Sequence[Candidate], how: Question = question) -> _Entry:
-        return _Entry(name, stages, how, how.price(layer_costs, stages, cluster))
+    def entry(name: str, stages: Sequence[Candidate], problem: Problem = problem) -> _Entry:
+        return _Entry(name, problem, evaluate(problem, stages))
 
     entries = [
-        _Entry(CHOSEN, given.stages, given.question, given.price()),
+        _Entry(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
         entry(DATA_PARALLEL, baselines.data_parallel(layer_costs, cluster.gpus)),
-        entry("straight pipeline", straight[1]),
+        _Entry("straight pipeline", problem, straight),
         entry("equal layers", baselines.equal_layers(layer_costs, cluster.gpus)),
         entry("equal parameters", baselines.equal_parameters(layer_costs, cluster.gpus)),
         entry("equal time", equal_time),
@@ -109,24 +110,23 @@ def _entries(given: GivenPlan) -> list[_Entry]:
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
         gpipe = replace(question, schedule=GPIPE, microbatches=microbatches, cost_model="resource")
-        entries.append(entry("gpipe, same cut", given.stages, gpipe))
+        entries.append(entry("gpipe, same cut", given.stages, gpipe.problem(layer_costs, cluster)))
     return entries
 
 
 def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
     """Make a row that is not yet compared with data parallelism."""
     cluster, size = given.plan.cluster, given.layer_costs.profile.microbatch_size
-    microbatches = entry.question.microbatches_on(cluster)
-    seconds = entry.cost.seconds_per_minibatch / microbatches
-    sent = entry.cost.communication_bytes / microbatches
-    memory = max(entry.cost.gpu_bytes)
-    replicas = tuple(stage.replicas for stage in entry.stages)
-    workers = sum(replicas) // entry.cost.chunks  # under interleaved each worker runs several stages
-    busy = busy_s(given.layer_costs, entry.stages, entry.question.schedule, microbatches)
+    price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches
+    seconds = price.seconds_per_minibatch / microbatches
+    sent = price.communication_bytes / microbatches
+    memory = max(price.gpu_bytes)
+    workers = entry.plan.gpus // price.chunks  # under interleaved each worker runs several stages
+    busy = busy_s(given.layer_costs, stages, entry.problem.schedule, microbatches)
     return ComparisonRow(
         name=entry.name,
-        config=config_of(replicas),
-        schedule=entry.question.schedule,
+        config=config_of(tuple(stage.replicas for stage in stages)),
+        schedule=entry.problem.schedule,
         microbatches=microbatches,
         workers=workers,
         seconds_per_microbatch=seconds,

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.given_plan import GivenPlan
-from planner.analysis.question import Question, fits
+from planner.analysis.question import Question, fastest
 from planner.cost.layer_costs import Candidate
+from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Bottleneck, Plan, SolverReport, config_of
 from planner.formats.profile import Profile
-from planner.solver.candidates.waits import counts_to_try, proposals
+from planner.solver.candidates.kinds import counts_to_try, proposals
 from planner.solver.chain.states import Chain
+from planner.solver.problem import Problem
 from planner.solver.reference import baselines
 
 MORE_BANDWIDTH = 1.1
@@ -159,15 +161,15 @@ def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> Bounda
     for stage, first, end in zip(given.stages, ends, ends[1:], strict=False):
         layers = frozenset(range(first, end))
         stages.append(Candidate(frozenset(range(first)), layers, stage.options))
-    cost = given.price_other(stages)
+    plan = given.evaluate(stages)
     position = ends[boundary + 1] if step < 0 else ends[boundary + 1] - 1
     return BoundaryMove(
         boundary=boundary,
         layer=given.layer_costs.profile.layers[position].name,
         to_stage=boundary + (step < 0),
-        seconds_per_minibatch=cost.seconds_per_minibatch,
-        slower=cost.seconds_per_minibatch / given.seconds - 1,
-        fits=fits(cost, given.plan.cluster),
+        seconds_per_minibatch=plan.seconds,
+        slower=plan.seconds / given.seconds - 1,
+        fits=plan.fits(given.plan.cluster),
     )
 
 
@@ -176,8 +178,8 @@ def _next_best(given: GivenPlan) -> Alternative | None:
     if given.plan.schedule.chunked:
         return None  # none of those has chunks
     others = [stages for stages in _others(given) if _config(stages) != given.plan.config]
-    best = given.question.fastest(given.layer_costs, others, given.plan.cluster, must_fit=True)
-    return None if best is None else _alternative(given, "the best other config", _config(best[1]), best[0])
+    best = fastest(given.problem, others, must_fit=True)
+    return None if best is None else _alternative(given, "the best other config", _config(best.stages), best.seconds)
 
 
 def _config(stages: Sequence[Candidate]) -> str:
@@ -190,7 +192,8 @@ def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
         baselines.data_parallel(layer_costs, count) for count in counts_to_try(cluster.gpus)
     ]
     found += [*baselines.straight(layer_costs, cluster), baselines.equal_time(layer_costs, cluster.gpus)]
-    found += proposals(Chain(layer_costs), cluster, given.question.recompute)
+    # Proposals are those of 1f1b, whose search is the quickest; each is evaluated under the plan's own schedule.
+    found += proposals(Problem(layer_costs, Setting(cluster), given.question.recompute), Chain(layer_costs))
     return list(dict.fromkeys(tuple(stages) for stages in found))
 
 
@@ -219,7 +222,7 @@ def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch
     if cluster.gpus == given.plan.cluster.gpus:
         # The given plan runs there, too, and can win: the search stops within a tolerance of its bound.
-        own_s = given.price_other(given.stages, cluster).seconds_per_minibatch
+        own_s = given.evaluate(given.stages, cluster).seconds
         if own_s < seconds:
             config, seconds = given.plan.config, own_s
     return _alternative(given, what, config, seconds)

@@ -15,6 +15,9 @@ from planner.errors import PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.solver.candidates.evaluation import evaluate
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,28 @@ class GivenPlan:
     def price(self) -> Price:
         """Price the plan, with the time and the memory that it states: it may have been solved for other depths."""
         return replace(
-            question_of(self.plan).formula(self.layer_costs, self.stages, self.plan.cluster),
+            self._as_recorded.price(self.stages),
             seconds_per_minibatch=self.seconds,
             memory=tuple(stage.memory for stage in self.plan.stages),
         )
 
-    def price_other(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Price:
-        """Price other stages under the same question, on the plan's cluster or on another one."""
-        return self.question.price(self.layer_costs, stages, cluster or self.plan.cluster)
+    @property
+    def problem(self) -> Problem:
+        """The problem of pricing the plan and its alternatives."""
+        return self.question.problem(self.layer_costs, self.plan.cluster)
+
+    @property
+    def _as_recorded(self) -> Problem:
+        """The problem that the plan itself records."""
+        return question_of(self.plan).problem(self.layer_costs, self.plan.cluster)
+
+    def evaluate(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Evaluation:
+        """Evaluate other stages under the same question, on the plan's cluster or on another one."""
+        return evaluate(self.question.problem(self.layer_costs, cluster or self.plan.cluster), stages)
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""
-        setting = question_of(self.plan).setting_on(self.plan.cluster)
-        return busy_resources(self.layer_costs, self.stages, setting)
+        return busy_resources(self.layer_costs, self.stages, self._as_recorded.setting)
 
 
 def question_of(plan: Plan) -> Question:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.price import Price
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster
@@ -17,8 +15,10 @@ from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
-from planner.solver.candidates.depth import DepthRule
-from planner.solver.candidates.trials import simulated_price
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import evaluate, priced
+from planner.solver.problem import DepthRule, Problem
+from planner.solver.result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class Question:
             return self.microbatches
         return MICROBATCHES_PER_GPU * cluster.gpus if self.schedule.divides else 1
 
-    def setting_on(self, cluster: Cluster) -> Setting:
-        """Return what plans on this cluster are priced for."""
+    def problem(self, layer_costs: LayerCosts, cluster: Cluster) -> Problem:
+        """Return the problem of pricing plans on this cluster, each of which takes as long as it takes."""
         chunks = self.schedule.fixed_chunks or self.chunks
-        return Setting(cluster, self.schedule, self.microbatches_on(cluster), chunks, self.cost_model)
+        setting = Setting(cluster, self.schedule, self.microbatches_on(cluster), chunks, self.cost_model)
+        return Problem(layer_costs, setting, self.recompute, self.depth, budget=Budget.unlimited())
 
     def solve(self, profile: Profile, cluster: Cluster) -> Plan:
         """Find the fastest plan.
@@ -63,41 +64,16 @@ class Question:
             chunks=self.chunks,
         )
 
-    def price(self, layer_costs: LayerCosts, stages: Sequence[Candidate], cluster: Cluster) -> Price:
-        """Price these stages, by simulation if the cost model is the planner's own."""
-        cost = self.formula(layer_costs, stages, cluster)
-        if self.cost_model != "resource":
-            return cost
-        microbatches = self.microbatches_on(cluster)
-        return simulated_price(layer_costs, stages, cluster, cost, self.depth, self.schedule, microbatches)
 
-    def fastest(
-        self,
-        layer_costs: LayerCosts,
-        options: Iterable[Sequence[Candidate]],
-        cluster: Cluster,
-        *,
-        must_fit: bool = False,
-    ) -> tuple[float, Sequence[Candidate]] | None:
-        """Return the fastest of several lists of stages with its seconds per minibatch; None if none fits."""
-        best: tuple[float, Sequence[Candidate]] | None = None
-        bounds = [(self.formula(layer_costs, stages, cluster).seconds_per_minibatch, stages) for stages in options]
-        for bound_s, stages in sorted(bounds, key=lambda bound: bound[0]):
-            if best is not None and bound_s >= best[0]:
-                break  # simulating can only add waiting time
-            cost = self.price(layer_costs, stages, cluster)
-            if must_fit and not fits(cost, cluster):
-                continue
-            if best is None or cost.seconds_per_minibatch < best[0]:
-                best = cost.seconds_per_minibatch, stages
-        return best
-
-    def formula(self, layer_costs: LayerCosts, stages: Sequence[Candidate], cluster: Cluster) -> Price:
-        """Price these stages by the cost model, without simulating."""
-        return price(layer_costs, stages, self.setting_on(cluster))
-
-
-def fits(cost: Price, cluster: Cluster) -> bool:
-    """Return whether every stage fits the memory of a GPU."""
-    limit = cluster.memory_bytes
-    return limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
+def fastest(problem: Problem, options: Iterable[Sequence[Candidate]], *, must_fit: bool = False) -> Evaluation | None:
+    """Return the fastest of several lists of stages; None if none fits."""
+    best: Evaluation | None = None
+    for candidate in sorted((priced(problem, stages) for stages in options), key=lambda candidate: candidate.seconds):
+        if best is not None and candidate.seconds >= best.seconds:
+            break  # simulating can only add waiting time
+        evaluation = evaluate(problem, candidate.stages)
+        if must_fit and not evaluation.fits(problem.cluster):
+            continue
+        if best is None or evaluation.seconds < best.seconds:
+            best = evaluation
+    return best

@@ -1,31 +1,32 @@
-"""From the chosen stages and their price to the Plan: names, ranks, transfers, predictions."""
+"""Assemble the plan of the chosen stages: names, ranks, transfers and predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from planner.cost.buckets import ready_s, reduced_s
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.price import Price
+from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.stage_options import StageOptions
 from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
-from planner.formats.cluster import Cluster
-from planner.formats.plan import Plan, SolverReport, Stage, config_of
-from planner.schedule.schedule import Schedule
+from planner.formats.cluster import DeviceKind
+from planner.formats.plan import Plan, Prediction, SolverReport, Stage, config_of
 from planner.simulator.plan import simulated_s
-from planner.solver.candidates.exchanged import shared_between, transfers
-from planner.solver.candidates.pipelines import stage_ranks
-from planner.solver.predict import predict
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import priced, simulated
+from planner.solver.candidates.pipelines import shared_between, transfers
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
+
+# Of plans that no search found.
+GIVEN = SolverReport(name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
 
 
-def assemble(
-    layer_costs: LayerCosts,
-    cluster: Cluster,
-    stages: Sequence[Candidate],
-    price: Price,
-    schedule: Schedule,
-    microbatches: int,
-    report: SolverReport,
-) -> Plan:
-    """The Plan of these stages, on consecutive ranks unless they say which."""
+def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -> Plan:
+    """Return the plan of these stages, on consecutive ranks unless they say which."""
+    layer_costs, stages = problem.layer_costs, best.stages
     profile = layer_costs.profile
     return Plan(
         model=profile.model,
@@ -36,20 +37,20 @@ def assemble(
         compiled=profile.compiled is not None,
         device=profile.device,
         config=config_of(tuple(stage.replicas for stage in stages)),
-        schedule=schedule,
+        schedule=problem.schedule,
         microbatch_size=profile.microbatch_size,
-        microbatches=microbatches,
-        stages=_stages(layer_costs, stages, price),
+        microbatches=problem.microbatches,
+        stages=_stages(layer_costs, best),
         transfers=transfers(layer_costs, stages),
         shared=shared_between(layer_costs, stages),
-        predicted=predict(layer_costs, cluster, price, schedule, microbatches, report),
+        predicted=predict(problem, best),
         solver=report,
-        cluster=cluster,
+        cluster=problem.cluster,
     )
 
 
 def simulated_plan(plan: Plan) -> Plan:
-    """The plan with the prediction of its own simulation.
+    """Return the plan with the prediction of its own simulation.
 
     Raises:
         PlanError: for a plan that cannot be simulated.
@@ -69,24 +70,97 @@ def simulated_plan(plan: Plan) -> Plan:
     return plan.model_copy(update={"predicted": predicted, "solver": report})
 
 
-def _stages(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price) -> tuple[Stage, ...]:
+def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
     made: list[Stage] = []
-    ranks, copied = stage_ranks(stages, price), copied_in(layer_costs, stages)
-    for stage, own, in_flight, memory, again in zip(stages, ranks, price.in_flight, price.memory, copied, strict=True):
+    price, copied = best.price, copied_in(layer_costs, best.stages)
+    for number, (stage, again) in enumerate(zip(best.stages, copied, strict=True)):
         layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
-        speed = stage.options.speed
+        options = stage.options
+        accumulate_s = sum(layer.accumulate_s for layer in layers) / options.speed
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
-                ranks=own,
-                in_flight=in_flight,
-                recompute=stage.options.recompute,
-                forward_s=sum(layer.forward_s for layer in layers) / speed,
-                backward_s=sum(layer.backward_s for layer in layers) / speed,
-                update_s=sum(layer.update_s for layer in layers) / speed + update_of_copies_s(stage, again),
-                accumulate_s=sum(layer.accumulate_s for layer in layers) / speed + adding_of_copies_s(stage, again),
+                ranks=best.ranks[number],
+                in_flight=price.in_flight[number],
+                recompute=options.recompute,
+                forward_s=sum(layer.forward_s for layer in layers) / options.speed,
+                backward_s=sum(layer.backward_s for layer in layers) / options.speed,
+                update_s=sum(layer.update_s for layer in layers) / options.speed + update_of_copies_s(stage, again),
+                accumulate_s=accumulate_s + adding_of_copies_s(stage, again),
                 ready_s=ready_of_gradients_s(layer_costs, stage, again),
-                memory=memory,
+                memory=price.memory[number],
             )
         )
     return tuple(made)
+
+
+def predict(problem: Problem, best: Evaluation) -> Prediction:
+    """Predict the plan's speed, and compare it with one GPU and with data parallelism under the same cost model.
+
+    One GPU trains one microbatch per step. Neither needs to fit the memory. Where devices differ, the one GPU is the
+    profiled one.
+    """
+    price, seconds, microbatches = best.price, best.seconds, problem.microbatches
+    size = problem.layer_costs.profile.microbatch_size
+    one_gpu_s = float(problem.layer_costs.everything.compute_s)
+    compare = _data_parallel_divided if problem.schedule.divides else _data_parallel
+    parallel_s, parallel_bytes = compare(problem, best.simulated)
+    samples = None if size is None else size * microbatches
+    return Prediction(
+        seconds_per_minibatch=seconds,
+        by="simulation" if best.simulated else "cost model",
+        samples_per_s=None if samples is None else samples / seconds,
+        bottleneck=price.bottleneck,
+        speedup_over_one_gpu=one_gpu_s * microbatches / seconds,
+        speedup_over_data_parallel=parallel_s * microbatches / seconds,
+        communication_bytes_per_sample=None if samples is None else price.communication_bytes / samples,
+        data_parallel_communication_bytes_per_sample=None if size is None else parallel_bytes / size,
+        communication_cut=(
+            1 - price.communication_bytes / microbatches / parallel_bytes if parallel_bytes > 0 else None
+        ),
+    )
+
+
+def _everything(problem: Problem, replicas: int = 1, kind: DeviceKind | None = None) -> Candidate:
+    layers = range(len(problem.layer_costs.profile.layers))
+    return Candidate(frozenset(), frozenset(layers), StageOptions(replicas, kind=kind))
+
+
+def _data_parallel(problem: Problem, simulates: bool) -> tuple[float, float]:
+    """Return seconds and bytes per minibatch of data parallelism on all GPUs, each with one minibatch per step.
+
+    If its gradient buckets are ready as late as in a simulation, the formula equals its simulation: nothing else uses
+    the links during its all-reduce. Where devices differ, it waits for the slowest.
+    """
+    cluster, everything = problem.cluster, problem.layer_costs.everything
+    slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
+    seconds = float(problem.asynchronous().stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
+    if simulates:
+        seconds += _late_buckets_s(problem, slowest) / cluster.gpus
+    return seconds, 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)
+
+
+def _data_parallel_divided(problem: Problem, simulates: bool) -> tuple[float, float]:
+    """Return seconds and bytes per microbatch of data parallelism on all GPUs, with the plan's microbatches per step.
+
+    If a minibatch has fewer microbatches than there are GPUs, data parallelism has one per GPU: others would idle.
+    """
+    slowest = min(problem.cluster.kinds, key=lambda kind: kind.speed, default=None)
+    most = max(problem.microbatches, problem.cluster.gpus)
+    # One stage has no chunks. Its simulation is not part of the search, so it does not count.
+    alone = replace(problem.under(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
+    parallel = priced(alone, [_everything(problem, problem.cluster.gpus, slowest)])
+    if simulates:
+        parallel = simulated(alone, parallel)
+    return parallel.seconds / most, parallel.price.communication_bytes / most
+
+
+def _late_buckets_s(problem: Problem, speed: float) -> float:
+    """Return how much later than by the formula the gradients that all devices reduce are summed."""
+    link, gpus = problem.link, problem.cluster.gpus
+    if not link.overlap or gpus == 1:
+        return 0.0
+    layers = problem.layer_costs.profile.layers
+    parts_s = [seconds / speed for seconds in ready_s(layers)]
+    reduce_s = float(ring_all_reduce_s(sum(layer.gradient_bytes for layer in layers), gpus, link))
+    return reduced_s(parts_s, reduce_s) - float(backward_and_reduce_s(parts_s[-1], reduce_s, link))

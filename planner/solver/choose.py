@@ -1,8 +1,8 @@
-"""Which schedule, and which microbatch size: the best plan of each, side by side, at the same minibatch.
+"""Choose schedule and microbatch size: solve for each at the same minibatch, and take the fastest plan per sample.
 
 Every schedule that divides minibatches gets the same number of samples per minibatch, whatever the microbatch size.
-1f1b does not divide: its minibatch is what the profile measured. How well a model trains per sample is not weighed:
-asynchronous schedules use older weights (1f1b as many updates old as its pipeline is deep, 2bw one).
+1f1b does not divide, so its minibatch is what the profile measured. How well a model trains per sample is not compared:
+asynchronous schedules use older weights (under 1f1b as many updates old as the pipeline is deep, under 2bw one).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.schedule.flush import FLUSH
 from planner.schedule.registry import SCHEDULES, find
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
-from planner.solver.candidates.depth import DepthRule
+from planner.solver.problem import DepthRule
 
 COMPARED: tuple[Schedule, ...] = tuple(schedule for schedule in SCHEDULES if schedule.pipelined)
 
@@ -30,10 +30,10 @@ class Option:
     """One schedule at one microbatch size.
 
     Attributes:
-        schedule: what was solved for.
+        schedule: that was solved for.
         profile: the costs at the microbatch size.
         microbatches: per minibatch.
-        plan: the best one, or None where there is none.
+        plan: the best one, or None if there is none.
         obstacle: why there is no plan.
     """
 
@@ -45,25 +45,25 @@ class Option:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Of a plan; per microbatch where the profile does not know its size."""
+        """Seconds per sample of the plan; per microbatch if the profile does not know its size."""
         assert self.plan is not None
         return self.plan.predicted.seconds_per_minibatch / self.samples_per_minibatch
 
     @property
     def samples_per_minibatch(self) -> int:
-        """Samples, or microbatches where the profile does not know their size."""
+        """Samples per minibatch; microbatches if the profile does not know their size."""
         return self.microbatches * (self.profile.microbatch_size or 1)
 
     @property
     def samples_per_update(self) -> int:
-        """The most that a stage averages over: 1f1b updates after each round of its replicas, others per minibatch."""
+        """The most samples that a stage averages over: under 1f1b, a round of its replicas; else a minibatch."""
         assert self.plan is not None
         rounds = max(self.plan.replicas) if self.schedule.stashes else 1
         return self.samples_per_minibatch * rounds
 
     @property
     def idle_share(self) -> float:
-        """Part of their time that the plan's GPUs do not compute: bubble, messages, and work that is not even."""
+        """Share of time in which the plan's GPUs do not compute: bubbles, messages and uneven work."""
         assert self.plan is not None
         busy_s = sum(
             self.microbatches * (stage.compute_s - stage.update_s)
@@ -75,14 +75,14 @@ class Option:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the GPU that holds most."""
+        """Memory of the GPU that holds most."""
         assert self.plan is not None
         return max(self.plan.memory_bytes(stage) for stage in range(len(self.plan.stages)))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest plan, and all that were looked at."""
+    """The fastest plan, and all options that were solved for."""
 
     best: Option
     options: tuple[Option, ...]
@@ -104,21 +104,21 @@ def choose(
     recompute: RecomputeRule = "auto",
     chunks: int = CHUNKS,
 ) -> Choice:
-    """The plan with most samples per second over all schedules and profiles.
+    """Find the plan with most samples per second over all schedules and profiles.
 
     Args:
         profiles: of one model, at different microbatch sizes.
         cluster: devices, memory and links.
         schedules: what to compare.
-        microbatches: per minibatch, of the smallest of the profiles' sizes; 4 per GPU when None. Larger microbatches
-            are as many as make the same minibatch.
+        microbatches: per minibatch, at the smallest of the profiles' sizes; by default 4 per GPU. Larger microbatches
+            make the same minibatch.
         depth: as for `solve`.
         recompute: as for `solve`.
         chunks: as for `solve`.
 
     Raises:
-        InfeasibleError: when nothing fits the memory.
-        InputError: for profiles of different models, or sizes that do not make the same minibatch.
+        InfeasibleError: if nothing fits the memory.
+        InputError: for profiles of different models, or sizes that cannot make the same minibatch.
     """
     _check_alike(profiles)
     options = []
@@ -143,12 +143,12 @@ def choose(
     eligible = [option for option in options if option.plan is not None]
     if not eligible:
         raise _least_demanding(options).obstacle or InfeasibleError("no schedule has a plan")
-    # The first of equals: schedules in the order given, smaller microbatches before larger ones.
+    # The first of equals wins: smaller microbatches before larger ones, schedules in the order given.
     return Choice(min(eligible, key=lambda option: option.seconds_per_sample), tuple(options))
 
 
 def _least_demanding(options: Sequence[Option]) -> Option:
-    """The option whose obstacle to report where every one has its own: 1f1b-flush holds least."""
+    """Return the option whose obstacle to report: that of 1f1b-flush, which holds least."""
     return min(options, key=lambda option: option.schedule is not FLUSH)
 
 
@@ -172,7 +172,7 @@ def _check_alike(profiles: Sequence[Profile]) -> None:
 
 
 def _microbatches(profile: Profile, profiles: Sequence[Profile], cluster: Cluster, asked: int | None) -> int:
-    """As many as make the same minibatch with every profile."""
+    """Return how many microbatches make the same minibatch as with every other profile."""
     smallest = min(each.microbatch_size or 1 for each in profiles)
     samples = (asked or MICROBATCHES_PER_GPU * cluster.gpus) * smallest
     size = profile.microbatch_size or 1

@@ -1,38 +1,38 @@
-"""Why nothing fits, and the smallest change that would make something fit."""
+"""Explain why no plan fits the memory, and find the smallest change that makes one fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.price import Price
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import config_of
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 from planner.units import format_bytes
 
-# A plan that fits this many GPUs of this much memory, with its price, or None.
-Fits = Callable[[int, int], "tuple[Sequence[Candidate], Price] | None"]
+# A search for any plan that fits this many GPUs of this much memory.
+Fits = Callable[[int, int], Evaluation | None]
 
 _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64
 
 
-def explain(layer_costs: LayerCosts, cluster: Cluster, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
-    """The error for a cluster whose memory no plan fits: the stage that does not, and the smallest changes that help.
+def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
+    """Return the error for a cluster whose memory no plan fits: which stage does not, and which changes would help.
 
     Args:
-        layer_costs: of the profile.
-        cluster: whose memory does not suffice.
+        problem: with too little memory.
         fits: the search.
         others: searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
+    cluster = problem.cluster
     assert cluster.memory_bytes is not None
-    stages, price = _leanest(layer_costs, cluster, fits)
-    totals = price.gpu_bytes
+    leanest = _leanest(cluster, fits)
+    stages, totals = leanest.stages, leanest.price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)
-    layers = [layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
+    layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
     place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
     config = config_of(tuple(stage.replicas for stage in stages))
     over = totals[worst] - cluster.memory_bytes
@@ -53,7 +53,7 @@ def explain(layer_costs: LayerCosts, cluster: Cluster, fits: Fits, others: Mappi
 
 
 def round_up(count: int) -> str:
-    """Bytes with three digits, never less than `count`, as an argument: 1_234_567 -> "1.24MB"."""
+    """Format bytes as an argument with three digits, never less than `count`: 1_234_567 -> "1.24MB"."""
     for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             digits = max(0, 2 - int(math.log10(count / size)))
@@ -61,8 +61,8 @@ def round_up(count: int) -> str:
     return f"{count}B"
 
 
-def _leanest(layer_costs: LayerCosts, cluster: Cluster, fits: Fits) -> tuple[Sequence[Candidate], Price]:
-    """The plan whose largest stage is smallest."""
+def _leanest(cluster: Cluster, fits: Fits) -> Evaluation:
+    """Return the plan whose largest stage is smallest."""
     assert cluster.memory_bytes is not None
     low, high = cluster.memory_bytes, 2 * cluster.memory_bytes
     while (found := fits(cluster.gpus, high)) is None:
@@ -73,12 +73,12 @@ def _leanest(layer_costs: LayerCosts, cluster: Cluster, fits: Fits) -> tuple[Seq
             low = middle
         else:
             found = better
-            high = max(found[1].gpu_bytes)
+            high = max(found.price.gpu_bytes)
     return found
 
 
 def _fewest_gpus(cluster: Cluster, fits: Fits) -> int | None:
-    """Fewest GPUs of the same memory that fit some plan; None when many times as many do not."""
+    """Return the fewest GPUs of the same memory that some plan fits; None if not even many times as many suffice."""
     assert cluster.memory_bytes is not None
     low, high = cluster.gpus, 2 * cluster.gpus
     while fits(high, cluster.memory_bytes) is None:

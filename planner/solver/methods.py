@@ -1,4 +1,4 @@
-"""Which method answers a request, and the answers of those other than the search over pipelines.
+"""Choose the method for a problem, and answer by those other than the search over pipelines.
 
 search   exact; GPUs alike; constraints that are forbidden cuts
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
@@ -7,18 +7,16 @@ brute    every plan, for up to ten layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from planner.cost.layer_costs import Candidate
-from planner.cost.price import Price
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.formats.cluster import DeviceKind
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.infeasible import explain
-from planner.solver.integer.request import Request
+from planner.solver.problem import Problem
 from planner.solver.reference.brute import brute_force
+from planner.solver.result import Evaluation, Found
 from planner.units import format_bytes
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
@@ -27,27 +25,18 @@ MethodName = Literal["search", "ilp", "brute"]
 _PLENTY = 2**60  # bytes
 
 
-@dataclass(frozen=True)
-class Found:
-    """Stages, a time that no plan beats, and who says so."""
-
-    stages: tuple[Candidate, ...]
-    bound_s: float
-    name: str
-
-
-def method_for(request: Request, solver: SolverName) -> MethodName:
-    """The method for a request.
+def method_for(problem: Problem, solver: SolverName) -> MethodName:
+    """Return the method for a problem.
 
     Raises:
-        InputError: when the solver asked for cannot answer it.
+        InputError: if the solver that was asked for cannot solve it.
     """
-    request.constraints.check(request.layer_costs.profile, request.cluster)
-    wants = _beyond_the_search(request)
-    if request.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
+    problem.constraints.check(problem.layer_costs.profile, problem.cluster)
+    wants = _beyond_the_search(problem)
+    if problem.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
         wanted = wants or f"`solver={solver}`"
         raise InputError(
-            f"the schedule {request.schedule} is solved by the search alone, which does not take {wanted}",
+            f"the schedule {problem.schedule} is solved by the search alone, which does not take {wanted}",
             hint="use another schedule, or leave them out",
         )
     if solver == "brute":
@@ -59,98 +48,81 @@ def method_for(request: Request, solver: SolverName) -> MethodName:
     return "ilp" if solver == "ilp" or wants is not None else "search"
 
 
-def _beyond_the_search(request: Request) -> str | None:
-    """What of the request the search cannot express, in words."""
-    constraints = request.constraints
-    if request.cluster.kinds:
+def _beyond_the_search(problem: Problem) -> str | None:
+    """Return, in words, what the search cannot express; None if it can express the whole problem."""
+    constraints = problem.constraints
+    if problem.cluster.kinds:
         return "clusters whose GPUs differ"
     if constraints.stage_of or constraints.gpu_of:
         return "layers pinned to a stage or a GPU"
-    if constraints.as_forbidden_cuts(request.layer_costs.profile, in_order=request.keeps_order) is None:
+    if constraints.as_forbidden_cuts(problem.layer_costs.profile, in_order=problem.keeps_order) is None:
         return "layers kept together that are no neighbours in the profile's order"
     return None
 
 
-def answer(request: Request, method: MethodName, deadline: Deadline) -> Found:
-    """The best plan by a method other than the search over pipelines.
+def answer(problem: Problem, method: MethodName) -> Found:
+    """Find the best plan by a method other than the search over pipelines.
 
     Raises:
-        InfeasibleError: when there is none.
+        InfeasibleError: if there is none.
         InputError: for what the method cannot express, or is too large for it.
-        PlannerError: when the deadline passes before there is any.
+        PlannerError: if the deadline passes before any plan is found.
     """
     try:
-        found = _by_ilp(request, deadline) if method == "ilp" else _by_trying(request)
+        found = _by_ilp(problem) if method == "ilp" else _by_brute_force(problem)
     except TimeoutError:
         raise PlannerError(
             "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
         ) from None
     if found is None:
-        raise _infeasible(request, method)
-    return found
+        raise _infeasible(problem, method)
+    return replace(found, best=evaluate(problem, found.best.stages))
 
 
-def _by_ilp(request: Request, deadline: Deadline) -> Found | None:
-    # Imported here: PuLP takes its time, and most requests need none of it.
+def _by_ilp(problem: Problem) -> Found | None:
+    # Imported here, because importing PuLP takes time and few problems need it.
     from planner.solver.integer.ilp import solve_ilp
     from planner.solver.integer.milp import installed
 
     solver = installed()[0]
-    best = solve_ilp(request, deadline, solver)
-    return None if best is None else Found(best.stages, best.bound_s, f"ilp, {solver}")
+    best = solve_ilp(problem, solver)
+    return None if best is None else Found(priced(problem, best.stages), best.bound_s, f"ilp, {solver}")
 
 
-def _by_trying(request: Request) -> Found | None:
-    request = request.without_constraints()
-    best = brute_force(
-        request.layer_costs,
-        request.cluster,
-        model=request.model,
-        schedule=request.schedule,
-        microbatches=request.microbatches,
-        recompute=request.recompute,
-        in_order=request.keeps_order,
-    )
-    return None if best is None else Found(best.stages, best.price.seconds_per_minibatch, "brute")
+def _by_brute_force(problem: Problem) -> Found | None:
+    best = brute_force(problem.without_constraints(), in_order=problem.keeps_order)
+    return None if best is None else Found(best, best.seconds, "brute")
 
 
-def _infeasible(request: Request, method: MethodName) -> InfeasibleError:
-    """Why there is no plan: the constraints, or the memory."""
+def _infeasible(problem: Problem, method: MethodName) -> InfeasibleError:
+    """Return why there is no plan: the constraints, or the memory."""
+    cluster = problem.cluster
 
-    def without_limit() -> Request:
-        kinds = tuple(kind.model_copy(update={"memory_bytes": _PLENTY}) for kind in request.cluster.kinds)
-        return _on(request, {"kinds": kinds, "memory_bytes": None})
+    def again(**changes: object) -> Evaluation | None:
+        """Solve again on a changed cluster, whatever time that takes."""
+        other = replace(problem.on(cluster.model_copy(update=changes)), budget=Budget())
+        found = _by_ilp(other) if method == "ilp" else _by_brute_force(other)
+        return None if found is None else found.best
 
-    def again(other: Request) -> tuple[Sequence[Candidate], Price] | None:
-        found = _by_ilp(other, NO_HURRY) if method == "ilp" else _by_trying(other)
-        return None if found is None else (found.stages, other.priced(found.stages))
+    def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
+        return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
 
-    def fits(gpus: int, memory_bytes: int) -> tuple[Sequence[Candidate], Price] | None:
-        return again(_on(request, {"memory_bytes": memory_bytes})) if gpus == request.cluster.gpus else None
-
-    unlimited = again(without_limit())
+    plenty = tuple(kind.model_copy(update={"memory_bytes": _PLENTY}) for kind in cluster.kinds)
+    unlimited = again(kinds=plenty, memory_bytes=None)
     if unlimited is None:
         return InfeasibleError(
-            f"no plan on {request.cluster.gpus} GPUs respects the constraints, whatever the memory",
+            f"no plan on {cluster.gpus} GPUs respects the constraints, whatever the memory",
             hint="leave some of them out: layers that a stage needs must not be pinned to a later one",
         )
-    if not request.cluster.kinds:
-        return explain(request.layer_costs, request.cluster, fits, {})
-    stages, cost = unlimited
-    limits = [request.cluster.memory_of(_original(request, stage)) or _PLENTY for stage in stages]
-    over = [held.total_bytes - limit for held, limit in zip(cost.memory, limits, strict=True)]
+    if not cluster.kinds:
+        return explain(problem, fits, {})
+    # The limits are those of the stages' kinds before their memory was changed.
+    limits = [cluster.memory_of(cluster.kind_of(stage.ranks[0])) or _PLENTY for stage in unlimited.stages]
+    held = [memory.total_bytes for memory in unlimited.price.memory]
+    over = [total - limit for total, limit in zip(held, limits, strict=True)]
     worst = max(range(len(over)), key=over.__getitem__)
     return InfeasibleError(
         f"no plan fits the memory of the cluster's GPUs: in the fastest without a limit, stage {worst} needs "
-        f"{format_bytes(cost.memory[worst].total_bytes)}, {format_bytes(max(over[worst], 0))} too many",
+        f"{format_bytes(held[worst])}, {format_bytes(max(over[worst], 0))} too many",
         hint="give the kinds of GPUs more memory_bytes, or more GPUs",
     )
-
-
-def _original(request: Request, stage: Candidate) -> DeviceKind:
-    """The kind of a stage before its memory was changed."""
-    return request.cluster.kind_of(stage.ranks[0])
-
-
-def _on(request: Request, update: dict[str, object]) -> Request:
-    return replace(request, cluster=request.cluster.model_copy(update=update))

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.dnn_partitioning.objective import Host, LoadRequest
+from benchmarks.dnn_partitioning.objective import Host, LoadProblem
 from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
 from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
+from planner.solver.candidates.budget import NO_HURRY, Deadline
 from planner.solver.integer.milp import MilpName, Outcome, installed
 from tests.samples import layer, profile
 from tests.solver.integer.test_ilp import SOLVERS, bandwidths, every_plan, latencies, memories
@@ -39,7 +40,7 @@ def solver(request: pytest.FixtureRequest) -> MilpName:
     return name
 
 
-def fastest(request: LoadRequest) -> float:
+def fastest(request: LoadProblem) -> float:
     best = math.inf
     for stages in every_plan(request.layer_costs, request.cluster):
         if any(stage.replicas > 1 for stage in stages):
@@ -67,7 +68,7 @@ def test_search_and_integer_program_find_the_best_chain_of_cuts(
     level = Level(size=gpus + host, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
     kinds = (DeviceKind(count=gpus), HOST) if host else ()
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
-    request = LoadRequest(LayerCosts(model), cluster)
+    request = LoadProblem(LayerCosts(model), Setting(cluster))
     expected = fastest(request)
     for answer in (solve_loads(request, NO_HURRY), solve_ilp(request, NO_HURRY) if through_ilp == 0 else None):
         if answer is None:
@@ -99,7 +100,7 @@ def test_published_workloads(name: str, host: bool, milliseconds: float) -> None
     if host:
         level = Level(size=7, bandwidth_bytes_per_s=BYTES_PER_S)
         cluster = Cluster(levels=(level,), memory_bytes=model.device.memory_bytes, kinds=(DeviceKind(count=6), HOST))
-    request = LoadRequest(LayerCosts(model), cluster)
+    request = LoadProblem(LayerCosts(model), Setting(cluster))
     answer = solve_loads(request, NO_HURRY)
     assert answer is not None
     assert answer.seconds * 1e3 == pytest.approx(milliseconds, rel=6e-6)
@@ -127,7 +128,7 @@ def test_a_workload_becomes_a_profile(tmp_path: Path) -> None:
     assert first.outputs[0].output_bytes == 0.5 * 2**31
     assert first.outputs[0].gradient_bytes == 0.25 * 2**31
     assert first.buffer_bytes == 10
-    answer = solve_loads(LoadRequest(LayerCosts(model), flat_cluster(2, BYTES_PER_S)), NO_HURRY)
+    answer = solve_loads(LoadProblem(LayerCosts(model), Setting(flat_cluster(2, BYTES_PER_S))), NO_HURRY)
     assert answer is not None
     assert answer.seconds == pytest.approx(6.75e-3)
 
@@ -175,7 +176,7 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
     first = model.layers[0].name
     constraints = Constraints(stage_of={first: gpus - 1} if pinned else {})
     layer_costs = LayerCosts(model)
-    answer = solve_ilp(LoadRequest(layer_costs, cluster, constraints=constraints, contiguous=False), NO_HURRY)
+    answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), constraints=constraints, contiguous=False), NO_HURRY)
     joined = constraints.groups(model)
     best = math.inf
     for devices in product(range(gpus), repeat=len(model.layers)):
@@ -206,7 +207,7 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
 def test_when_time_runs_out_the_plan_comes_with_a_bound(solver: MilpName) -> None:
     layers = [layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7) for n in range(24)]
     model = profile(*layers).model_copy(update={"graph_hash": None})
-    request = LoadRequest(LayerCosts(model), flat_cluster(6, 5.0), contiguous=False)
+    request = LoadProblem(LayerCosts(model), Setting(flat_cluster(6, 5.0)), contiguous=False)
     answer = solve_ilp(request, Deadline.after(1.0), solver)
     assert answer is not None
     perfect_s = sum(each.forward_s + each.backward_s for each in layers) / 6
@@ -220,7 +221,7 @@ def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: p
 
     monkeypatch.setattr("benchmarks.dnn_partitioning.assignment.run", nothing)
     model = profile(*(layer(name, output_bytes=1) for name in "abcd"))
-    request = LoadRequest(LayerCosts(model), flat_cluster(2, 1e9), contiguous=False)
+    request = LoadProblem(LayerCosts(model), Setting(flat_cluster(2, 1e9)), contiguous=False)
     answer = solve_ilp(request, Deadline.after(10.0))
     assert answer is not None
     assert not answer.optimal
@@ -233,7 +234,7 @@ def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: p
 
 def test_a_placement_that_is_not_contiguous_balances_the_load() -> None:
     chain = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))
-    answer = solve_ilp(LoadRequest(LayerCosts(chain), flat_cluster(2, 1e9), contiguous=False), NO_HURRY)
+    answer = solve_ilp(LoadProblem(LayerCosts(chain), Setting(flat_cluster(2, 1e9)), contiguous=False), NO_HURRY)
     assert answer is not None
     assert answer.seconds == pytest.approx(6.0)
 
@@ -241,4 +242,4 @@ def test_a_placement_that_is_not_contiguous_balances_the_load() -> None:
 def test_clusters_of_several_levels_are_refused() -> None:
     levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
     with pytest.raises(InputError, match="clusters of one level"):
-        LoadRequest(LayerCosts(profile(layer("a"))), Cluster(levels=levels))
+        LoadProblem(LayerCosts(profile(layer("a"))), Setting(Cluster(levels=levels)))

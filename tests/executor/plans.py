@@ -9,10 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
 from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value
 from planner.model.autocast import autocast_name
 from planner.model.capture.graph import ValueSpec
@@ -21,7 +20,9 @@ from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import load_model_file
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
-from planner.solver.chain.vertical_sync import synced_price
+from planner.solver.chain.vertical_sync import synced
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 
 _OF_COMPILED = [name for name in Compiled.model_fields if name != "runs"]
 
@@ -89,13 +90,10 @@ def make_plan(
     layer_costs = LayerCosts(profile)
     cluster = flat_cluster(sum(replicas) // chunks, 1e9)
     stages = candidates(groups, replicas)
-    cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, chunks))
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, chunks))
+    cost = problem.price(stages)
     if depths is not None:
         cost = replace(cost, in_flight=tuple(depths))
-    if vertical_sync:
-        cost = synced_price(layer_costs, stages, cost)
-    report = SolverReport(
-        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-    )
-    plan = assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)
+    chosen = Evaluation(tuple(stages), cost)
+    plan = assemble(problem, synced(layer_costs, chosen) if vertical_sync else chosen)
     return plan.model_copy(update={"vertical_sync": vertical_sync})

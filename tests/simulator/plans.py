@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.plan import Plan, SolverReport
+from planner.formats.plan import Plan
 from planner.formats.profile import Layer
 from planner.schedule.registry import find
 from planner.solver.assemble import assemble
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 from tests.samples import layer, profile
 
 
@@ -43,7 +44,8 @@ def plan_of(
         replace(stage, options=StageOptions(stage.replicas, recompute))
         for stage in candidates([[i] for i in range(len(layers))], replicas)
     ]
-    cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, chunks))
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, chunks))
+    cost = problem.price(stages)
     if depths is not None:
         assert schedule == "1f1b"
         weights = [each.weights_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]
@@ -53,7 +55,4 @@ def plan_of(
             for each, w, s, depth in zip(cost.memory, weights, saved, depths, strict=True)
         )
         cost = replace(cost, in_flight=tuple(depths), memory=memory)
-    report = SolverReport(
-        name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0
-    )
-    return assemble(layer_costs, cluster, stages, cost, find(schedule), microbatches, report)
+    return assemble(problem, Evaluation(tuple(stages), cost))

@@ -15,13 +15,14 @@ from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import find
-from planner.solver.bounds.double_buffered import DoubleBufferedBounds
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.reference.brute import brute_force, downsets
+from planner.solver.problem import Limits
+from planner.solver.reference.brute import downsets, rank
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
@@ -53,14 +54,14 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
     space = Chain(layer_costs)
-    found = Search(space, bounds_for(name, link_of(cluster)), gpus, memory, recompute).best()
+    found = Search(space, bounds_for(name, link_of(cluster)), Limits(gpus, memory, recompute)).best()
     expected = brute_force(layer_costs, cluster, model=name, recompute=recompute, in_order=True)
     if expected is None:
         assert found is None
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas), sum(each.recompute for each in found.options)) == expected.rank
+    assert (found.gpus, len(found.replicas), sum(each.recompute for each in found.options)) == rank(expected)
 
 
 @settings(max_examples=400, deadline=None)
@@ -84,8 +85,8 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
-    model = DoubleBufferedBounds(link_of(cluster), microbatches)
-    found = Search(Chain(layer_costs), model, gpus, memory, recompute).best()
+    model = bounds_for("resource", link_of(cluster), TWO_BW, microbatches)
+    found = Search(Chain(layer_costs), model, Limits(gpus, memory, recompute)).best()
     expected = brute_force(
         layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute, in_order=True
     )
@@ -94,7 +95,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas), sum(each.recompute for each in found.options)) == expected.rank
+    assert (found.gpus, len(found.replicas), sum(each.recompute for each in found.options)) == rank(expected)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "naive"])
@@ -122,7 +123,7 @@ def test_synchronous_search_finds_what_brute_force_finds(
     microbatches = 1 if schedule == "naive" else microbatches
     layer_costs = LayerCosts(profile)
     model = SynchronousModel(link_of(cluster), find(schedule), microbatches)
-    found = SynchronousSearch(Chain(layer_costs), model, gpus, memory, recompute).best()
+    found = SynchronousSearch(Chain(layer_costs), model, Limits(gpus, memory, recompute)).best()
     expected = brute_force(
         layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute=recompute, in_order=True
     )
@@ -158,17 +159,17 @@ def test_search_over_downsets_finds_what_brute_force_finds_over_all_cuts(
     assert words is not None
     space = Downsets(layer_costs, words, complete=True)
     assert {frozenset(space.layers(0, state)) for state in range(len(space))} == set(downsets(layer_costs))
-    found = Search(space, model, gpus, memory).best()
+    found = Search(space, model, Limits(gpus, memory)).best()
     expected = brute_force(layer_costs, cluster, model=name)
     if expected is None:
         assert found is None
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas), sum(each.recompute for each in found.options)) == expected.rank
+    assert (found.gpus, len(found.replicas), sum(each.recompute for each in found.options)) == rank(expected)
     # Among the cuts worth a look, given a plan that is not quite as good, the best one is still there.
     known_s = found.seconds * hint
     states = space.worth(model, gpus, known_s * (1 + 1e-9))
-    again = Search(space.only(states, complete=True), model, gpus, memory).best(known_s * (1 + 1e-9))
+    again = Search(space.only(states, complete=True), model, Limits(gpus, memory)).best(known_s * (1 + 1e-9))
     assert again is not None
     assert again.seconds == pytest.approx(found.seconds, rel=1e-9)

@@ -8,6 +8,7 @@ import pytest
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
@@ -15,11 +16,12 @@ from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.registry import find
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.interleaved import InterleavedSearch
-from planner.solver.chain.search import Path, Search
+from planner.solver.chain.search import CutPath, Search
 from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
-from planner.solver.reference.brute import brute_force
+from planner.solver.problem import Limits
 from tests.samples import layer, profile
+from tests.solver.oracle import brute_force
 
 SCHEDULES: tuple[str, ...] = ("1f1b", "2bw", "gpipe", "1f1b-flush", "interleaved", "naive")
 
@@ -47,17 +49,19 @@ def random_model(rng: np.random.Generator, layers: int) -> Profile:
 
 def searched(
     model: Profile, cluster: Cluster, schedule: str, microbatches: int, recompute: RecomputeRule
-) -> tuple[Path | None, bool]:
+) -> tuple[CutPath | None, bool]:
     """What the schedule's search finds, and whether it says that nothing is better."""
     space, link, gpus, memory = Chain(LayerCosts(model)), link_of(cluster), cluster.gpus, cluster.memory_bytes
     if schedule == "interleaved":
-        paths, bound_s = InterleavedSearch(space, INTERLEAVED, link, gpus, memory, microbatches, 2, recompute).best()
+        paths, bound_s = InterleavedSearch(
+            space, Setting(cluster, INTERLEAVED, microbatches, 2), Limits(gpus, memory, recompute)
+        ).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
     if schedule in ("1f1b", "2bw"):
         asynchronous = bounds_for("resource", link, find(schedule), microbatches)
-        return Search(space, asynchronous, gpus, memory, recompute).best(), True
+        return Search(space, asynchronous, Limits(gpus, memory, recompute)).best(), True
     drained = SynchronousModel(link, find(schedule), microbatches)
-    return SynchronousSearch(space, drained, gpus, memory, recompute).best(), True
+    return SynchronousSearch(space, drained, Limits(gpus, memory, recompute)).best(), True
 
 
 @pytest.mark.slow

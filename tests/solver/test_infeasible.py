@@ -14,9 +14,9 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.reference.brute import brute_force
 from planner.units import parse_bytes
 from tests.samples import layer, profile
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 

@@ -19,14 +19,15 @@ from planner.formats.pipedream import load_graph_txt
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.bounds.asynchronous import AsynchronousBounds
-from planner.solver.candidates.exchanged import transfers
+from planner.solver.bounds.registry import bounds_for
+from planner.solver.candidates.pipelines import transfers
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.infeasible import round_up
-from planner.solver.reference.brute import brute_force
+from planner.solver.problem import Limits
 from planner.units import parse_bytes
 from tests.samples import layer, profile
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "pipedream"
@@ -244,7 +245,9 @@ def test_a_rough_start_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatc
         answers = []
         for rough in (5, 300):
             monkeypatch.setattr("planner.solver.chain.search._ROUGH_STATES", rough)
-            answers.append(Search(Chain(layer_costs), AsynchronousBounds(Link(20.0, 0.1)), 40, memory).best())
+            answers.append(
+                Search(Chain(layer_costs), bounds_for("resource", Link(20.0, 0.1)), Limits(40, memory)).best()
+            )
         assert answers[0] is not None
         assert answers[0] == answers[1]
 

@@ -1,134 +1,184 @@
-"""Which plans are simulated beside the one that the search finds, for it may wait more than another.
+"""Choose the fastest plan by simulation, among the best plan by the cost model and alternatives that may wait less.
 
-For the asynchronous pipeline those of `questions`; on clusters of several levels each is made for links that are all
-alike, and local search fits it to those there are. For schedules that drain, those met on the way to the best one.
+Under asynchronous schedules the alternatives are the kinds of plans of `planner.solver.candidates.kinds`. On clusters
+of several levels each is found for links that are all alike, and local search adapts it to the cluster's links. Under
+synchronous schedules the alternatives are the plans that the search meets on its way to the best one.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 
-from planner.cost.layer_costs import LayerCosts
-from planner.cost.link import Link
-from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.rounding import SLACK
 from planner.cost.weight_copies import counted_with_copies
-from planner.solver.bounds.registry import bounds_for
-from planner.solver.candidates.pipelines import MOST_WORKERS
-from planner.solver.candidates.trials import SETTLED, Priced, Trials
-from planner.solver.candidates.waits import PROPOSED, SLOWED, BestOn, DataParallelSearch, fastest, questions, slowed
+from planner.solver.candidates.evaluation import SETTLED, fastest, simulated
+from planner.solver.candidates.kinds import KINDS, DataParallelSearch, Kind, counts_to_try, kinds_of_plans, slowed
+from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
-from planner.solver.levels.levels import MOST_PLACED, descents_for, search_levels
-from planner.solver.levels.local_search import Descents
-from planner.solver.task import MOST_DRAINED_STATES, Task
+from planner.solver.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
+from planner.solver.levels.local_search import LocalSearch
+from planner.solver.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
+from planner.solver.result import Evaluation
 
-SLOWER_DRAINED = (1.0, 2.0)  # links for which rivals of schedules that drain are made
-FASTER = (2.0, 4.0)  # links for which plans for clusters of several levels are proposed, too
+SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules
+FASTER_LINKS = (2.0, 4.0)  # factors by which they are faster in additional alternatives for clusters of several levels
+SLOWED = 1.15  # how much worse than the best a plan's bound may be on a slower link, to be proposed
+LENIENT = 2  # a first plan this many times slower than a single stage is not deepened
+
+# The best plan of one kind on so many GPUs, if it may be faster than the seconds.
+BestOn = Callable[[int, float], Evaluation | None]
 
 
-def fastest_simulated(task: Task, first: Priced, trials: Trials) -> Priced:
-    """The fastest plan of a task when it is simulated: `first`, or another that its waits let pass."""
-    layer_costs = task.space.layer_costs
-    if task.schedule.asynchronous:
-        rivals = Rivals(task)
-        return fastest(layer_costs, first, rivals.alone(), rivals.kinds(), trials)
-    best = trials.fastest(layer_costs, [first])
-    if best[1].cost_model_s is None or len(task.space) > MOST_DRAINED_STATES:
+def fastest_simulated(search: PipelineSearch, first: Evaluation) -> Evaluation:
+    """Return the fastest plan by simulation: `first`, the best by the cost model, or an alternative."""
+    problem, budget = search.problem, search.problem.budget
+    if problem.schedule.asynchronous:
+        return _Alternatives(search).fastest(first)
+    best = fastest(problem, [first])
+    if not best.simulated or len(search.space) > MOST_SYNCHRONOUS_STATES:
         return best
-    for slower in SLOWER_DRAINED:
-        if best[1].seconds_per_minibatch <= first[1].seconds_per_minibatch * (1 + SETTLED):
+    for slower in SLOWER_LINKS:
+        if best.seconds <= first.seconds * (1 + SETTLED):
             break
-        if trials.tally.over:
-            trials.tally.exhausted = False
+        if budget.over:
+            budget.exhausted = False
             break
-        best = trials.fastest(layer_costs, [first, *_drained(task, slower)], best)
+        best = fastest(problem, [first, *_met(search, slower)], best)
     return best
 
 
-class Rivals:
-    """Plans of an asynchronous pipeline that may win when they are simulated."""
+def _met(search: PipelineSearch, slower: float) -> list[Evaluation]:
+    """Return the plans met on the way to the best one under a synchronous schedule, for so many times slower links."""
+    problem, met = search.problem, search.met
+    if slower != 1 or not met:
+        again = SynchronousSearch(search.space, problem.synchronous(slowed(problem.link, slower)), problem.limits)
+        again.best()
+        met = again.found
+    return [search.priced(path) for path in met]
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._most = min(task.cluster.gpus, MOST_WORKERS)
-        self._counting = _counting_copies(task)
-        self._near: Descents | None = None
-        if task.placed and task.cluster.gpus <= MOST_PLACED:
-            self._near = descents_for(task.question(), (self._counting or task).strain)
 
-    def alone(self) -> Priced | None:
-        """The best of a single stage."""
-        task = self._task
-        return self._best_of(task.space, DataParallelSearch, task.link, task.cluster.memory_bytes)(self._most, np.inf)
+class _Alternatives:
+    """Alternatives to the best plan of an asynchronous pipeline."""
 
-    def kinds(self) -> list[tuple[BestOn, int]]:
-        """How to find the best plan of each kind, and for how many GPUs at most."""
-        task, cluster = self._task, self._task.cluster
-        memory_unit = (
-            sum(layer.weight_bytes + layer.saved_bytes for layer in task.space.layer_costs.profile.layers) or 1
-        )
-        link_unit = memory_unit / float(task.space.compute_s[-1])
-        asked = [*questions(cluster.gpus, task.link, cluster.memory_bytes, link_unit, memory_unit)]
-        if task.placed:  # where some transfers cross faster links than the slowest
-            asked += [(Search, self._most, slowed(task.link, 1 / faster), cluster.memory_bytes) for faster in FASTER]
-        proposed = [(task.space, *question) for question in asked]
-        if self._counting is not None:
-            proposed = [(self._counting.space, *question) for question in asked[: len(PROPOSED)]] + proposed
-        kinds = [(self._best_of(space, kind, link, memory), most) for space, kind, most, link, memory in proposed]
-        if self._counting is not None and task.placed and cluster.gpus <= MOST_WORKERS:
-            kinds = [(self._on_levels(self._counting), cluster.gpus), *kinds]
-        return kinds
+    def __init__(self, search: PipelineSearch) -> None:
+        self._search, self._problem, self._budget = search, search.problem, search.problem.budget
+        self._copies = _counting_copies(search)
+        self._local_search: LocalSearch | None = None
+        if self._problem.placed and self._problem.cluster.gpus <= MOST_PLACED:
+            prices = PathPrices((self._copies or search).problem, (self._copies or search).space)
+            self._local_search = local_search_for(self._problem, search.space, prices.strain)
 
-    def _best_of(self, space: StateSpace, kind: type[Search], link: Link, memory: int | None) -> BestOn:
-        task = self._task
-        model = bounds_for(task.model, link, task.schedule, task.microbatches)
-        slower = link.bandwidth_bytes_per_s < task.link.bandwidth_bytes_per_s
+    def fastest(self, first: Evaluation) -> Evaluation:
+        """Return the fastest plan by simulation: `first`, or an alternative that could be faster without waiting."""
+        bound_s = first.seconds * (1 + SETTLED)
+        best = self._first_or_single_stage(first)
+        if not best.simulated:
+            return best
+        for best_on, gpus in self._kinds():
+            used = gpus + 1
+            for count in counts_to_try(gpus):
+                if best.seconds <= bound_s:
+                    return best
+                if count >= used:
+                    continue  # the best plan on more GPUs left some unused
+                if self._budget.over:
+                    self._budget.exhausted = False
+                    return best
+                proposal = best_on(count, best.seconds)
+                if proposal is None:
+                    break
+                used = proposal.gpus
+                if proposal.stages in self._budget.seen:
+                    continue
+                if proposal.seconds >= best.seconds * (1 - SLACK):
+                    continue  # slower even without waiting
+                evaluation = simulated(self._problem, proposal, best.seconds)
+                if evaluation.simulated and evaluation.seconds < best.seconds * (1 - SLACK):
+                    best = evaluation
+        return best
 
-        def best_on(gpus: int, below_s: float) -> Priced | None:
-            if task.deadline.passed:
+    def _first_or_single_stage(self, first: Evaluation) -> Evaluation:
+        """Simulate `first` and the best single stage, and return the faster; `first` as it is without a simulation.
+
+        A single stage is quick to simulate, and what is far slower need not be deepened.
+        """
+        problem, limits = self._problem, self._problem.limits
+        single, single_s = None, math.inf
+        if len(first.stages) > 1 and not too_large(problem, first.stages):
+            kind = (DataParallelSearch, problem.link, limits)
+            single = self._best_of(self._search.space, kind)(min(limits.gpus, MOST_WORKERS), np.inf)
+        if single is not None:
+            single = simulated(problem, single)
+            single_s = single.seconds if single.simulated else math.inf
+        best = simulated(problem, first, LENIENT * single_s)
+        faster = not best.simulated or single_s < best.seconds * (1 - SLACK)
+        return single if single is not None and single_s < math.inf and faster else best
+
+    def _kinds(self) -> list[tuple[BestOn, int]]:
+        """Return how to find the best plan of each kind, and for how many GPUs at most."""
+        search, problem, copies = self._search, self._problem, self._copies
+        layers = search.problem.layer_costs.profile.layers
+        memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in layers) or 1
+        link_unit = memory_unit / float(search.space.compute_s[-1])
+        kinds = [*kinds_of_plans(problem, link_unit, memory_unit)]
+        if problem.placed:  # some messages cross faster links than the slowest
+            most = replace(problem.limits, gpus=min(problem.limits.gpus, MOST_WORKERS))
+            kinds += [(Search, slowed(problem.link, 1 / faster), most) for faster in FASTER_LINKS]
+        spaces = [(search.space, kind) for kind in kinds]
+        if copies is not None:
+            spaces = [(copies.space, kind) for kind in kinds[: len(KINDS)]] + spaces
+        found = [(self._best_of(space, kind), kind[2].gpus) for space, kind in spaces]
+        if copies is not None and problem.placed and problem.cluster.gpus <= MOST_WORKERS:
+            found = [(self._on_levels(copies), problem.cluster.gpus), *found]
+        return found
+
+    def _best_of(self, space: StateSpace, kind: Kind) -> BestOn:
+        """Return how to find the best plan of a kind."""
+        search_type, link, limits = kind
+        model = self._problem.asynchronous(link)
+        slower = link.bandwidth_bytes_per_s < self._problem.link.bandwidth_bytes_per_s
+
+        def best_on(gpus: int, below_s: float) -> Evaluation | None:
+            if self._budget.deadline.passed:
                 return None
             limit_s = below_s * (SLOWED if slower else 1)
-            path = kind(space, model, gpus, memory, task.recompute, task.deadline).best(limit_s)
+            path = search_type(space, model, replace(limits, gpus=gpus)).best(limit_s)
             if path is None:
                 return None
-            proposal = task.priced(path)
-            if self._near is None or proposal[1].seconds_per_minibatch < below_s:
+            proposal = self._search.priced(path)
+            if self._local_search is None or proposal.seconds < below_s:
                 return proposal
-            # It was found for links that are all alike, and these are not.
-            path = self._near.from_(path)
-            return proposal if path is None else task.priced(path)
+            # It was found for links that are all alike, and the cluster's are not.
+            nearby = self._local_search.from_(path)
+            return proposal if nearby is None else self._search.priced(nearby)
 
         return best_on
 
-    def _on_levels(self, counting: Task) -> BestOn:
-        """The best plan for all GPUs of a cluster of several levels where copies of weights count."""
+    def _on_levels(self, copies: PipelineSearch) -> BestOn:
+        """Return how to find the best plan for all GPUs of a cluster of several levels if copies of weights count."""
 
-        def best_on(gpus: int, below_s: float) -> Priced | None:
-            path = None if gpus < counting.cluster.gpus else counting.best()
-            if path is None or counting.interrupted:
+        def best_on(gpus: int, below_s: float) -> Evaluation | None:
+            path = None if gpus < copies.problem.cluster.gpus else copies.best()
+            if path is None or copies.interrupted:
                 return None
-            found = search_levels(counting.question(), counting.seconds, path, counting.strain).path
-            return None if found is None else self._task.priced(found)
+            found = search_levels(copies.problem, copies.space, path).path
+            return None if found is None else self._search.priced(found)
 
         return best_on
 
 
-def _counting_copies(task: Task) -> Task | None:
-    """The same task where copies of weights that stages share always cost what they do; None without such weights.
+def _counting_copies(search: PipelineSearch) -> PipelineSearch | None:
+    """Return the search in which every copy of a shared weight costs what it does; None without shared weights.
 
-    The searches over the profile itself do not know what copies cost a stage. The simulation does.
+    The search over the profile itself does not know what copies cost a stage. The simulation does.
     """
-    counted = counted_with_copies(task.space.layer_costs.profile) if isinstance(task.space, Chain) else None
-    return None if counted is None else task.over(Chain(LayerCosts(counted)))
-
-
-def _drained(task: Task, slower: float) -> list[Priced]:
-    """Plans for a schedule that drains, found on the way to the best one for links that many times slower."""
-    if slower == 1 and task.met:
-        return [task.priced(path) for path in task.met]
-    model = SynchronousModel(slowed(task.link, slower), task.schedule, task.microbatches)
-    gpus, memory_bytes = task.cluster.gpus, task.cluster.memory_bytes
-    search = SynchronousSearch(task.space, model, gpus, memory_bytes, task.recompute, task.deadline)
-    search.best()
-    return [task.priced(path) for path in search.found]
+    if not isinstance(search.space, Chain):
+        return None
+    counted = counted_with_copies(search.problem.layer_costs.profile)
+    return None if counted is None else PipelineSearch(search.problem.about(counted))

@@ -1,28 +1,55 @@
-"""What one search simulates: as many instructions as make some seconds, and none when time is up."""
+"""How long a search may take: a deadline in seconds, and a number of instructions that it may simulate."""
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 from planner.cost.layer_costs import Candidate
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
 
 MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
 
 
+@dataclass(frozen=True)
+class Deadline:
+    """When a search must answer; `at_s` is None without a time limit."""
+
+    at_s: float | None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """Return the deadline so many seconds from now."""
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, never negative."""
+        return None if self.at_s is None else max(self.at_s - time.monotonic(), 0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return self.left_s == 0.0
+
+
+NO_HURRY = Deadline(None)
+
+
 @dataclass
-class Tally:
-    """What was simulated in one search, and what still may be.
+class Budget:
+    """What one search may spend, and what it has spent.
+
+    Instructions are counted rather than seconds, so that the same question has the same answer on any machine.
 
     Attributes:
-        deadline: of the search: whatever is being simulated then has no answer.
-        left: instructions that may still be executed.
-        count: candidates that were simulated, at one depth or several.
-        exhausted: nothing was left out for want of instructions or time.
-        seen: the candidates.
+        deadline: when it passes, the simulation in progress ends without an answer.
+        left: instructions that may still be simulated.
+        count: candidate plans that were simulated, at one depth or several.
+        exhausted: whether every candidate was looked at; False if instructions or time ran out.
+        seen: the candidates that were simulated.
     """
 
     deadline: Deadline = NO_HURRY
@@ -32,19 +59,24 @@ class Tally:
     seen: set[tuple[Candidate, ...]] = field(default_factory=set)
 
     @classmethod
-    def unlimited(cls) -> Tally:
-        """For a single answer, which takes what it takes."""
+    def unlimited(cls) -> Budget:
+        """Return a budget for pricing a single plan, which takes what it takes."""
         return cls(left=math.inf)
 
     @property
     def over(self) -> bool:
-        """Whether what may be simulated is used up, or the time."""
+        """Whether the instructions or the time are used up."""
         return self.left <= 0 or self.deadline.passed
 
     def steady_s(self, pipeline: PipelineCosts, *, needed: bool = False) -> float | None:
-        """Seconds per minibatch in the steady state; infinite for a deadlock, None where there is no answer in time.
+        """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity for a deadlock.
 
-        `needed`: there is nothing else to go by, so that only the deadline counts.
+        Args:
+            pipeline: to simulate.
+            needed: there is no other time to report, so that only the deadline ends the simulation.
+
+        Returns:
+            None if the budget ends before the simulation does.
         """
         if self.deadline.passed or (self.left <= 0 and not needed):
             self.exhausted = False

@@ -1,4 +1,4 @@
-"""Stages that may become a plan, as the simulation sees them, and what their schedule takes of time in it."""
+"""A candidate plan as the simulation sees it: shape, seconds of its stages, and what they exchange."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.price import Price
-from planner.cost.topology import Topology, rank_ranges
-from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
-from planner.formats.cluster import Cluster
+from planner.cost.layer_costs import Candidate, LayerCosts, messages
+from planner.cost.topology import Topology
+from planner.cost.weight_copies import (
+    adding_of_copies_s,
+    copied_in,
+    ready_of_gradients_s,
+    shared_in,
+    update_of_copies_s,
+)
+from planner.formats.plan import Shared, Transfer
 from planner.formats.plan_shape import trainable_pairs
-from planner.schedule.schedule import Channel, PipelineShape, Schedule
+from planner.formats.shared_weights import SharedWeight
+from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
-from planner.solver.candidates.exchanged import shared_between, transfers
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
 MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
 
 
-def too_large(stages: Sequence[Candidate], schedule: Schedule, microbatches: int) -> bool:
-    """Whether simulating these stages takes longer than a search should; the cost model's word stands then."""
-    workers = sum(stage.replicas for stage in stages)
-    if schedule.asynchronous:
+def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
+    """Return whether simulating these stages takes longer than a search should; the cost model's time counts then."""
+    workers, microbatches = sum(stage.replicas for stage in stages), problem.microbatches
+    if problem.schedule.asynchronous:
         return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
     return len(stages) * microbatches > MOST_COMPUTATIONS
 
 
-def pipeline_for(
-    layer_costs: LayerCosts,
-    stages: Sequence[Candidate],
-    cluster: Cluster,
-    price: Price,
-    schedule: Schedule,
-    microbatches: int,
-) -> PipelineCosts:
-    """The stages with as many units in flight as their price says.
+def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
+    """Return the pipeline of a candidate, with as many units in flight as its price says.
 
-    As `planner.simulator.plan.costs_of` has it of the plan that is made of them.
+    It equals what `planner.simulator.plan.costs_of` makes of the candidate's plan.
     """
-    moved = transfers(layer_costs, stages)
-    copied = copied_in(layer_costs, stages)
+    layer_costs, stages = problem.layer_costs, candidate.stages
+    moved, shared = transfers(layer_costs, stages), shared_between(layer_costs, stages)
     works = [layer_costs.work(stage) for stage in stages]
     times = [
         StageCosts(
@@ -54,22 +54,52 @@ def pipeline_for(
             ready_s=ready_of_gradients_s(layer_costs, stage, again),
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
         )
-        for work, stage, again in zip(works, stages, copied, strict=True)
+        for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
     ]
-    shared = shared_between(layer_costs, stages)
     shape = PipelineShape(
-        ranks=stage_ranks(stages, price),
+        ranks=candidate.ranks,
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),
-        schedule=schedule,
-        microbatches=microbatches,
-        depths=price.in_flight,
-        shared=trainable_pairs(shared, [stage.replicas for stage in stages], schedule),
+        schedule=problem.schedule,
+        microbatches=problem.microbatches,
+        depths=candidate.price.in_flight,
+        shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
-    return PipelineCosts.of(shape, cluster, times, moved, shared)
+    return PipelineCosts.of(shape, problem.cluster, times, moved, shared)
+
+
+def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
+    """Return what each stage sends to which (see `messages`)."""
+    return tuple(
+        Transfer(
+            source=source,
+            target=target,
+            values=tuple(value.name for value in values),
+            output_bytes=sum(value.output_bytes for value in values),
+            gradient_bytes=sum(value.gradient_bytes for value in values),
+        )
+        for (source, target), values in sorted(messages(layer_costs, stages).items())
+    )
+
+
+def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
+    """Return the weights that two stages train, for each two stages."""
+    layers = {layer.name: layer for layer in layer_costs.profile.layers}
+    found: dict[tuple[int, int], list[SharedWeight]] = {}
+    for weight in shared_in(layer_costs, stages):
+        found.setdefault(weight.stages, []).append(weight)
+    return tuple(
+        Shared(
+            stages=ends,
+            weights=tuple(weight.name for weight in weights),
+            # A weight is counted in the first layer that has it.
+            gradient_bytes=sum(layers[name].gradient_bytes for name in {weight.layers[0] for weight in weights}),
+        )
+        for ends, weights in sorted(found.items())
+    )
 
 
 def wires_s(pipeline: PipelineCosts) -> dict[tuple[int, int], float]:
-    """Seconds of a unit's messages between two stages, there and back, on average over their pairs of replicas."""
+    """Return the mean seconds of a unit's messages between two stages, both ways, over their pairs of replicas."""
     topology, found = Topology(pipeline.cluster), {}
     for (source, target), sizes in pipeline.transfer_bytes.items():
         pairs = _pairs(pipeline.shape.ranks[source], pipeline.shape.ranks[target])
@@ -80,13 +110,6 @@ def wires_s(pipeline: PipelineCosts) -> dict[tuple[int, int], float]:
 
 
 def _pairs(ranks: Sequence[int], others: Sequence[int]) -> np.typing.NDArray[np.int64]:
-    """The ranks of two stages that meet: minibatch b is on replica b modulo their number in both."""
+    """Return the ranks of two stages that exchange messages: minibatch b is on replica b mod r of each stage."""
     many = math.lcm(len(ranks), len(others))
     return np.array([[ranks[b % len(ranks)], others[b % len(others)]] for b in range(many)])
-
-
-def stage_ranks(stages: Sequence[Candidate], price: Price) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers."""
-    replicas = {worker: stage.replicas for worker, stage in zip(price.workers, stages, strict=True)}
-    ranges = rank_ranges([replicas[worker] for worker in sorted(replicas)])
-    return tuple(stage.ranks or tuple(ranges[worker]) for worker, stage in zip(price.workers, stages, strict=True))

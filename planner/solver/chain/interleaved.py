@@ -1,30 +1,29 @@
 """Search for interleaved plans: K workers with v chunks each, cut so that the workers' sums are balanced.
 
-The chunks of a worker lie apart, so that a stage's cost depends on cuts far from it and no walk along the layers is
-exact. Where the ways to cut are few, all are tried. Else the cuts start from equal parts and move, one or several at a
-time, as long as that helps. What is left to gain is bounded by perfect balance: K workers take at least a K-th of the
-work each.
+The chunks of a worker lie apart, so a stage's cost depends on cuts far from it, and no walk along the layers is exact.
+If there are few ways to cut, all are tried. Otherwise the cuts start from equal parts and move, one or several at a
+time, as long as that helps. Perfect balance bounds every plan: each of K workers takes at least a K-th of the work.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import combinations, islice
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.link import Link
+from planner.cost.link import link_of
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
-from planner.cost.stage_options import RecomputeRule, StageOptions
+from planner.cost.setting import Setting
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Footprint, Integers, Work
-from planner.schedule.schedule import Schedule
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
-from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.chain.search import RESOLUTION, CutPath
 from planner.solver.chain.states import Chain, Coarse, StateSpace
+from planner.solver.problem import Limits
 
 MOST_TRIED = 20_000  # ways to cut for one K
 MOST_STATES = 192  # beyond, cuts at some of them only
@@ -34,77 +33,58 @@ _MOVES = (1, -1, 2, -2, 5, -5)
 T = TypeVar("T", Work, Footprint)
 
 
-@dataclass(frozen=True)
-class Found:
-    """The best plan for one number of workers and copies, if any fits, and whether no cut of the space is better."""
-
-    path: Path | None
-    exact: bool
-
-
 class InterleavedSearch:
     """Finds fast interleaved plans over the prefixes of the profile's order."""
 
-    def __init__(
-        self,
-        space: Chain,
-        schedule: Schedule,
-        link: Link,
-        gpus: int,
-        memory_bytes: int | None,
-        microbatches: int,
-        chunks: int,
-        recompute: RecomputeRule = "auto",
-        deadline: Deadline = NO_HURRY,
-    ) -> None:
-        self.schedule, self.deadline = schedule, deadline
-        self.link, self.gpus, self.memory_bytes = link, gpus, memory_bytes
-        self.microbatches, self.chunks, self.recompute = microbatches, chunks, recompute
+    def __init__(self, space: Chain, setting: Setting, limits: Limits) -> None:
+        self.setting, self.limits, self.link = setting, limits, link_of(setting.cluster)
         self.sampled = len(space) > MOST_STATES
         self._states = np.unique(np.linspace(0, len(space) - 1, min(len(space), MOST_STATES)).astype(np.int64))
         self._space: StateSpace = Coarse(space, self._states) if self.sampled else space
         self._work, self._footprint = _matrices(self._space)
 
     def shapes(self) -> list[InterleavedShape]:
-        """Numbers of workers and copies worth a try, the most promising first."""
-        longest = min(self.gpus, (len(self._space) - 1) // self.chunks)
+        """Return the numbers of workers and copies worth a try, the most promising first."""
+        setting, gpus = self.setting, self.limits.gpus
+        chunks, microbatches = setting.chunks, setting.microbatches
+        longest = min(gpus, (len(self._space) - 1) // chunks)
         models = [
-            InterleavedShape(self.schedule, self.link, workers, self.chunks, copies, self.microbatches)
+            InterleavedShape(setting.schedule, self.link, workers, chunks, copies, microbatches)
             for workers in range(2, longest + 1)
-            for copies in range(1, self.gpus // workers + 1)
-            if self.microbatches // copies >= workers
-            and (self.gpus <= FEW_GPUS or copies == min(self.gpus // workers, self.microbatches // workers))
+            for copies in range(1, gpus // workers + 1)
+            if microbatches // copies >= workers
+            and (gpus <= FEW_GPUS or copies == min(gpus // workers, microbatches // workers))
         ]
         return sorted(models, key=lambda model: (self.bound_s(model), model.workers * model.replicas))
 
     def bound_s(self, model: InterleavedShape) -> float:
-        """Seconds below which no plan of this shape is: the mean of what the workers compute."""
+        """Return seconds that no plan of this shape is below: the mean of what the workers compute."""
         once_s = float(self._work.forward_s[0, -1] + self._work.backward_s[0, -1])
-        adding_s = (model.units - 1) * float(self._work.accumulate_s[0, -1])
-        return (model.units * once_s + adding_s + float(self._work.update_s[0, -1])) / model.workers
+        accumulate_s = (model.units - 1) * float(self._work.accumulate_s[0, -1])
+        return (model.units * once_s + accumulate_s + float(self._work.update_s[0, -1])) / model.workers
 
-    def best(self) -> tuple[list[Path], float]:
-        """The best plan of each shape, fastest first, and a bound that no plan is below; no plans where none fit."""
-        found: list[Path] = []
+    def best(self) -> tuple[list[CutPath], float]:
+        """Return the best plan of each shape, fastest first and none if none fit, and seconds that no plan is below."""
+        found: list[CutPath] = []
         bounds: list[float] = []
         fastest = np.inf
         for model in self.shapes():
             if self.bound_s(model) >= fastest * (1 - RESOLUTION):
-                break  # so it is for all that follow, and `fastest` is the least of their bounds
-            if found and self.deadline.passed:
+                break  # the bounds of all that follow are no lower
+            if found and self.limits.deadline.passed:
                 bounds.append(self.bound_s(model))  # the least of those that follow
                 break
-            answer = self.within(model)
-            if answer.path is not None:
-                found.append(answer.path)
-                fastest = min(fastest, answer.path.seconds)
-            if not answer.exact or self.sampled:
+            path, exact = self.within(model)
+            if path is not None:
+                found.append(path)
+                fastest = min(fastest, path.seconds)
+            if not exact or self.sampled:
                 bounds.append(self.bound_s(model))
         found.sort(key=lambda path: (path.seconds, sum(path.replicas)))
         return found, min([*bounds, fastest])
 
-    def within(self, model: InterleavedShape) -> Found:
-        """The best plan of this shape."""
+    def within(self, model: InterleavedShape) -> tuple[CutPath | None, bool]:
+        """Return the best plan of this shape if any fits, and whether no cut of the space is better."""
         stages, last = model.workers * model.chunks, len(self._space) - 1
         if math.comb(last - 1, stages - 1) <= MOST_TRIED:
             cuts, exact = self._all(model, last)
@@ -112,13 +92,14 @@ class InterleavedSearch:
             cuts, exact = self._improved(model, self._equal_parts(stages, last)), False
         over, seconds, again, _ = self._evaluate(model, cuts[None])
         if over[0] > 0:
-            return Found(None, exact)
+            return None, exact
         states = tuple(int(self._states[cut]) for cut in cuts)
-        path = Path(states, tuple(StageOptions(model.replicas, bool(each)) for each in again[0]), float(seconds[0]))
-        return Found(path, exact)
+        options = tuple(StageOptions(model.replicas, bool(each)) for each in again[0])
+        path = CutPath(states, options, float(seconds[0]))
+        return path, exact
 
     def _all(self, model: InterleavedShape, last: int) -> tuple[Integers, bool]:
-        """The best of all ways to cut, and whether what recomputes was best in all of them."""
+        """Return the best of all ways to cut, and whether the choice of recomputing stages was best in all of them."""
         stages = model.workers * model.chunks
         # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
         best, exact = self._least(model, self._equal_parts(stages, last)[None]), True
@@ -130,7 +111,7 @@ class InterleavedSearch:
         return best[2], exact
 
     def _improved(self, model: InterleavedShape, cuts: Integers) -> Integers:
-        """Cuts from which no move leads to better ones."""
+        """Return cuts that no move improves."""
         best = self._least(model, cuts[None])
         while True:
             around = np.array(list(_moved(best[2])))
@@ -145,7 +126,7 @@ class InterleavedSearch:
         return float(over[choice]), float(seconds[choice]), cuts[choice], settled
 
     def _equal_parts(self, stages: int, last: int) -> Integers:
-        """Cuts that divide the computation evenly, with at least one step between them."""
+        """Return cuts that divide the computation evenly, with at least one step between them."""
         done = self._work.compute_s[0]
         cuts = np.searchsorted(done, done[-1] * np.arange(stages + 1) / stages)
         cuts[0], cuts[-1] = 0, last
@@ -155,33 +136,33 @@ class InterleavedSearch:
         return np.asarray(np.minimum(cuts, last - steps[::-1]))
 
     def _evaluate(self, model: InterleavedShape, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
-        """For each row of cuts: bytes beyond the memory, seconds, what recomputes, and whether that choice is best."""
+        """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
         work = _pick(self._work, cuts)
         footprint = _pick(self._footprint, cuts).divided(model.microbatches)
-        again = np.full(work.forward_s.shape, self.recompute == "always")
+        again = np.full(work.forward_s.shape, self.limits.recompute == "always")
         settled = True
         over = np.zeros(len(cuts))
-        if self.memory_bytes is not None:
+        if self.limits.memory_bytes is not None:
             in_flight = np.array(model.in_flight())
             plain = footprint.total_bytes(in_flight, 1)
             lean = footprint.recomputed().total_bytes(in_flight, 1)
-            if self.recompute == "auto":
+            if self.limits.recompute == "auto":
                 again, settled = self._choose(model, plain, lean, work)
             held = model.worker_bytes(np.where(again, lean, plain))
-            over = np.maximum(held - self.memory_bytes, 0.0).sum(axis=-1)
+            over = np.maximum(held - self.limits.memory_bytes, 0.0).sum(axis=-1)
         work = _with_recompute(work, again)
         return over, model.seconds(StageSeconds.of(work, model)), again, settled
 
     def _choose(
         self, model: InterleavedShape, plain: Floats, lean: Floats, work: Work
     ) -> tuple[NDArray[np.bool_], bool]:
-        """What each worker recomputes: the chunks that take least time of those that suffice; all where none do.
+        """Choose the chunks that each worker recomputes: the quickest choice that fits the memory; all if none fits.
 
-        A worker's first chunk also delays the workers behind it. Where leaving it out takes the worker itself longer,
+        A worker's first chunk also delays the workers behind it. If leaving it out costs the worker itself more time,
         the choice may not be the best one.
         """
         saved, extra = (plain - lean)[:, model.stages], work.forward_s[:, model.stages]  # [rows, chunks, workers]
-        excess = model.worker_bytes(plain) - float(self.memory_bytes or 0)
+        excess = model.worker_bytes(plain) - float(self.limits.memory_bytes or 0)
         options = np.array([[mask >> chunk & 1 for chunk in range(model.chunks)] for mask in range(2**model.chunks)])
         enough = np.einsum("oc,ncw->now", options, saved) >= excess[:, None]
         cost = np.where(enough, np.einsum("oc,ncw->now", options, extra), np.inf)
@@ -198,7 +179,7 @@ class InterleavedSearch:
 
 
 def _matrices(space: StateSpace) -> tuple[Work, Footprint]:
-    """Work and footprint of every stage, by the states it begins and ends at; zero where it would end first."""
+    """Return work and footprint of every stage, by the states it begins and ends at; zero where it would end first."""
     count = len(space)
     work: dict[str, Floats] = {each.name: np.zeros((count, count)) for each in fields(Work)}
     footprint: dict[str, Floats] = {each.name: np.zeros((count, count)) for each in fields(Footprint)}
@@ -214,7 +195,7 @@ def _matrices(space: StateSpace) -> tuple[Work, Footprint]:
 
 
 def _pick(matrices: T, cuts: Integers) -> T:
-    """The stages between neighbouring cuts."""
+    """Return the stages between adjacent cuts."""
     return type(matrices)(
         **{each.name: getattr(matrices, each.name)[cuts[:, :-1], cuts[:, 1:]] for each in fields(matrices)}
     )
@@ -233,7 +214,7 @@ def _batches(tuples: Iterator[tuple[int, ...]]) -> Iterator[Integers]:
 
 
 def _moved(cuts: Integers) -> Iterator[Integers]:
-    """Neighbours: one cut moved, or it and all that follow."""
+    """Yield cuts of which one has moved, or one and all that follow."""
     for number in range(1, len(cuts) - 1):
         for step in _MOVES:
             for many in (slice(number, number + 1), slice(number, len(cuts) - 1)):

@@ -1,18 +1,18 @@
 """Exact search for the asynchronous pipeline: the fewest GPUs that meet a time, and a binary search over the time.
 
-Fix a target T. The fewest replicas with which a stage meets T have a closed form, so that walking from the last state
-to the first,
+Fix a target T. The fewest replicas with which a stage meets T have a closed form, so walking from the last state to the
+first,
 
     gpus(I) = min over J of  gpus(J) + fewest_replicas(I, J, T)
 
 is the fewest GPUs that run everything after the downset I in time T. Memory fits in the same walk: what a stage has in
-flight depends on the GPUs at and after it alone, and fewer GPUs after it are never worse. The number of GPUs in the
+flight depends only on the GPUs at and after it, and fewer GPUs after it are never worse. The number of GPUs in the
 cluster is a bound, not a dimension: O(states²) per target, whatever the cluster (the published dynamic programme is
-O(states²·GPUs²)). Where memory is limited, a stage that recomputes may need fewer replicas than the plain one, and
-takes its place in the walk then; only then, since recomputing costs time.
+O(states²·GPUs²)). Where memory is limited, a stage that recomputes may need fewer replicas than the same stage without
+recomputation. Only then it takes its place in the walk, because recomputing costs time.
 
-Pruning: the layers before I need at least compute / T GPUs, so a state whose suffix leaves fewer than that is on no
-plan that meets T.
+Pruning: the layers before I need at least compute / T GPUs. A state whose suffix leaves fewer is on no plan that meets
+T.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
-from planner.cost.stage_options import RecomputeRule, StageOptions
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 from planner.solver.bounds.bounds import Bounds
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.chain.tables import StageTables
+from planner.solver.problem import Limits
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
-_ROUGH_STATES = 300
-_FEW_STATES = 300
-_NEAR = 2e-3
+_ROUGH_STATES = 300  # at most this many states in the search for a start; twice as many have such a search
+_FEW_STATES = 300  # up to which the replicas of all stages are tabulated
+_NEAR = 2e-3  # how far the best time may be below that of the start, as a first guess
 _MOST_PATIENCE = 4  # halvings between two questions for anything better
 _CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
 
 
 @dataclass(frozen=True)
-class Path:
-    """A plan as states and options: stage s runs the layers from `states[s]` to `states[s + 1]` with `options[s]`."""
+class CutPath:
+    """A plan as a path through the cuts: stage s runs the layers from `states[s]` to `states[s + 1]`."""
 
     states: tuple[int, ...]
     options: tuple[StageOptions, ...]
@@ -57,18 +57,33 @@ class Path:
 
     @property
     def gpus(self) -> int:
-        """GPUs in use."""
+        """Sum of all stages' replicas."""
         return sum(self.replicas)
 
 
-def with_replicas(path: Path, replicas: Sequence[int]) -> Path:
+@dataclass(frozen=True)
+class BoundedPath:
+    """The best path found.
+
+    Attributes:
+        path: None if no plan fits the memory.
+        bound_s: seconds that no plan is below.
+        space: of the path's states.
+    """
+
+    path: CutPath | None
+    bound_s: float
+    space: StateSpace
+
+
+def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
     """Return the path with other replicas."""
     options = (replace(each, replicas=r) for each, r in zip(path.options, replicas, strict=True))
     return replace(path, options=tuple(options))
 
 
-def stages_along(space: StateSpace, path: Path) -> list[Candidate]:
-    """The stages of a path."""
+def stages_along(space: StateSpace, path: CutPath) -> list[Candidate]:
+    """Return the stages of a path over a space."""
     return [
         Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), options)
         for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
@@ -78,33 +93,25 @@ def stages_along(space: StateSpace, path: Path) -> list[Candidate]:
 class Search:
     """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far apart."""
 
-    def __init__(
-        self,
-        space: StateSpace,
-        model: Bounds,
-        gpus: int,
-        memory_bytes: int | None,
-        recompute: RecomputeRule = "auto",
-        deadline: Deadline = NO_HURRY,
-    ) -> None:
-        self.space, self.model, self.gpus, self.memory_bytes = space, model, gpus, memory_bytes
-        self.recompute, self.deadline = recompute, deadline
+    def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
+        self.space, self.model, self.limits = space, model, limits
+        self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.recompute
         self.interrupted = False  # by the deadline: there may be faster plans
         self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
-        self._room = np.full(len(space), gpus, dtype=np.int64)  # most GPUs that may come after each state
+        self._room = np.full(len(space), self.gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
-        self._tables = StageTables(space, model, gpus, memory_bytes) if len(space) <= _FEW_STATES else None
+        self._tables = StageTables(space, model, limits) if len(space) <= _FEW_STATES else None
 
-    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> Path | None:
-        """The fastest plan; of equally fast ones that with fewest GPUs, then fewest stages, then fewest that recompute.
+    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
+        """Return the fastest plan, and of equally fast ones the one with fewest GPUs, stages, and recomputing stages.
 
         Args:
-            below_s: look for plans faster than this only.
+            below_s: only look for plans faster than this.
             precision: how much faster, relatively, other plans may be.
 
         Returns:
-            None when nothing fits the memory, or nothing is that fast. Otherwise optimal over the space, up to
-            `precision`.
+            A plan that is optimal over the space, up to `precision`; None if no plan fits the memory, or none is fast
+            enough.
         """
         start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
         if (rough := self._rough(below_s)) is not None:
@@ -114,7 +121,7 @@ class Search:
             return None
         if rough is not None:
             self._tighten(start_s)
-        # A start, not an answer: a few replica counts are enough.
+        # This is a start, not an answer, so a few replica counts are enough.
         alone = self._data_parallel(
             np.unique(np.geomspace(1, min(self.gpus, self.model.most_replicas), num=32).astype(np.int64))
         )
@@ -124,13 +131,13 @@ class Search:
         tighten_at_s = _CLOSE * best.seconds
         strict, halvings, patience = False, 0, 1
         least_s = 0.0
-        if rough is not None:  # whose time is near the best one's, so that first of all the bound should come near
+        if rough is not None:  # its time is near the best one's, so the bound should come near first
             least_s, patience = best.seconds * (1 - _NEAR), _MOST_PATIENCE
         while low_s < (goal_s := best.seconds * (1 - precision)):
-            if self.deadline.passed:
+            if self.limits.deadline.passed:
                 self.interrupted = True
                 break
-            # Halving finds good plans; asking for anything strictly better ends the search, so take turns once close.
+            # Halving finds good plans, and asking for anything strictly better ends the search: take turns once close.
             target_s = goal_s if strict else min(max((low_s + best.seconds) / 2, least_s), goal_s)
             least_s = 0.0
             better = self.within(target_s)
@@ -140,27 +147,28 @@ class Search:
                 best = better
                 if best.seconds - low_s < tighten_at_s:
                     self._tighten(target_s)
-                    tighten_at_s = (best.seconds - low_s) / 4  # a walk's price each time, so only when it pays
+                    tighten_at_s = (best.seconds - low_s) / 4  # each time costs a walk, so only when it pays
             if strict:
-                # Something better existed. The more often it does, the more halvings between such questions.
+                # There may be more that is better, so halve more often before the next such question.
                 strict, halvings, patience = False, 0, min(2 * patience, _MOST_PATIENCE)
             elif best.seconds - low_s < _CLOSE * best.seconds:
                 halvings += 1
                 strict = halvings >= patience
+        # Among equally fast plans, this walk takes the one with fewest GPUs.
         tidy = self.within(best.seconds * (1 + RESOLUTION))
         assert tidy is not None
         return tidy
 
-    def _rough(self, below_s: float | None) -> Path | None:
-        """The best plan that cuts at a few states only, when there are many: the time to beat from the start."""
+    def _rough(self, below_s: float | None) -> CutPath | None:
+        """Return the best plan that cuts at a few of many states only: the time to beat from the start."""
         if len(self.space) <= 2 * _ROUGH_STATES:
             return None
         states = np.unique(np.linspace(0, len(self.space) - 1, _ROUGH_STATES).astype(np.int64))
         coarse = Coarse(self.space, states)
-        return Search(coarse, self.model, self.gpus, self.memory_bytes, self.recompute, self.deadline).best(below_s)
+        return Search(coarse, self.model, self.limits).best(below_s)
 
     def any_time_s(self) -> float:
-        """A time that every stage on any number of these GPUs meets."""
+        """Return a time that every stage on any number of these GPUs meets."""
         everything = self.space.work(0, np.array([len(self.space) - 1])).recomputed()
         link = self.model.link
         front_bytes, front_messages = self.space.largest_front()
@@ -174,8 +182,8 @@ class Search:
         )
         return max(seconds * self.model.microbatches, np.finfo(float).tiny)
 
-    def within(self, target_s: float) -> Path | None:
-        """A plan with the fewest GPUs that meets the target (positive), or None when there are not enough."""
+    def within(self, target_s: float) -> CutPath | None:
+        """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are too few GPUs."""
         space, last = self.space, len(self.space) - 1
         before_s = self._before_s
         room = np.minimum(np.floor(self.gpus - before_s / target_s + SLACK).astype(np.int64), self._room)
@@ -200,7 +208,7 @@ class Search:
             if not len(others):
                 continue
             total, r, again = self.suffixes(state, others, target_s, gpus[others])
-            # One number that orders by GPUs, then stages, then those that recompute; the first of equals makes the
+            # One number orders by GPUs, then stages, then recomputing stages. Taking the first of equals makes the
             # choice deterministic.
             order = np.minimum(total, self.gpus + 1) * (last + 2) + stages[others]
             choice = int(np.argmin(order * (last + 2) + recomputed[others] + again))
@@ -220,7 +228,7 @@ class Search:
         """Bound the GPUs before each state by a walk forward, after a walk back that met the target.
 
         Faster plans need at least as many GPUs before each state, so the bound holds for all smaller targets, and keeps
-        their walks to the few states that could still be on a plan. Memory is left out, which only loosens it.
+        their walks to the few states that could still be on a plan. Leaving memory out only loosens the bound.
         """
         prefix = np.where(self._suffix < IMPOSSIBLE, self.gpus + 1, IMPOSSIBLE)
         prefix[0] = 0
@@ -242,7 +250,7 @@ class Search:
     def suffixes(
         self, state: int, others: Integers, target_s: float, after: Integers
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        """GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
+        """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
         plain = np.zeros(len(others), dtype=bool)
         if self._tables is not None:
             return self._suffixes_by_table(self._tables, state, others, target_s, after)
@@ -277,7 +285,7 @@ class Search:
         at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)
         return self.model.fewest_replicas(work, target_s, at_least, after)
 
-    def _trace(self, follow: Integers, replicas: Integers, recomputing: NDArray[np.bool_]) -> Path:
+    def _trace(self, follow: Integers, replicas: Integers, recomputing: NDArray[np.bool_]) -> CutPath:
         states = [0]
         while states[-1] < len(self.space) - 1:
             states.append(int(follow[states[-1]]))
@@ -286,15 +294,15 @@ class Search:
             float(self.model.stage_s(work.under(each), each.replicas)[0])
             for work, each in zip(self._works(states), options, strict=True)
         )
-        return Path(tuple(states), options, seconds)
+        return CutPath(tuple(states), options, seconds)
 
     def _works(self, states: list[int]) -> list[Work]:
         return [self.space.work(i, np.array([j])) for i, j in pairwise(states)]
 
-    def _data_parallel(self, replicas: Integers) -> Path | None:
-        """The best single stage on any of these numbers of replicas.
+    def _data_parallel(self, replicas: Integers) -> CutPath | None:
+        """Return the best single stage on any of these numbers of replicas.
 
-        It recomputes only where all must: with one in flight that saves nothing.
+        It recomputes only under the rule "always": with one minibatch in flight, recomputing saves no memory.
         """
         last = len(self.space) - 1
         work = self.space.work(0, np.array([last]))
@@ -307,4 +315,4 @@ class Search:
                 return None
         seconds: Floats = self.model.stage_s(work, replicas)
         best = int(np.argmin(seconds))
-        return Path((0, last), (StageOptions(int(replicas[best]), always),), float(seconds[best]))
+        return CutPath((0, last), (StageOptions(int(replicas[best]), always),), float(seconds[best]))

@@ -1,15 +1,15 @@
-"""Exact search for pipelines that drain: minimise a sum over the stages plus a maximum over them.
+"""Exact search for synchronous pipelines: minimise a sum over the stages plus a maximum over them.
 
-With the maximum bounded by X, each stage takes the fewest replicas that respect X, since replicas do not change the
-sum, and a shortest path over (state, GPUs left) gives the least sum. Lowering X below each answer's maximum walks along
-the answers that trade sum against maximum, until the sum alone is no better than the best total. O(states²·GPUs) per
-answer.
+With the maximum bounded by X, each stage takes the fewest replicas that respect X, because replicas do not change the
+sum. A shortest path over (state, GPUs left) then gives the least sum. Lowering X below each answer's maximum walks
+along the answers that trade sum against maximum, until the sum alone is no better than the best total.
+O(states²·GPUs) per answer.
 
-Under 1f1b-flush a stage holds the more the more GPUs follow it. Where memory is limited, a stage on r replicas
-therefore allows only so many GPUs after it, and more replicas may allow more: all counts are tried, not only the
-fewest.
+Under 1f1b-flush, the more GPUs follow a stage, the more it holds. Where memory is limited, a stage on r replicas
+therefore allows only so many GPUs after it, and more replicas may allow more. So all replica counts are tried, not only
+the fewest.
 
-A stage that recomputes is one more choice beside the plain one, and only where the plain one does not fit every memory.
+A stage that recomputes is one more choice, but only where the stage without recomputation does not always fit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import RecomputeRule, StageOptions
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers, Work
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
-from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.chain.search import RESOLUTION, CutPath
 from planner.solver.chain.states import StateSpace
+from planner.solver.problem import Limits
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,28 @@ class _Stages:
 class SynchronousSearch:
     """Finds the fastest gpipe, 1f1b-flush or naive plan over a space of states."""
 
-    def __init__(
-        self,
-        space: StateSpace,
-        model: SynchronousModel,
-        gpus: int,
-        memory_bytes: int | None,
-        recompute: RecomputeRule = "auto",
-        deadline: Deadline = NO_HURRY,
-    ) -> None:
-        self.deadline, self.interrupted = deadline, False  # interrupted: there may be faster plans
-        self._cut_short = False  # the last walk, by the deadline
-        self.found: list[Path] = []  # by the walk to the best: each exchanges a larger sum for a smaller maximum
-        # More replicas than microbatches idle, and naive runs one microbatch at a time.
-        most = 1 if not model.schedule.pipelined else min(gpus, model.microbatches)
-        self.space, self.model, self.memory_bytes, self.recompute = space, model, memory_bytes, recompute
-        self.gpus = min(gpus, most * (len(space) - 1))
+    def __init__(self, space: StateSpace, model: SynchronousModel, limits: Limits) -> None:
+        self.deadline, self.interrupted = limits.deadline, False  # interrupted: there may be faster plans
+        self._cut_short = False  # whether the deadline ended the last walk
+        self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
+        # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
+        most = 1 if not model.schedule.pipelined else min(limits.gpus, model.microbatches)
+        self.space, self.model, self.memory_bytes, self.recompute = space, model, limits.memory_bytes, limits.recompute
+        self.gpus = min(limits.gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)
         self._stages = [self._from(state) for state in range(len(space) - 1)]
 
-    def best(self) -> Path | None:
-        """The fastest plan, with few GPUs among equally fast ones; None when nothing fits the memory."""
-        best: Path | None = None
+    def best(self) -> CutPath | None:
+        """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory."""
+        best: CutPath | None = None
         limit_s = np.inf
         while (answer := self.within(limit_s)) is not None:
             path, sum_s, max_s = answer
             self.found.append(path)
             if best is None or path.seconds < best.seconds:
                 best = path
-            # A better plan needs a smaller maximum than this one's, and a total below the best.
-            # Its maximum itself, not seconds minus sum, which rounding may leave above it for ever.
+            # A better plan needs a smaller maximum than this one's, and a total below the best. The limit is the
+            # maximum itself: rounding could leave seconds minus sum above it, and the loop would never end.
             limit_s = min(max_s, best.seconds - sum_s) * (1 - RESOLUTION)
             if limit_s <= 0:
                 break
@@ -81,8 +73,8 @@ class SynchronousSearch:
         self.interrupted |= self._cut_short
         return best
 
-    def within(self, limit_s: float) -> tuple[Path, float, float] | None:
-        """The least sum with every stage's part of the maximum below the limit: a path, its sum and its maximum."""
+    def within(self, limit_s: float) -> tuple[CutPath, float, float] | None:
+        """Return the path of least sum with a maximum within the limit, its sum and its maximum; None without one."""
         last = len(self.space) - 1
         self._cut_short = False
         sums = np.full((last + 1, self.gpus + 1), np.inf)  # least sum of the suffix, by the GPUs it may use
@@ -91,7 +83,7 @@ class SynchronousSearch:
         choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
         for state in range(last - 1, -1, -1):
             if self.found and self.deadline.passed:
-                self._cut_short = True  # an answer there is
+                self._cut_short = True  # there is an answer already
                 return None
             stages = self._stages[state]
             follow, chosen = np.zeros((2, self.gpus + 1), dtype=np.int64)
@@ -110,7 +102,7 @@ class SynchronousSearch:
         return self._trace(choices, enough)
 
     def _replicas_to_try(self, stages: _Stages, limit_s: float) -> Iterator[tuple[int, Integers]]:
-        """Replica counts, and the stages for which each is worth a try."""
+        """Yield replica counts, and the stages for which each is worth a try."""
         meets = stages.max_s <= limit_s
         usable = np.flatnonzero(meets.any(axis=0))
         fewest = meets[:, usable].argmax(axis=0) + 1
@@ -156,7 +148,7 @@ class SynchronousSearch:
         sum_s = np.broadcast_to(self.model.sum_s(work), others.shape)
         return _Stages(others, np.full(len(others), recompute), sum_s, max_s, after)
 
-    def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[Path, float, float]:
+    def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[CutPath, float, float]:
         states, sums, most_s = [0], 0.0, 0.0
         options: list[StageOptions] = []
         while (state := states[-1]) < len(self.space) - 1:
@@ -168,4 +160,4 @@ class SynchronousSearch:
             sums += float(stages.sum_s[column])
             most_s = max(most_s, float(stages.max_s[r - 1, column]))
             gpus = min(gpus - r, int(stages.after[r - 1, column]))
-        return Path(tuple(states), tuple(options), sums + most_s), sums, most_s
+        return CutPath(tuple(states), tuple(options), sums + most_s), sums, most_s

@@ -1,8 +1,8 @@
-"""How many replicas all stages of a small model need, at once: in place of many short walks over arrays.
+"""Tabulate how many replicas all stages of a small model need, instead of many short computations over arrays.
 
-The fewest replicas with which a stage meets a target depend on what follows it only where memory is limited, or under
-2bw, and then there are seldom more of them. So they are kept by the first and the last state of a stage, for one target
-at a time, and looked at again only where they are too few for the GPUs after the stage.
+The fewest replicas with which a stage meets a target depend on the GPUs after it only if memory is limited, or under
+2bw, and even then those seldom matter. So the table has one entry per first and last state of a stage, for one target
+at a time. An entry is computed again only if its replicas are too few for the GPUs after the stage.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import numpy as np
 from planner.cost.work import IMPOSSIBLE, Integers, fewest_to_hold
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import StateSpace
+from planner.solver.problem import Limits
 
 
 class StageTables:
     """Replicas of all stages between the states of `space`."""
 
-    def __init__(self, space: StateSpace, model: Bounds, gpus: int, memory_bytes: int | None) -> None:
-        self._space, self._model, self._gpus, self._memory_bytes = space, model, gpus, memory_bytes
-        # Of the last target, by whether the stages recompute.
+    def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
+        self._space, self._model = space, model
+        self._gpus, self._memory_bytes = limits.gpus, limits.memory_bytes
+        # Tables for the last target, by whether the stages recompute.
         self._replicas: dict[bool, tuple[float, Integers]] = {}
         self._in_flight: dict[bool, Integers] = {}
 
     def fewest_alone(self, target_s: float, recomputed: bool) -> Integers:
-        """By first and last state, the fewest replicas that meet the target with nothing after them."""
+        """Return the fewest replicas that meet the target with no GPUs after them, by first and last state."""
         if recomputed not in self._replicas or self._replicas[recomputed][0] != target_s:
             firsts, others, work = self._space.every_stage
             table = np.full((len(self._space),) * 2, IMPOSSIBLE, dtype=np.int64)
@@ -33,9 +35,9 @@ class StageTables:
         return self._replicas[recomputed][1]
 
     def fewest(self, state: int, others: Integers, target_s: float, after: Integers, recomputed: bool) -> Integers:
-        """Fewest replicas of the stages that begin at the state, with so many GPUs after them, that fit the memory.
+        """Return the fewest replicas of the stages from `state` to `others` that meet the target and fit the memory.
 
-        Of stages that need more GPUs than there are it is left open how many more.
+        `after`: GPUs after each stage. Where a stage needs more GPUs than there are, the answer is a lower bound.
         """
         alone: Integers = self.fewest_alone(target_s, recomputed)[state, others]
         replicas = np.maximum(alone, self.fewest_to_hold(state, others, after, recomputed))
@@ -51,7 +53,7 @@ class StageTables:
         return replicas
 
     def fewest_to_hold(self, state: int, others: Integers, after: Integers, recomputed: bool) -> Integers | int:
-        """Fewest replicas that fit the memory."""
+        """Return the fewest replicas that fit the memory."""
         if self._memory_bytes is None:
             return 1
         if recomputed not in self._in_flight:

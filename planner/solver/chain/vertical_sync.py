@@ -1,59 +1,56 @@
-"""Plans for 1f1b with vertical sync, whose stages hold versions of the weights by the depth of the first stage.
+"""Plans for 1f1b with vertical sync, whose stages hold weight versions by the depth of the first stage.
 
-A walk from the last layer to the first does not know that depth. So it is asked for plans whose stages all hold the
-same number of versions, whatever is in flight, and what it finds is held to the versions that the plan really has. With
-one version each this is a relaxation, whose bound holds for all plans.
+The search walks from the last layer to the first, so it does not know that depth. It is asked for plans whose stages
+all hold the same number of versions, whatever is in flight, and what it finds must fit with the versions that the plan
+really has. With one version each, this is a relaxation, whose bound holds for all plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.price import Price, stage_memory
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.price import stage_memory
 from planner.errors import InfeasibleError
 from planner.formats.profile import Profile
 from planner.schedule.vertical_sync import Entry, versions_held
-from planner.solver.candidates.depth import DepthRule
-from planner.solver.integer.request import Request
-from planner.solver.methods import Found
-
-Answer = Callable[[Request, DepthRule], tuple[Found, Price]]
+from planner.solver.problem import DepthRule, Problem
+from planner.solver.result import Evaluation, Found
 
 
-def solve_synced(request: Request, depth: DepthRule, answer: Answer) -> tuple[Found, Price]:
-    """The best plan found by `answer` whose versions under vertical sync fit the memory, with these in its price.
+def solve_synced(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
+    """Find the best plan of the search `answer` whose versions under vertical sync fit the memory.
 
     Raises:
-        InfeasibleError: when there is none.
+        InfeasibleError: if there is none.
     """
 
-    def holding(versions: int, rule: DepthRule) -> tuple[Found, Price]:
-        found, cost = answer(request.about(with_versions(request.layer_costs.profile, versions)), rule)
-        return found, synced_price(request.layer_costs, found.stages, cost)
+    def holding(versions: int, depth: DepthRule) -> Found:
+        problem.budget.seen.clear()  # the same stages are other plans with other versions
+        found = answer(replace(problem.about(with_versions(problem.layer_costs.profile, versions)), depth=depth))
+        return replace(found, best=synced(problem.layer_costs, found.best))
 
-    found, cost = relaxed = holding(1, depth)
-    if _fits(request, found.stages, cost):
+    relaxed = holding(1, problem.depth)
+    if relaxed.best.fits(problem.cluster):
         return relaxed
-    bound_s = found.bound_s
-    rules: list[DepthRule] = ["auto", "published"] if depth == "auto" else [depth]
-    for rule in rules:
-        for versions in range(2, request.cluster.gpus + 2):
+    depths: list[DepthRule] = ["auto", "published"] if problem.depth == "auto" else [problem.depth]
+    for depth in depths:
+        for versions in range(2, problem.cluster.gpus + 2):
             try:
-                found, cost = holding(versions, rule)
+                found = holding(versions, depth)
             except InfeasibleError:
                 break
-            if _fits(request, found.stages, cost):
-                return replace(found, bound_s=min(bound_s, found.bound_s)), cost
+            if found.best.fits(problem.cluster):
+                return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
     raise InfeasibleError(
-        f"no plan found on {request.cluster.gpus} GPUs holds the versions of its weights that vertical sync needs",
+        f"no plan found on {problem.cluster.gpus} GPUs holds the versions of its weights that vertical sync needs",
         hint="leave `vertical_sync` out, or take `schedule=2bw`, which holds two",
     )
 
 
 def with_versions(profile: Profile, versions: int) -> Profile:
-    """The profile with `versions` of the weights held whatever is in flight."""
+    """Return the profile in which stages hold `versions` of the weights, whatever is in flight."""
     layers = tuple(
         layer.model_copy(update={"weight_bytes": 0, "buffer_bytes": layer.buffer_bytes + versions * layer.weight_bytes})
         for layer in profile.layers
@@ -61,16 +58,11 @@ def with_versions(profile: Profile, versions: int) -> Profile:
     return profile.model_copy(update={"layers": layers})
 
 
-def synced_price(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price) -> Price:
-    """`price` with the memory of vertical sync's versions."""
-    entry = Entry(stages[0].replicas, price.in_flight[0])
+def synced(layer_costs: LayerCosts, plan: Evaluation) -> Evaluation:
+    """Return the plan with the memory of vertical sync's versions."""
+    entry = Entry(plan.stages[0].replicas, plan.price.in_flight[0])
     memory = tuple(
         stage_memory(layer_costs.footprint(stage), flying, versions_held(entry, stage.replicas))
-        for stage, flying in zip(stages, price.in_flight, strict=True)
+        for stage, flying in zip(plan.stages, plan.price.in_flight, strict=True)
     )
-    return replace(price, memory=memory)
-
-
-def _fits(request: Request, stages: Sequence[Candidate], cost: Price) -> bool:
-    limits = [request.cluster.memory_of(stage.options.kind) for stage in stages]
-    return all(limit is None or held.total_bytes <= limit for held, limit in zip(cost.memory, limits, strict=True))
+    return replace(plan, price=replace(plan.price, memory=memory))

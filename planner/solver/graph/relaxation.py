@@ -1,4 +1,4 @@
-"""Which cuts can lie on a plan that meets a time: the fewest GPUs that must stand before and after every downset.
+"""Bound which cuts can be part of a plan that meets a time: the fewest GPUs before and after every downset.
 
 A stage from I to J on r replicas meets the target T only if some sums over its layers are at most r·T (its compute and
 all-reduce; its memory likewise). With p such a sum over the layers of a downset, that is p(J) - p(I) <= r·T, so
@@ -6,9 +6,9 @@ all-reduce; its memory likewise). With p such a sum over the layers of a downset
     gpus(I) <= k + r  needs  the least p(J) over all J that contain I and have gpus(J) = k  to be  <= p(I) + r·T
 
 and the lattice yields that least for all I at once: O(covers) for each k and r, where pairs of downsets would be far
-too many. Where the sums are all there is to a stage, and what crosses a cut depends on the cut alone, as in the
-published optimizer without a memory limit, this is exact. Else it leaves out what joins several sums, or depends on
-both ends of a stage, and bounds the truth: a time out of reach here is out of reach.
+too many. This is exact if a stage's cost is only such sums and a cost of each cut alone, as in the published optimizer
+without a memory limit. Otherwise it leaves out what combines several sums or depends on both ends of a stage, which
+makes it a relaxation: no plan meets a time that is out of reach here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.schedule.instructions import POSTED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Lattice
+from planner.solver.problem import Limits
 
 NEVER = 2**30
 _SLACK = 1e-13  # of the whole compute time: times that are differences of running sums are known no better
@@ -35,56 +35,51 @@ _PER_STEP = 50_000  # what a step costs besides its covers, in covers
 Record = TypeVar("Record", Work, Footprint)
 
 
-class OutOfBudgetError(Exception):
-    """The work that the question was given is used up."""
+class OutOfWorkError(Exception):
+    """The work that a relaxation may do is used up."""
 
 
 @dataclass
-class Budget:
+class WorkLeft:
     """Work left, in covers looked at: a deterministic stand-in for time (about 10^8 a second)."""
 
     left: int
 
     def spend(self, covers: int) -> None:
-        """Raises OutOfBudgetError when nothing is left."""
+        """Count work.
+
+        Raises:
+            OutOfWorkError: if nothing is left.
+        """
         self.left -= covers
         if self.left < 0:
-            raise OutOfBudgetError
+            raise OutOfWorkError
 
 
 class Relaxation:
     """The fewest GPUs around every downset of a graph."""
 
-    def __init__(
-        self,
-        space: Downsets,
-        lattice: Lattice,
-        model: Bounds,
-        gpus: int,
-        memory_bytes: int | None,
-        recompute: RecomputeRule,
-        budget: Budget,
-    ) -> None:
-        """`lattice` has the states of `space`, in its order."""
-        self.space, self.lattice, self.model, self.gpus, self.memory_bytes = space, lattice, model, gpus, memory_bytes
-        self.recompute, self.budget = recompute, budget
+    def __init__(self, space: Downsets, lattice: Lattice, model: Bounds, limits: Limits, left: WorkLeft) -> None:
+        """Prepare the sums of all states; `lattice` has the states of `space`, in its order."""
+        self.space, self.lattice, self.model, self.left = space, lattice, model, left
+        self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.recompute
         everything = np.arange(len(space))
         work = space.work(0, everything)
         self._footprint = replace(space.footprint(0, everything, work), working_bytes=np.asarray(0.0))
         if space.layer_costs.at_work is not None:
-            # Saved activations and gradients may never be all there at once; the former add up.
+            # Saved activations and gradients may never all exist at once, so only the activations count.
             self._footprint = replace(self._footprint, gradient_bytes=np.asarray(0.0))
-        self._sums = work.recomputed() if recompute == "always" else work
+        self._sums = work.recomputed() if self.recompute == "always" else work
         self.least_s = model.least_s(self._sums)  # of all GPUs together, for what comes before each state
-        # A larger state may take less by a rounding error, or under another model than the one that ordered them.
+        # Rounding, or another model than the one that ordered the states, may give a larger state less time.
         self._most_up_to_s = np.maximum.accumulate(self.least_s)
         self._least_from_s = np.minimum.accumulate(self.least_s[::-1])[::-1]
         self._slack_s = _SLACK * float(self.least_s[-1])
 
     def after(self, target_s: float) -> Integers:
-        """Fewest GPUs that run what comes after each state within the target; `NEVER` where too many.
+        """Return the fewest GPUs that run the layers after each state within the target; `NEVER` if too many.
 
-        Exact for no state but those that could be on a plan that meets the target, and never too many for these.
+        Only states that could be on a plan that meets the target have a meaningful answer, which is a lower bound.
         """
         least_s, gpus, last = self.least_s, self.gpus, len(self.space) - 1
         least_before, least_after = self._around(target_s)
@@ -114,7 +109,7 @@ class Relaxation:
                     if not meets.any():
                         break
                     least = np.where(there, sums, np.inf)
-                    self.budget.spend(_PER_STEP + self.lattice.least_above(least, begin))
+                    self.left.spend(_PER_STEP + self.lattice.least_above(least, begin))
                     meets &= (least - sums)[: end - begin] <= limit
                 after[begin:end][meets] = k
                 open_[begin - start : end - start] &= ~meets
@@ -125,7 +120,7 @@ class Relaxation:
         return after
 
     def before(self, target_s: float, after: Integers) -> Integers:
-        """Fewest GPUs that run what comes before each state, given what must come after: as `after`, without memory."""
+        """Return the fewest GPUs that run the layers before each state, given `after`, and without regard to memory."""
         least_s, gpus, last = self.least_s, self.gpus, len(self.space) - 1
         before = np.full(last + 1, NEVER)
         before[0] = 0
@@ -154,7 +149,7 @@ class Relaxation:
                     if not meets.any():
                         break
                     most = np.where(there, sums, -np.inf)
-                    self.budget.spend(_PER_STEP + self.lattice.most_below(most, begin))
+                    self.left.spend(_PER_STEP + self.lattice.most_below(most, begin))
                     meets &= (sums - most)[inner - begin :] <= limit
                 before[inner:end][meets] = k
                 open_[inner - start : end - start] &= ~meets
@@ -164,30 +159,30 @@ class Relaxation:
         return before
 
     def _around(self, target_s: float) -> tuple[Floats, Floats]:
-        """GPUs that the bytes across each cut need before and after it."""
+        """Return the GPUs that the bytes across each cut need before and after it."""
         before, after = self.model.fewest_around_cut(self.space.outputs, self.space.gradients, target_s)
         return np.maximum(before, 1), np.maximum(after, 1)
 
     def _range(self, least_s: float, most_s: float) -> tuple[int, int]:
-        """The states before which the least time is between, and some more."""
+        """Return a range with all states whose least time before them is within the bounds, and perhaps some more."""
         start = int(np.searchsorted(self._most_up_to_s, least_s - self._slack_s))
         return start, int(np.searchsorted(self._least_from_s, most_s + self._slack_s, side="right"))
 
     def _sums_within(
         self, span: slice, replicas: int, after: int | None, target_s: float
     ) -> Iterator[tuple[Floats, float]]:
-        """Sums over the states of the span, and what a stage's share of each may be at most."""
+        """Yield sums over the layers of the span's states, each with the most that a stage's share may be."""
         for sums in self.model.additive_s(_part(self._sums, span), replicas):
             yield sums, replicas * target_s + replicas * self._slack_s
         if self.memory_bytes is not None and after is not None:
             footprint = _part(self._footprint, span)
             flying = np.asarray(warm_up_depth(replicas, after))
-            # Whether it recomputes or not, a stage holds the activations of one microbatch, at least.
+            # A stage holds the activations of at least one microbatch, even if it recomputes.
             held = footprint.total_bytes(flying if self.recompute == "never" else 1, self.model.versions(flying))
             yield held - POSTED * footprint.message_bytes, self.memory_bytes * (1 + _SLACK)
 
     def _from_the_start(self, after: Integers, target_s: float) -> int:
-        """Fewest GPUs for everything: the end of the first stage costs it nothing in the published models."""
+        """Return the fewest GPUs for all layers; in the published models the first stage's end costs it nothing."""
         for total in range(1, self.gpus + 1):
             for r in range(1, min(total, self.model.most_replicas) + 1):
                 ends = np.flatnonzero(after[1:] == total - r) + 1
@@ -199,6 +194,6 @@ class Relaxation:
 
 
 def _part(record: Record, span: slice) -> Record:
-    """The same quantities of some of the states."""
+    """Return the same quantities for some of the states."""
     arrays = {field.name: np.asarray(getattr(record, field.name)) for field in fields(record)}
     return type(record)(**{name: array[span] if array.ndim else array for name, array in arrays.items()})

@@ -1,10 +1,11 @@
-"""A bound on the plans of any graph, however many cuts it has: cuts told apart only by how much work is before them.
+"""Bound the plans of a graph with any number of cuts, by telling cuts apart only by the work before them.
 
-A cut with so much work before it, up to a window's width, has all those layers before it without whose descendants that
-much work would be impossible, and none of those whose ancestors would be more. So weights, activations and values that
-cross the cut have bounds, and a stage between two windows has a least cost. The fewest GPUs over sequences of windows
-are a walk over some hundred states; a time that they cannot meet, no plan meets. Where the graph narrows to a single
-layer the window is a point and nothing is lost: on a chain, the bound is the optimum.
+A window is a range of work before a cut. If a cut is in a window, some layers are surely before it, because all other
+layers but their descendants have less work. Other layers are surely after it, because with their ancestors they have
+more work. So weights, activations and values that cross the cut have bounds, and a stage between two windows has a
+least cost. The fewest GPUs over sequences of windows are a walk over some hundred states. No plan meets a time that
+they do not meet. Where the graph narrows to a single layer, the window is a point and nothing is lost: on a chain the
+bound is the optimum.
 """
 
 from __future__ import annotations
@@ -18,35 +19,38 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.rounding import SLACK
-from planner.cost.stage_options import RecomputeRule
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Work
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import column, uncut_groups
 from planner.solver.graph.lattice import to_bits, words_of_masks
+from planner.solver.problem import Limits
 
 _WINDOWS = 500
-_TICKS = 2.0**50  # of work in the whole model: whole numbers, which add up to the same in any order
-_EVERY = 2.0**-34  # share of the work that layers count besides their own, so that none counts nothing
-_PRECISION = 5e-4  # how closely the bound is found
+_TICKS = 2.0**50  # units of work in the whole model: sums of whole numbers are the same in any order
+_EVERY = 2.0**-34  # share of the work that is added over all layers, so that no layer counts nothing
+_PRECISION = 5e-4  # relative precision of the bound
 
 Flags = NDArray[np.bool_]
 Record = TypeVar("Record", Work, Footprint)
 
 
 class Windows:
-    """Ranges of work before a cut, what surely is before and after it, and the stages between such cuts."""
+    """Ranges of work before a cut, the layers surely before and after it, and the stages between such cuts."""
 
     def __init__(self, layer_costs: LayerCosts, model: Bounds) -> None:
-        # What an update takes counts once for all microbatches under 2bw, and is left out there.
+        # Under 2bw the update counts once for all microbatches, so it is left out.
         times = ("forward_s", "backward_s") if model.microbatches > 1 else ("forward_s", "backward_s", "update_s")
         layers_s = np.sum([column(layer_costs, name) for name in times], axis=0)
         self.layer_costs, self.model, self.total_s = layer_costs, model, float(layers_s.sum())
         ticks = np.rint(layers_s / self.total_s * _TICKS) + np.ceil(_TICKS * _EVERY / len(layers_s))
         before, after = _closures(layer_costs)
-        self._up_to, self._from = before @ ticks, after @ ticks  # ticks of a layer and all before it, and after it
+        self._up_to, self._from = (
+            before @ ticks,
+            after @ ticks,
+        )  # ticks with all ancestors, with all descendants
         self._everything = float(ticks.sum())
         low, high = self._edges(np.cumsum(ticks))
-        for _ in range(2):  # what is surely before a cut may make a window narrower, and so on
+        for _ in range(2):  # layers that are surely before a cut make its window narrower, which makes more layers sure
             must, may = self._everything - self._from[:, None] < low, self._up_to[:, None] <= high
             low, high = np.maximum(low, ticks @ must), np.minimum(high, ticks @ may)
             inhabited = (low <= high) & (may | ~must).all(axis=0)
@@ -54,29 +58,30 @@ class Windows:
         self._low, self._high = low, high
         self._must: Flags = must  # by layer and window
         self._may: Flags = may
-        # The share that only makes layers count is taken off again.
+        # Take off the share that was added.
         self._least_s = np.maximum(self._low / _TICKS - 2 * _EVERY, 0.0) * self.total_s
         self._most_s = self._high / _TICKS * self.total_s
         self._work = self._between()
         self._footprint = self._held()
 
-    def bound_s(self, gpus: int, memory_bytes: int | None, recompute: RecomputeRule, at_most_s: float) -> float:
-        """A time, up to `at_most_s`, below which no plan is."""
-        low_s, high_s = self.total_s * self.model.microbatches / gpus * (1 - SLACK), at_most_s
+    def bound_s(self, limits: Limits, at_most_s: float) -> float:
+        """Return seconds that no plan is below, up to `at_most_s`."""
+        low_s, high_s = self.total_s * self.model.microbatches / limits.gpus * (1 - SLACK), at_most_s
         if low_s >= high_s:
             return low_s
-        if not self._possible(high_s * (1 - SLACK), gpus, memory_bytes, recompute):
+        if not self._possible(high_s * (1 - SLACK), limits):
             return high_s * (1 - SLACK)
         while high_s - low_s > _PRECISION * high_s:
             middle_s = (low_s + high_s) / 2
-            if self._possible(middle_s, gpus, memory_bytes, recompute):
+            if self._possible(middle_s, limits):
                 high_s = middle_s
             else:
                 low_s = middle_s
         return low_s
 
-    def _possible(self, target_s: float, gpus: int, memory_bytes: int | None, recompute: RecomputeRule) -> bool:
-        """Whether a sequence of windows meets the target with the GPUs."""
+    def _possible(self, target_s: float, limits: Limits) -> bool:
+        """Return whether some sequence of windows meets the target with the GPUs."""
+        gpus, memory_bytes, recompute = limits.gpus, limits.memory_bytes, limits.recompute
         count, times = len(self._low), self.model.microbatches
         after = np.ceil((self.total_s - self._most_s) * times / target_s - SLACK)
         before = np.ceil(self._least_s * times / target_s - SLACK)
@@ -100,7 +105,7 @@ class Windows:
         return bool(needed[0] <= gpus)
 
     def _edges(self, sums: Floats) -> tuple[Floats, Floats]:
-        """Windows, from and up to: cuts that every order passes are points, and what is between them is divided."""
+        """Return lower and upper ends of windows: cuts that every order passes are points, and the rest is divided."""
         surely, possibly = self._everything - self._from[:, None] < sums, self._up_to[:, None] <= sums
         points, width = [0.0], self._everything / _WINDOWS
         passed = sums[(surely == possibly).all(axis=0)]
@@ -115,7 +120,7 @@ class Windows:
         return np.array(low), np.array(high)
 
     def _between(self) -> Work:
-        """The least work of the stages from each window to each other; nothing where that cannot be."""
+        """Return the least work of the stages from each window to each other; zero for impossible stages."""
         zero = np.zeros((1, 1))
         alive = self._alive()
         outputs, received, sent = np.zeros(len(self._low)), *np.zeros((2, len(self._low), len(self._low)))
@@ -132,7 +137,7 @@ class Windows:
             sent[through] += value.output_bytes
         return Work(
             forward_s=zero,
-            # All of it: the more is backward, the more it hides of an all-reduce.
+            # All work counts as backward, because a longer backward hides more of an all-reduce.
             backward_s=np.maximum(self._least_s[None, :] - self._most_s[:, None], 0.0),
             update_s=zero,
             trainable_bytes=self._least("gradient_bytes"),
@@ -154,18 +159,18 @@ class Windows:
             buffer_bytes=self._least("buffer_bytes"),
             saved_bytes=saved,
             message_bytes=np.zeros((1, 1)),
-            # No peak is below all that is saved, or below all gradients.
+            # No peak is below all saved activations, or below all gradients.
             working_bytes=np.zeros((1, 1)) if self.layer_costs.at_work is None else -np.minimum(saved, gradients),
         )
 
     def _alive(self) -> list[Flags]:
-        """For each value, the windows at whose cuts it surely crosses."""
+        """Return, for each value, the windows whose cuts it surely crosses."""
         return [
             self._must[value.producer] & ~self._may[list(value.users)].all(axis=0) for value in self.layer_costs.traffic
         ]
 
     def _least(self, name: str) -> Floats:
-        """The least sum over the layers of a stage from each window to each other."""
+        """Return the least sum over the layers of a stage from each window to each other."""
         amounts = column(self.layer_costs, name)
         surely = amounts @ self._must.astype(np.float64)
         possibly = amounts @ self._may.astype(np.float64)
@@ -173,7 +178,7 @@ class Windows:
 
 
 def _closures(layer_costs: LayerCosts) -> tuple[Floats, Floats]:
-    """For each layer, zeros and ones for the layers that come with it: those before, and those after, itself both."""
+    """Return, for each layer, its ancestors and its descendants as zeros and ones; itself is among both."""
     groups = uncut_groups(layer_costs)
     count = len(layer_costs.profile.layers)
     own = [sum(1 << layer for layer in group) for group in groups]
@@ -195,6 +200,6 @@ def _closures(layer_costs: LayerCosts) -> tuple[Floats, Floats]:
 
 
 def _taken(record: Record, pairs: tuple[NDArray[np.int64], ...]) -> Record:
-    """The same of some of the windows."""
+    """Return the same quantities for some pairs of windows."""
     arrays = {each.name: np.asarray(getattr(record, each.name)) for each in fields(record)}
     return type(record)(**{name: array[pairs] if array.size > 1 else array for name, array in arrays.items()})

@@ -1,69 +1,70 @@
-"""Integer programs for what the exact search cannot express, and to check it.
+"""Integer programs for what the exact search cannot express, and to check the search.
 
 `ilp_flow` has the formulation: stages between cuts, with replicas, memory, every schedule, GPUs of several kinds, and
-pins.
+pinned layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
 from planner.errors import InputError
 from planner.solver.bounds.balance import balanced_s
-from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.ilp_columns import Columns
 from planner.solver.integer.ilp_flow import Flow
 from planner.solver.integer.milp import MilpName, installed
-from planner.solver.integer.request import IlpAnswer, Request, ranked
+from planner.solver.problem import Problem
+from planner.solver.result import IlpAnswer
 
 _MOST_STATES_FOR_A_BOUND = 300
 
 
-def solve_ilp(request: Request, deadline: Deadline, solver: MilpName | None = None) -> IlpAnswer | None:
-    """The fastest plan that respects the request's constraints, or None when there is none.
+def solve_ilp(problem: Problem, solver: MilpName | None = None) -> IlpAnswer | None:
+    """Find the fastest plan that respects the problem's constraints; None if there is none.
 
     Args:
-        request: for a cluster of one level.
-        deadline: when it passes, the best plan so far and a bound.
-        solver: HiGHS when installed, else CBC, when None.
+        problem: for a cluster of one level. When its deadline passes, the answer is the best plan so far, with a bound.
+        solver: by default HiGHS if installed, otherwise CBC.
 
     Raises:
-        InputError: for what no integer program here expresses, and for questions that are too large.
-        TimeoutError: when the deadline passes before there is any plan.
+        InputError: for what no integer program here expresses, and for problems that are too large.
+        TimeoutError: if the deadline passes before any plan is found.
     """
-    refuse(request)
+    refuse(problem)
     solver = solver or installed()[0]
-    columns = Columns(request, all_cuts=not request.keeps_order)
-    answer = Flow(request, columns, solver).solve(deadline)
+    columns = Columns(problem, all_cuts=not problem.keeps_order)
+    answer = Flow(problem, columns, solver).solve()
     if answer is None:
         return None
     if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
-        bound_s = min(answer.bound_s, _over_all_cuts_s(request, deadline, solver))
+        bound_s = min(answer.bound_s, _over_all_cuts_s(problem, solver))
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
-    return replace(answer, stages=ranked(request, answer.stages))
+    return replace(answer, stages=_ranked(problem, answer.stages))
 
 
-def _over_all_cuts_s(request: Request, deadline: Deadline, solver: MilpName) -> float:
-    """A time that no plan over any cuts of the graph beats."""
-    columns = Columns(request, all_cuts=True)
+def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
+    """Return seconds that no plan over any cuts of the graph is below."""
+    columns = Columns(problem, all_cuts=True)
     if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
-        return balanced_s(request.layer_costs.everything, request.setting)
+        return balanced_s(problem.layer_costs.everything, problem.setting)
     try:
-        answer = Flow(request, columns, solver).solve(deadline)
+        answer = Flow(problem, columns, solver).solve()
     except TimeoutError:
-        return balanced_s(request.layer_costs.everything, request.setting)
+        return balanced_s(problem.layer_costs.everything, problem.setting)
     assert answer is not None  # the plans along the order are among them
     return answer.bound_s
 
 
-def refuse(request: Request) -> None:
+def refuse(problem: Problem) -> None:
     """Refuse what no integer program here expresses.
 
     Raises:
         InputError: saying what.
     """
-    constraints, cluster = request.constraints, request.cluster
+    constraints, cluster = problem.constraints, problem.cluster
     if len(cluster.joined) > 1:
         raise InputError(
             f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
@@ -75,3 +76,20 @@ def refuse(request: Request) -> None:
             f"layer '{name}' cannot be pinned to GPU {rank} of a cluster whose GPUs are all alike",
             hint="pin it to a stage, or give the cluster's kinds in cluster.json",
         )
+
+
+def _ranked(problem: Problem, stages: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the stages with ranks where GPUs differ: pinned ones, then the first free ones of each kind."""
+    cluster, position = problem.cluster, problem.layer_costs.position
+    if not cluster.kinds:
+        return tuple(stages)
+    pinned = {position[name]: rank for name, rank in problem.constraints.gpu_of.items()}
+    free = [rank for rank in range(cluster.gpus) if rank not in pinned.values()]
+    ranked = []
+    for stage in stages:
+        ranks = {pinned[layer] for layer in stage.layers if layer in pinned}
+        alike = [rank for rank in free if cluster.kind_of(rank) == stage.options.kind]
+        ranks.update(alike[: stage.replicas - len(ranks)])
+        free = [rank for rank in free if rank not in ranks]
+        ranked.append(replace(stage, ranks=tuple(sorted(ranks))))
+    return tuple(ranked)

@@ -1,4 +1,4 @@
-"""The candidate stages of the flow formulation: every pair of cuts, replica count and kind of GPU that fits at all."""
+"""List the candidate stages of the flow formulation: every pair of cuts, replica count and kind of GPU that fits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.link import link_of
-from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
-from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
-from planner.solver.integer.request import Request
+from planner.solver.problem import Problem
 
 MOST_STATES = 2_000
 MOST_COLUMNS = 200_000
@@ -29,8 +26,8 @@ MOST_COLUMNS = 200_000
 class Column:
     """A stage from one state to another, on GPUs of one kind, by its number.
 
-    `sum_s` and `max_s` are its parts of the sum over the stages and of the maximum over them. At most `most_after` GPUs
-    may follow it, for its memory.
+    `sum_s` and `max_s` are its parts of the sum over the stages and of the maximum over them. Its memory allows at most
+    `most_after` GPUs after it.
     """
 
     start: int
@@ -43,27 +40,39 @@ class Column:
 
     @property
     def replicas(self) -> int:
-        """GPUs in use."""
+        """Workers that run the stage."""
         return self.options.replicas
 
 
+@dataclass(frozen=True)
+class _Stages:
+    """Stages from one state to each of some others, on GPUs of one kind."""
+
+    state: int
+    others: Integers
+    options: StageOptions
+    kind: int
+    work: Work
+    footprint: Footprint
+
+
 class Columns:
-    """The states of a request and all its candidate stages.
+    """The states of a problem and all its candidate stages.
 
     Args:
-        all_cuts: every cut of the graph, rather than those along the profile's order.
+        all_cuts: every cut of the graph, not only those along the profile's order.
 
     Raises:
-        InputError: when they are too many to write down.
+        InputError: if they are too many.
     """
 
-    def __init__(self, request: Request, *, all_cuts: bool) -> None:
-        self.request = request
-        self.space = _space(request, all_cuts)
-        everything = len(request.layer_costs.profile.layers)
+    def __init__(self, problem: Problem, *, all_cuts: bool) -> None:
+        self.problem = problem
+        self.space = _space(problem, all_cuts)
+        everything = len(problem.layer_costs.profile.layers)
         sets = [frozenset(self.space.layers(0, state)) for state in range(len(self.space))]
-        # States that separate no group; the empty one and the whole never do.
-        groups = request.groups
+        # States that separate no group; the empty one and the whole model never do.
+        groups = problem.groups
         self.states = np.array(
             [number for number, done in enumerate(sets) if all(group <= done or not group & done for group in groups)]
         )
@@ -73,7 +82,7 @@ class Columns:
 
     @cached_property
     def all(self) -> list[Column]:
-        """Every column that is no worse than all others with the same ends."""
+        """Every column that is not dominated by another one with the same ends."""
         found: list[Column] = []
         for number, state in enumerate(self.states[:-1]):
             others = self.space.among_later(int(state), self.states[number + 1 :])
@@ -87,94 +96,82 @@ class Columns:
         return found
 
     def layers(self, column: Column) -> frozenset[int]:
-        """Positions of the layers of a column."""
+        """Return the positions of a column's layers."""
         return self.sets[column.end] - self.sets[column.start]
 
     def candidate(self, column: Column) -> Candidate:
-        """A column as a stage."""
+        """Return a column as a stage."""
         return Candidate(self.sets[column.start], self.layers(column), column.options)
 
     def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
         """Yield the candidate stages from the state to each of the others."""
-        request = self.request
+        problem = self.problem
         work = self.space.work(state, others)
-        footprint = self.space.footprint(state, others, work).divided(request.microbatches)
-        rules = {"auto": (False, True), "never": (False,), "always": (True,)}[request.recompute]
-        for number, kind in enumerate(request.kinds):
-            limited = request.cluster.memory_of(kind) is not None
+        footprint = self.space.footprint(state, others, work).divided(problem.microbatches)
+        rules = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.recompute]
+        for number, kind in enumerate(problem.kinds):
             for again in rules:
-                if again and not limited and request.recompute == "auto":
-                    continue  # nothing to gain
+                if again and problem.cluster.memory_of(kind) is None and problem.recompute == "auto":
+                    continue  # without a limit, recomputing gains nothing
                 options = StageOptions(recompute=again, kind=kind)
-                base = Column(state, 0, options, number, 0.0, 0.0, 0)
-                yield from self._variants(base, others, work.under(options), footprint.under(options))
+                held = footprint.under(options)
+                yield from self._replicated(_Stages(state, others, options, number, work.under(options), held))
 
-    def _variants(self, base: Column, others: Integers, work: Work, footprint: Footprint) -> Iterator[Column]:
-        """Yield the columns like `base` to each of the others, for every useful number of replicas."""
-        limit = self.request.cluster.memory_of(base.options.kind)
+    def _replicated(self, stages: _Stages) -> Iterator[Column]:
+        """Yield the stages on every number of replicas that is not dominated by a smaller one."""
         smaller: list[tuple[Floats, Integers]] = []  # times and followers of smaller replica counts
-        pinned = bool(self.request.constraints.gpu_of)  # may ask for more replicas than are fastest
-        for r in range(1, self._most_replicas(base.options.kind) + 1):
-            sum_s, max_s = self._seconds(work, r, len(others))
-            after = self._most_after(footprint, r, len(others), limit)
+        pinned = bool(self.problem.constraints.gpu_of)  # pins may need more replicas than are fastest
+        for r in range(1, self._most_replicas(stages.options.kind) + 1):
+            sum_s, max_s = self._seconds(stages, r)
+            after = self._most_after(stages, r)
             useful = after >= 0
             if not pinned:
                 for seconds, room in smaller:
                     useful &= (sum_s + max_s < seconds) | (after > room)
             smaller.append((sum_s + max_s, after))
-            for column in np.flatnonzero(useful):
-                yield replace(
-                    base,
-                    end=int(others[column]),
-                    options=replace(base.options, replicas=r),
-                    sum_s=float(sum_s[column]),
-                    max_s=float(max_s[column]),
-                    most_after=int(after[column]),
-                )
+            for n in np.flatnonzero(useful):
+                end, options = int(stages.others[n]), replace(stages.options, replicas=r)
+                parts = float(sum_s[n]), float(max_s[n])
+                yield Column(stages.state, end, options, stages.kind, *parts, int(after[n]))
 
     def _most_replicas(self, kind: DeviceKind | None) -> int:
-        request = self.request
-        if not request.schedule.pipelined:
+        problem = self.problem
+        if not problem.schedule.pipelined:
             return 1
-        count = request.count(kind)
-        return min(count, request.microbatches) if request.schedule.divides else count
+        count = problem.count(kind)
+        return min(count, problem.microbatches) if problem.schedule.divides else count
 
-    def _seconds(self, work: Work, replicas: int, count: int) -> tuple[Floats, Floats]:
-        request = self.request
-        link = link_of(request.cluster)
-        if request.schedule.asynchronous:
-            model = bounds_for(request.model, link, request.schedule, request.microbatches)
-            return np.zeros(count), _spread(model.stage_s(work, replicas), count)
-        drained = SynchronousModel(link, request.schedule, request.microbatches)
-        return _spread(drained.sum_s(work, replicas), count), _spread(drained.max_s(work, replicas), count)
+    def _seconds(self, stages: _Stages, replicas: int) -> tuple[Floats, Floats]:
+        """Return the stages' parts of the sum and of the maximum."""
+        problem, work, count = self.problem, stages.work, len(stages.others)
+        if problem.schedule.asynchronous:
+            return np.zeros(count), _spread(problem.asynchronous().stage_s(work, replicas), count)
+        model = problem.synchronous()
+        return _spread(model.sum_s(work, replicas), count), _spread(model.max_s(work, replicas), count)
 
-    def _most_after(self, footprint: Footprint, replicas: int, count: int, limit: int | None) -> Integers:
-        """Most GPUs that may follow; -1 where none may, since not even the last stage fits. By trying each number."""
-        request = self.request
-        gpus = request.cluster.gpus - replicas
-        most = np.full(count, -1)
-        for after in range(gpus + 1):
-            flying = self._in_flight(replicas, after)
+    def _most_after(self, stages: _Stages, replicas: int) -> Integers:
+        """Try how many GPUs may follow at most; -1 if none may, because not even a last stage fits."""
+        problem, schedule = self.problem, self.problem.schedule
+        limit = problem.cluster.memory_of(stages.options.kind)
+        most = np.full(len(stages.others), -1)
+        for after in range(problem.cluster.gpus - replicas + 1):
+            flying = int(schedule.in_flight(replicas, after, problem.microbatches))
             fits: NDArray[np.bool_] = most == after - 1
-            fits &= request.schedule.versions_suffice(request.microbatches, replicas, flying)
+            fits &= schedule.versions_suffice(problem.microbatches, replicas, flying)
             if limit is not None:
-                fits &= footprint.total_bytes(flying, request.schedule.versions(flying)) <= limit
+                fits &= stages.footprint.total_bytes(flying, schedule.versions(flying)) <= limit
             if not fits.any():
                 break
             most[fits] = after
         return most
 
-    def _in_flight(self, replicas: int, after: int) -> int:
-        request = self.request
-        return int(request.schedule.in_flight(replicas, after, request.microbatches))
 
-
-def _space(request: Request, all_cuts: bool) -> StateSpace:
-    chain = Chain(request.layer_costs)
+def _space(problem: Problem, all_cuts: bool) -> StateSpace:
+    chain = Chain(problem.layer_costs)
     if chain.complete or not all_cuts:
         return chain
-    words = enumerate_downsets(request.layer_costs, MOST_STATES)
-    return chain if words is None else Downsets(request.layer_costs, words, complete=True)
+    words = enumerate_downsets(problem.layer_costs, MOST_STATES)
+    return chain if words is None else Downsets(problem.layer_costs, words, complete=True)
 
 
 def _spread(values: Floats, count: int) -> Floats:

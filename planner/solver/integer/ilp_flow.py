@@ -1,26 +1,26 @@
 """The flow formulation: a pipeline is a path through the cuts, and every candidate stage an arc.
 
-A binary variable x for every stage a from cut I to cut J, on r replicas of GPUs of kind k, and
+There is a binary variable x for every stage a from cut I to cut J, on r replicas of GPUs of kind k, and
 
     the x are one path from the empty cut to the whole model                                        (path)
     sum over the stages of kind k of  r_a x_a  <=  GPUs of kind k                                   (GPUs)
 
 A plan takes sum_a S_a x_a + max_a M_a x_a, where S and M are the stage's parts of the sum and of the maximum in the
-schedule's time. Instead of a variable T >= M_a x_a, whose relaxation says next to nothing, the maximum is bounded by
-leaving stages out. Under 1f1b and 2bw there is no sum: the smallest T is wanted for which
+schedule's time. The relaxation of a variable T >= M_a x_a would be too weak, so the maximum is bounded by leaving
+stages out. Under 1f1b and 2bw there is no sum. The answer is the smallest T for which
 
     minimise  sum_a r_a x_a   over the stages with M_a <= T, subject to (path), (GPUs)
 
-has a solution. It is one of the M_a, and bisection finds it. Under a schedule that drains,
+has a solution. It is one of the M_a, and bisection finds it. Under a synchronous schedule,
 
     minimise  sum_a S_a x_a   over the stages with M_a < X, subject to (path), (GPUs)
 
 is solved first for X = infinity, then for X the maximum of each answer, until the sum alone exceeds the best time.
-All rows are 0-1, and the times of a plan are added up from its stages, so rounding inside the solver does not matter.
-When time runs out, the largest T known not to suffice, or the last sum, bounds the answer.
+All coefficients are 0 or 1, and a plan's times are summed over its stages, so rounding inside the solver does not
+matter. When time runs out, the largest T known not to suffice, or the last sum, bounds the answer.
 
-What a stage holds depends on the GPUs after it. Where that matters, the nodes are pairs of a cut and the GPUs from
-there on; where layers are pinned to stages, the number of the stage joins them.
+What a stage holds depends on the GPUs after it. Where that matters, nodes are pairs of a cut and the GPUs after it.
+Where layers are pinned to stages, the number of the stage becomes part of the node.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ import pulp
 from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
 from planner.errors import InputError
-from planner.solver.candidates.deadline import Deadline
 from planner.solver.integer.ilp_columns import Column, Columns
 from planner.solver.integer.milp import MilpName, run
-from planner.solver.integer.request import IlpAnswer, Request
+from planner.solver.problem import Problem
+from planner.solver.result import IlpAnswer
 
 MOST_ARCS = 300_000
 _SCALE = 1000.0  # what the time of a balanced plan is scaled to
 
-Node = tuple[int, int, int]  # state, GPUs from there on, stages before; -1 where it does not matter
+Node = tuple[int, int, int]  # state, GPUs after it, stages before it; -1 where it does not matter
 
 
 @dataclass(frozen=True)
@@ -56,52 +56,52 @@ class Arc:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Chosen:
     """Columns of a plan, in order."""
 
     columns: tuple[Column, ...]
 
     @property
     def sum_s(self) -> float:
-        """Their sum."""
+        """Sum of the stages' parts of the sum."""
         return sum(column.sum_s for column in self.columns)
 
     @property
     def max_s(self) -> float:
-        """Their maximum."""
+        """Maximum of the stages' parts of the maximum."""
         return max(column.max_s for column in self.columns)
 
     @property
     def seconds(self) -> float:
-        """Per minibatch."""
+        """Seconds per minibatch."""
         return self.sum_s + self.max_s
 
 
 class Flow:
-    """The integer program of a request over its columns."""
+    """The integer program of a problem over its columns."""
 
-    def __init__(self, request: Request, columns: Columns, solver: MilpName) -> None:
-        self.request, self.columns, self.solver = request, columns, solver
-        self.gpus = request.cluster.gpus
-        self.arcs = _arcs(request, columns)
+    def __init__(self, problem: Problem, columns: Columns, solver: MilpName) -> None:
+        self.problem, self.columns, self.solver = problem, columns, solver
+        self.gpus = problem.cluster.gpus
+        self.arcs = _arcs(problem, columns)
         total_s = sum(
-            layer.forward_s + layer.backward_s + layer.update_s for layer in request.layer_costs.profile.layers
+            layer.forward_s + layer.backward_s + layer.update_s for layer in problem.layer_costs.profile.layers
         )
         self._scale = _SCALE * self.gpus / total_s
 
-    def solve(self, deadline: Deadline) -> IlpAnswer | None:
-        """The fastest plan; None when there is none.
+    def solve(self) -> IlpAnswer | None:
+        """Return the fastest plan; None if there is none.
 
         Raises:
-            TimeoutError: when time runs out before there is any plan.
+            TimeoutError: if time runs out before any plan is found.
         """
-        if self.request.schedule.asynchronous:
-            return self._bisected(deadline)
-        return self._traded(deadline)
+        if self.problem.schedule.asynchronous:
+            return self._bisected()
+        return self._traded()
 
-    def _bisected(self, deadline: Deadline) -> IlpAnswer | None:
-        """The smallest time that some plan's stages all meet."""
-        best = self._with_fewest_gpus(self.arcs, deadline)
+    def _bisected(self) -> IlpAnswer | None:
+        """Find the smallest time that all stages of some plan meet."""
+        best = self._with_fewest_gpus(self.arcs)
         if best is None:
             return None
         times = np.unique([arc.column.max_s for arc in self.arcs])
@@ -111,7 +111,7 @@ class Flow:
             middle = (first + last) // 2
             arcs = [arc for arc in self.arcs if arc.column.max_s <= times[middle]]
             try:
-                better = self._with_fewest_gpus(arcs, deadline)
+                better = self._with_fewest_gpus(arcs)
             except TimeoutError:
                 optimal = False
                 break
@@ -119,17 +119,17 @@ class Flow:
                 first = middle + 1
             else:
                 best, last = better, int(np.searchsorted(times, better.seconds))
-        best = self._leanest(best, deadline)
+        best = self._leanest(best)
         bound_s = best.seconds if optimal else float(times[first])
         return IlpAnswer(self._stages(best.columns), best.seconds, bound_s, optimal)
 
-    def _traded(self, deadline: Deadline) -> IlpAnswer | None:
-        """The best of the answers that trade sum against maximum."""
-        best: _Found | None = None
+    def _traded(self) -> IlpAnswer | None:
+        """Find the best of the plans that trade sum against maximum."""
+        best: _Chosen | None = None
         arcs, bound_s, optimal = self.arcs, 0.0, True
         while True:
             try:
-                found = self._with_least_sum(arcs, deadline)
+                found = self._with_least_sum(arcs)
             except TimeoutError:
                 if best is None:
                     raise
@@ -144,83 +144,82 @@ class Flow:
             arcs = [arc for arc in arcs if arc.column.max_s < limit_s]
         if best is None:
             return None
-        best = self._leanest(best, deadline)
+        best = self._leanest(best)
         bound_s = best.seconds if optimal else min(bound_s, best.seconds)
         return IlpAnswer(self._stages(best.columns), best.seconds, bound_s, optimal)
 
-    def _leanest(self, found: _Found, deadline: Deadline) -> _Found:
-        """Of plans with its sum and its maximum one with fewest GPUs, then stages, then stages that recompute."""
+    def _leanest(self, found: _Chosen) -> _Chosen:
+        """Return the plan with the same sum and maximum that has fewest GPUs, stages, and recomputing stages."""
         limit_s = found.seconds * (1 + SLACK)
         arcs = [arc for arc in self.arcs if arc.column.max_s <= found.max_s * (1 + SLACK)]
         try:
-            lean = self._with_fewest_gpus(arcs, deadline, found.sum_s)
+            lean = self._with_fewest_gpus(arcs, found.sum_s)
         except TimeoutError:
             return found
         return lean if lean is not None and lean.seconds <= limit_s else found
 
-    def _with_fewest_gpus(self, arcs: Sequence[Arc], deadline: Deadline, most_sum_s: float = 0.0) -> _Found | None:
-        """A plan of these arcs alone, whose sum is at most the given one if there is any."""
+    def _with_fewest_gpus(self, arcs: Sequence[Arc], most_sum_s: float = 0.0) -> _Chosen | None:
+        """Return the leanest plan of these arcs whose sum is at most the given one, if that is not 0."""
         weight = len(self.columns.states) + 1
         costs = [(arc.column.replicas * weight + 1) * weight + arc.column.options.recompute for arc in arcs]
-        return self._cheapest(arcs, costs, deadline, most_sum_s)
+        return self._cheapest(arcs, costs, most_sum_s)
 
-    def _with_least_sum(self, arcs: Sequence[Arc], deadline: Deadline) -> _Found | None:
-        return self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs], deadline)
+    def _with_least_sum(self, arcs: Sequence[Arc]) -> _Chosen | None:
+        return self._cheapest(arcs, [arc.column.sum_s * self._scale for arc in arcs])
 
-    def _cheapest(
-        self, arcs: Sequence[Arc], costs: Sequence[float], deadline: Deadline, most_sum_s: float = 0.0
-    ) -> _Found | None:
-        """The plan of these arcs with the smallest cost.
+    def _cheapest(self, arcs: Sequence[Arc], costs: Sequence[float], most_sum_s: float = 0.0) -> _Chosen | None:
+        """Return the plan of these arcs with the smallest cost; None if there is none.
 
         Raises:
-            TimeoutError: when time runs out before it is known.
+            TimeoutError: if time runs out before it is known.
         """
+        deadline = self.problem.deadline
         if deadline.passed:
             raise TimeoutError
         if not arcs:
             return None
-        problem = pulp.LpProblem("pipeline", pulp.LpMinimize)
-        chosen = self._path(problem, arcs)
-        problem.setObjective(_weighted(zip(chosen, costs, strict=True)))
+        program = pulp.LpProblem("pipeline", pulp.LpMinimize)
+        chosen = self._path(program, arcs)
+        program.setObjective(_weighted(zip(chosen, costs, strict=True)))
         if most_sum_s > 0:
             sums = _weighted((x, arc.column.sum_s * self._scale) for x, arc in zip(chosen, arcs, strict=True))
-            problem += sums <= most_sum_s * self._scale * (1 + SLACK)
-        outcome = run(problem, self.solver, deadline.left_s)
+            program += sums <= most_sum_s * self._scale * (1 + SLACK)
+        outcome = run(program, self.solver, deadline.left_s)
         if outcome.status == "infeasible":
             return None
         if outcome.status != "optimal":
             raise TimeoutError
         picked = [arc.column for arc, x in zip(arcs, chosen, strict=True) if x.value() > 0.5]
-        return _Found(tuple(sorted(picked, key=lambda column: column.start)))
+        return _Chosen(tuple(sorted(picked, key=lambda column: column.start)))
 
-    def _path(self, problem: pulp.LpProblem, arcs: Sequence[Arc]) -> list[pulp.LpVariable]:
-        """Variables of the arcs, one path, within the GPUs."""
-        chosen = [problem.add_variable(f"x{n}", cat=pulp.LpBinary) for n in range(len(arcs))]
+    def _path(self, program: pulp.LpProblem, arcs: Sequence[Arc]) -> list[pulp.LpVariable]:
+        """Return the variables of the arcs, with rows that make them one path on no more GPUs than there are."""
+        chosen = [program.add_variable(f"x{n}", cat=pulp.LpBinary) for n in range(len(arcs))]
         balance: dict[Node, list[tuple[pulp.LpVariable, float]]] = defaultdict(list)
         for variable, arc in zip(chosen, arcs, strict=True):
             balance[arc.tail].append((variable, 1.0))
             balance[arc.head].append((variable, -1.0))
         begins = [(x, 1.0) for x, arc in zip(chosen, arcs, strict=True) if arc.column.start == 0]
-        problem += _weighted(begins) == 1
+        program += _weighted(begins) == 1
         for (state, _, _), terms in balance.items():
             if state not in (0, self.columns.last):
-                problem += _weighted(terms) == 0
-        for number, kind in enumerate(self.request.kinds):
+                program += _weighted(terms) == 0
+        for number, kind in enumerate(self.problem.kinds):
             used = ((x, arc.column.replicas) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kind == number)
-            problem += _weighted(used) <= self.request.count(kind)
+            program += _weighted(used) <= self.problem.count(kind)
         return chosen
 
     def _stages(self, columns: Iterable[Column]) -> tuple[Candidate, ...]:
         return tuple(self.columns.candidate(column) for column in columns)
 
 
-def _arcs(request: Request, columns: Columns) -> list[Arc]:
-    """Every column at every place where it may stand.
+def _arcs(problem: Problem, columns: Columns) -> list[Arc]:
+    """Return an arc for every column at every place where it may stand.
 
     Raises:
-        InputError: when they are too many.
+        InputError: if they are too many.
     """
-    gpus, pins = request.cluster.gpus, _Pins(request)
+    gpus, pins = problem.cluster.gpus, _Pins(problem)
     usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
     count_gpus = any(column.most_after < gpus - column.replicas for column in usable)
     most_stages = min(gpus, len(columns.states) - 1)
@@ -248,23 +247,23 @@ def _arcs(request: Request, columns: Columns) -> list[Arc]:
 
 
 class _Pins:
-    """Which columns the pins allow."""
+    """The pins of layers to stages and GPUs, and which columns they allow."""
 
-    def __init__(self, request: Request) -> None:
-        position, constraints = request.layer_costs.position, request.constraints
+    def __init__(self, problem: Problem) -> None:
+        position, constraints = problem.layer_costs.position, problem.constraints
         self.stages = {position[name]: number for name, number in constraints.stage_of.items()}
         self.gpus = {position[name]: rank for name, rank in constraints.gpu_of.items()}
-        self._kind = {rank: n for n, ranks in enumerate(request.cluster.kind_ranks) for rank in ranks}
+        self._kind = {rank: n for n, ranks in enumerate(problem.cluster.kind_ranks) for rank in ranks}
 
     def allow(self, layers: frozenset[int], column: Column) -> bool:
-        """Whether the stage is of the kind of the GPUs that its layers are pinned to, and replicated as often."""
+        """Return whether the stage has the kind of the GPUs that its layers are pinned to, and enough replicas."""
         ranks = {rank for layer, rank in self.gpus.items() if layer in layers}
         if any(self._kind[rank] != column.kind for rank in ranks) or len(ranks) > column.replicas:
             return False
         return len({number for layer, number in self.stages.items() if layer in layers}) <= 1
 
     def stage(self, layers: frozenset[int]) -> int | None:
-        """The number that the stage must have, if any."""
+        """Return the number that the stage must have, if any."""
         return next((number for layer, number in self.stages.items() if layer in layers), None)
 
 

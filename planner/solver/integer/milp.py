@@ -1,8 +1,8 @@
-"""Integer programs through PuLP: HiGHS where highspy is installed, else CBC, which PuLP carries.
+"""Solve integer programs through PuLP: with HiGHS if highspy is installed, otherwise with CBC, which PuLP carries.
 
-What PuLP says of a solution needs care. After a time-out `status` reads Optimal: only `sol_status == 1` means so.
-An infeasible program still returns values of its variables. CBC's "Integer infeasible" leaves `sol_status` at "none
-found". `run` turns all that into one of four words.
+PuLP's report of a solution needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal.
+An infeasible program still has values of its variables. CBC's "Integer infeasible" leaves `sol_status` at "none found".
+`run` turns all that into one of four words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pulp
 MilpName = Literal["HiGHS", "CBC"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
-_FEASIBILITY = 1e-9  # by how much a row may be violated
+_FEASIBILITY = 1e-9  # how far a row may be violated
 _LEAST_LIMIT_S = 0.1
 _PRINTED = 1e-3  # CBC prints its bound to three decimals
 _CBC = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that PuLP carries
@@ -27,11 +27,11 @@ _CBC = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that PuLP carries
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
-        status: "feasible" when time ran out with a solution, "unknown" when it ran out without.
-        bound: no solution has a smaller objective; minus infinity when the solver did not say.
+        status: "feasible" if time ran out with a solution, "unknown" if it ran out without one.
+        bound: no solution has a smaller objective; minus infinity if the solver reports none.
     """
 
     status: Status
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def installed() -> tuple[MilpName, ...]:
-    """The solvers at hand, the preferred one first."""
+    """Return the solvers that are installed, the preferred one first."""
     at_hand = {"HiGHS": pulp.HiGHS(msg=False).available(), "CBC": pulp.COIN_CMD(path=_CBC, msg=False).available()}
     return tuple(name for name in get_args(MilpName) if at_hand[name])
 
@@ -53,7 +53,7 @@ def run(problem: pulp.LpProblem, name: MilpName, time_limit_s: float | None = No
 def _run_highs(problem: pulp.LpProblem, limit_s: float | None) -> Outcome:
     solver = pulp.HiGHS(
         msg=False,
-        threads=1,  # so that the same question has the same answer
+        threads=1,  # with more threads, the same program may have another of its best solutions
         gapRel=0.0,
         gapAbs=0.0,
         timeLimit=limit_s,

@@ -1,8 +1,8 @@
 """Best-first search (A*) over plans for clusters of several levels, stage by stage from the first rank on.
 
-A partial plan costs at least what its stages do, with the true loads on their links as far as they are known, and what
-the relaxed programme leaves for the rest. The partial plan of the least bound goes on first; when that bound is no
-better than the best plan found, that plan is optimal.
+A partial plan costs at least what its stages cost, with the true loads on their links as far as they are known, and
+what the relaxed programme says of the rest. The partial plan with the least bound is extended first. Once that bound is
+no better than the best plan found, that plan is optimal.
 """
 
 from __future__ import annotations
@@ -16,34 +16,26 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
 from planner.cost.topology import Loads
 from planner.cost.work import Floats, Integers
-from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.chain.search import RESOLUTION, BoundedPath, CutPath
 from planner.solver.levels.relaxed import Relaxed, Rest, Seconds
-from planner.solver.levels.stage_bounds import Question
+from planner.solver.problem import Problem
 
-MOST_STEPS = 3_000  # extended plans; a fixed number rather than a time, so that the same question has the same answer
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best path, or None, and what no path can beat."""
-
-    path: Path | None
-    bound_s: float
+MOST_STEPS = 3_000  # partial plans to extend: a number, not a time, so that the same problem has the same answer
 
 
 @dataclass(order=True)
 class _Partial:
-    """A plan's first stages, in the order of the least that they may become."""
+    """A plan's first stages, ordered by the bound of the whole plan."""
 
     bound_s: float
-    number: int  # makes the order total, and so the answer repeatable
+    number: int  # makes the order total, so that the answer is repeatable
     rest: Rest = field(compare=False)
     states: tuple[int, ...] = field(compare=False)
     options: tuple[StageOptions, ...] = field(compare=False)
     sum_s: float = field(compare=False)
     max_s: float = field(compare=False)
     links: _Links = field(compare=False)
-    ways: _Ways | None = field(compare=False, default=None)  # to go on, once they were looked at
+    ways: _Ways | None = field(compare=False, default=None)  # next stages, once they are known
 
     @property
     def rank(self) -> int:
@@ -56,10 +48,10 @@ class _Links:
     """What is known of the links of a plan's first stages.
 
     Attributes:
-        loads: transfers among these stages, and their all-reduces.
-        scale: what a rank's load counts for in its stage's part of the maximum.
-        end_s: what is added to it.
-        holders: live values, and the last stage that has each.
+        loads: messages among these stages, and their all-reduces.
+        scale: per rank, how often its load counts in its stage's part of the maximum.
+        end_s: per rank, what is added to that.
+        holders: the last stage that has each live value.
     """
 
     loads: Loads
@@ -70,7 +62,7 @@ class _Links:
 
 @dataclass
 class _Ways:
-    """Next stages by increasing bound, and how many of them were taken."""
+    """Next stages by increasing bound, and how many of them are taken."""
 
     bounds_s: Floats
     replicas: Integers
@@ -79,14 +71,14 @@ class _Ways:
 
 
 class BestFirst:
-    """Extends the plans that the relaxed programme promises most of."""
+    """Extends the partial plans with the least bounds."""
 
-    def __init__(self, question: Question, relaxed: Relaxed) -> None:
-        self.space, self.topology, self.objective = question.space, question.topology, question.objective
-        self._relaxed, self._deadline = relaxed, question.deadline
+    def __init__(self, problem: Problem, relaxed: Relaxed) -> None:
+        self.space, self.topology, self.objective = relaxed.space, problem.topology, relaxed.objective
+        self._relaxed, self._deadline = relaxed, problem.deadline
 
-    def best(self, roots: list[Rest], price: Seconds, best: Path | None) -> Found:
-        """Extend the partial plan of the least bound until it is no better than the best plan."""
+    def best(self, roots: list[Rest], price: Seconds, best: CutPath | None) -> BoundedPath:
+        """Extend the partial plan with the least bound, until that is no better than the best plan."""
         ranks = np.zeros(self.topology.gpus)
         nothing = _Links(Loads(self.topology), ranks, ranks, {})
         queue = [
@@ -112,14 +104,14 @@ class BestFirst:
             if longer is None:
                 continue
             if longer.states[-1] == last:
-                best = better(best, Path(longer.states, longer.options, longer.bound_s), price)
+                best = better(best, CutPath(longer.states, longer.options, longer.bound_s), price)
             elif longer.bound_s < limit_s:
                 heapq.heappush(queue, longer)
         known_s = np.inf if best is None else best.seconds
-        return Found(best, min(queue[0].bound_s, known_s) if queue else known_s)
+        return BoundedPath(best, min(queue[0].bound_s, known_s) if queue else known_s, self.space)
 
     def _next(self, partial: _Partial, limit_s: float, number: int) -> _Partial | None:
-        """The partial plan with its most promising stage not taken yet; None when there is none."""
+        """Return the partial plan with its most promising stage that is not taken yet; None if there is none."""
         if partial.ways is None:
             partial.ways = self._ways(partial, limit_s)
         ways = partial.ways
@@ -139,7 +131,7 @@ class BestFirst:
         return _Partial(bound_s, number, rest, states, options, sum_s, max_s, links)
 
     def _ways(self, partial: _Partial, limit_s: float) -> _Ways:
-        """All stages that may come next and keep the plan below the limit."""
+        """Return all stages that may come next and keep the plan below the limit."""
         bounds, rest, rank = self._relaxed.bounds[partial.states[-1]], partial.rest, partial.rank
         phase, replicas = rank % self._relaxed.places.phases, self._relaxed.places.replicas[: max(rest.gpus - rank, 0)]
         others, after = bounds.others[None, :], (rank + replicas)[:, None]
@@ -151,8 +143,7 @@ class BestFirst:
         return _Ways(totals[rows, columns][order], replicas[rows[order]], columns[order])
 
     def _linked(self, partial: _Partial, target: int, r: int) -> tuple[_Links, float, float]:
-        """What the next stage adds to the links: also the seconds of transfers that the bounds do not count yet, and
-        the busiest that a link comes to."""
+        """Return the links with the next stage, the seconds of messages that bounds leave out, and the busiest link."""
         state, rank, stage = partial.states[-1], partial.rank, len(partial.options)
         ranks = range(rank, rank + r)
         links, loads = partial.links, partial.links.loads.copy()
@@ -179,13 +170,13 @@ class BestFirst:
             if model == "resource":
                 loads.add_ring(ranks, float(work.trainable_bytes[0]))
             else:
-                scale[:], times = 0.0, 0  # the bounds of the published models are exact
+                scale[:], times = 0.0, 0  # the published models know no other links, so their bounds are exact
         own_s = float(np.max(np.maximum(loads.into, loads.out) * scale + end_s))
         busy_s = max(own_s, loads.busiest_shared()[0] * times)
         return _Links(loads, scale, end_s, holders), max(late_s, 0.0), busy_s
 
     def _counted_s(self, source: range, target: range, exchange: Floats) -> float:
-        """What the bounds count for a transfer: half for each end, to the nearest rank outside."""
+        """Return what the bounds count for a message: half for each end, to the nearest rank outside."""
         places, total = self._relaxed.places, 0.0
         for path_s, latency_s, ranks in (
             (places.path_right, places.latency_right, source),
@@ -198,7 +189,7 @@ class BestFirst:
     def _exchanged(
         self, holders: dict[int, int], state: int, target: int, stage: int
     ) -> tuple[dict[int, int], dict[int, Floats]]:
-        """Who has which live value after the next stage, and what the stage gets from which earlier one."""
+        """Return the holders of live values after the next stage, and what it receives from which earlier stage."""
         layers = set(self.space.layers(state, target))
         done = set(self.space.layers(0, target))
         traffic = self.space.layer_costs.traffic
@@ -213,8 +204,8 @@ class BestFirst:
         return {number: by for number, by in after.items() if not done.issuperset(traffic[number].users)}, received
 
 
-def better(best: Path | None, path: Path, price: Seconds) -> Path | None:
-    """The faster of the two; of equally fast ones the one with fewer GPUs, then fewer stages."""
+def better(best: CutPath | None, path: CutPath, price: Seconds) -> CutPath | None:
+    """Return the faster of the two; of equally fast ones the one with fewer GPUs, then fewer stages."""
     seconds = price(path)
     if not np.isfinite(seconds):
         return best

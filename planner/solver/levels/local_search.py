@@ -1,8 +1,8 @@
-"""Local search for clusters of several levels: from a plan to a faster neighbour, until none is faster.
+"""Local search on clusters of several levels: from a plan to a faster neighbour, until no neighbour is faster.
 
-The bounds that lead the best-first search see a stage alone in its place. Where servers share a link, what a plan costs
-depends on all stages of a server together, and the bounds may all be too low to tell plans apart. Then good plans are
-found near others: by moving a cut, by giving a replica to another stage, by parting a stage or joining two.
+The bounds that guide the best-first search see each stage alone. Where the GPUs of a server share a link, what a plan
+costs depends on all stages of a server together, and the bounds may all be too low to tell plans apart. Good plans are
+then found near other plans: by moving a cut, giving a replica to another stage, splitting a stage or joining two.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from itertools import cycle, pairwise
 import numpy as np
 
 from planner.cost.stage_options import StageOptions
-from planner.solver.candidates.deadline import Deadline
-from planner.solver.chain.search import RESOLUTION, Path
+from planner.solver.candidates.budget import Deadline
+from planner.solver.chain.search import RESOLUTION, CutPath
 from planner.solver.chain.states import StateSpace
 from planner.solver.levels.relaxed import Seconds
 
 KINDS = 4  # of neighbours
-PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # of a stage's compute, where it is parted
+PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # shares of a stage's compute at which it is split
 
 _Stages = tuple[tuple[int, ...], tuple[StageOptions, ...]]  # states, options
 
 
-class Descents:
-    """Descents over one space, which price no plan twice.
+class LocalSearch:
+    """Local searches over one space, which price no plan twice.
 
     Args:
-        space: whose states the paths have.
+        space: of the paths' states.
         gpus: that a plan may have.
-        price: what is lowered, of a path; infinite when it does not fit the memory.
+        price: what is minimised; infinite for a path that does not fit the memory.
         deadline: when to stop.
-        most: plans to price: a fixed number, so that the same question has the same answer.
+        most: plans to price: a number, not a time, so that the same problem has the same answer.
     """
 
     def __init__(self, space: StateSpace, gpus: int, price: Seconds, deadline: Deadline, most: int) -> None:
         self._space, self._gpus, self._price, self._deadline, self._most = space, gpus, price, deadline, most
         self._priced: dict[_Stages, float] = {}
 
-    def from_(self, path: Path) -> Path | None:
-        """Where the path leads by always taking the best neighbour of a kind, or None if nothing fits."""
+    def from_(self, path: CutPath) -> CutPath | None:
+        """Return what the path becomes by always taking the best neighbour of a kind; None if nothing fits."""
         best = replace(path, seconds=self._seconds((path.states, path.options)))
         stale = 0  # kinds since the last one that helped
-        for neighbours in cycle((_cuts_moved, self._stages_parted, self._replicas_moved, _stages_joined)):
+        for neighbours in cycle((_cuts_moved, self._stages_split, self._replicas_moved, _stages_joined)):
             before = best
             for stages in neighbours(before):
                 if (seconds := self._seconds(stages)) < best.seconds * (1 - RESOLUTION):
-                    best = Path(*stages, seconds)
+                    best = CutPath(*stages, seconds)
             stale = stale + 1 if best is before else 0
             if stale == KINDS or self.over:
                 break
@@ -56,18 +56,18 @@ class Descents:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be priced."""
+        """Whether no more plans may be priced."""
         return len(self._priced) >= self._most or self._deadline.passed
 
     def _seconds(self, stages: _Stages) -> float:
         if stages not in self._priced:
             if self.over or not _nested(self._space, stages[0]):
                 return np.inf
-            self._priced[stages] = self._price(Path(*stages, np.inf))
+            self._priced[stages] = self._price(CutPath(*stages, np.inf))
         return self._priced[stages]
 
-    def _stages_parted(self, path: Path) -> Iterator[_Stages]:
-        """A stage as two, with its replicas, or with one more where there is a GPU for it."""
+    def _stages_split(self, path: CutPath) -> Iterator[_Stages]:
+        """Yield plans with a stage split in two, which have its replicas, or one more if a GPU is left."""
         compute_s = self._space.compute_s
         for stage, (start, end) in enumerate(pairwise(path.states)):
             targets_s = [compute_s[start] + part * (compute_s[end] - compute_s[start]) for part in PARTS]
@@ -79,8 +79,8 @@ class Descents:
                         if start < cut < end:
                             yield _with(path, stage, stage + 1, (cut,), (first, replicas - first))
 
-    def _replicas_moved(self, path: Path) -> Iterator[_Stages]:
-        """A replica given to another stage or to none, one more, and stages with each other's replicas."""
+    def _replicas_moved(self, path: CutPath) -> Iterator[_Stages]:
+        """Yield plans with a replica moved to another stage, removed or added, or with two stages' replicas swapped."""
         own = path.replicas
         for giver in range(len(own)):
             for taker in range(len(own)):
@@ -93,8 +93,8 @@ class Descents:
                     yield _changed(path, {giver: own[giver] - 1, **more})
 
 
-def _cuts_moved(path: Path) -> Iterator[_Stages]:
-    """One cut elsewhere, by one state, two, four and so on."""
+def _cuts_moved(path: CutPath) -> Iterator[_Stages]:
+    """Yield plans with one cut moved by one state, two, four and so on."""
     states = path.states
     for at in range(1, len(states) - 1):
         for direction in (1, -1):
@@ -104,20 +104,20 @@ def _cuts_moved(path: Path) -> Iterator[_Stages]:
                 distance *= 2
 
 
-def _stages_joined(path: Path) -> Iterator[_Stages]:
-    """Two neighbours as one, with the replicas of both."""
+def _stages_joined(path: CutPath) -> Iterator[_Stages]:
+    """Yield plans with two adjacent stages joined, which have the replicas of both."""
     for stage, (one, other) in enumerate(pairwise(path.replicas)):
         yield _with(path, stage, stage + 2, (), (one + other,))
 
 
-def _changed(path: Path, replicas: dict[int, int]) -> _Stages:
+def _changed(path: CutPath, replicas: dict[int, int]) -> _Stages:
     """Return the path with other replicas of some stages."""
     changed = {stage: replace(path.options[stage], replicas=r) for stage, r in replicas.items()}
     return path.states, tuple(changed.get(stage, options) for stage, options in enumerate(path.options))
 
 
-def _with(path: Path, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Stages:
-    """The path with other stages in place of those from `first` to before `last`; any recomputes if one of them did."""
+def _with(path: CutPath, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Stages:
+    """Replace the stages from `first` to before `last`; the new ones recompute if one of the old ones did."""
     replaced = path.options[first:last]
     base = replace(replaced[0], recompute=any(each.recompute for each in replaced))
     options = (replace(base, replicas=r) for r in replicas)
@@ -128,5 +128,5 @@ def _with(path: Path, first: int, last: int, cuts: tuple[int, ...], replicas: tu
 
 
 def _nested(space: StateSpace, states: tuple[int, ...]) -> bool:
-    """Whether each state contains the one before it."""
+    """Return whether each state contains the one before it."""
     return all(len(space.among_later(before, np.array([after]))) for before, after in pairwise(states))

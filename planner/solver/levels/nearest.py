@@ -1,8 +1,8 @@
-"""A flat cluster that is never worse than one of several levels: what no plan on the levels can beat.
+"""A flat cluster that is never worse than one of several levels, so no plan on the levels beats its best plan.
 
-All ranks are as near as the nearest ones, except that a stage of more replicas than a group has members must cross the
-group's link in its all-reduce. What a stage costs then depends on its layers and replicas alone, and the searches for
-flat clusters apply.
+All ranks are as near as the nearest ones, except that the all-reduce of a stage with more replicas than a group has
+members must cross the group's link. What a stage costs then depends only on its layers and replicas, and the searches
+for flat clusters apply.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from planner.solver.bounds.registry import bounds_for
 
 
 class NearestModel(Bounds):
-    """A cost model whose stages are spread over as few groups as their replicas fit in, and beside their neighbours."""
+    """A cost model whose stages span as few groups as their replicas need, next to the stages they talk to."""
 
     def __init__(self, name: CostModelName, topology: Topology) -> None:
         near = topology.link(0)
         super().__init__(near)
         self.name = name
-        self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last one holds all there are
-        # The published models know one bandwidth, which is that of the all-reduce where no cut is looked at.
+        self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last group holds all ranks
+        # The published models know one bandwidth, which here is that of the all-reduce: cuts are priced by `_near`.
         links = [
             replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)) if name == "resource" else topology.link(level)
             for level, ring in enumerate(topology.ring_bytes_per_s)
@@ -48,7 +48,7 @@ class NearestModel(Bounds):
         return busy
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
-        """The fewest that stay within a group and meet the target with its links, else within a larger one."""
+        """Return the fewest that stay within a group and meet the target with its links, otherwise a larger group."""
         shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), np.shape(after))
         floor, behind = np.broadcast_to(at_least, shape), np.broadcast_to(after, shape)
         least = np.broadcast_to(self.least_s(work), shape) / target_s * (1 - SLACK)
@@ -59,7 +59,7 @@ class NearestModel(Bounds):
             if open_.any():
                 part = work if open_.ndim == 1 and open_.all() else work_of(work, open_)
                 from_ = np.maximum(floor[open_], smaller + 1)
-                if self.name != "resource":  # the cuts are as near as they can be
+                if self.name != "resource":  # cuts use the nearest links
                     from_ = np.maximum(from_, self._near.fewest_replicas(part, target_s, from_, behind[open_]))
                     part = _without_cuts(part)
                 r = np.maximum(model.fewest_replicas(part, target_s, from_, behind[open_]), from_)
@@ -82,7 +82,7 @@ class NearestModel(Bounds):
 
 
 def work_of(work: Work, some: NDArray[np.bool_]) -> Work:
-    """The work of some of the stages, in one row."""
+    """Return the work of some of the stages, in one row."""
     values = {field.name: np.asarray(getattr(work, field.name)) for field in fields(work)}
     return Work(
         **{name: np.broadcast_to(value, some.shape)[some] if value.ndim else value for name, value in values.items()}

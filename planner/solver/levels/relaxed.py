@@ -1,12 +1,12 @@
-"""Plans for clusters of several levels by the bounds of their stages: a dynamic programme over cuts and ranks.
+"""Relax the search on clusters of several levels: a dynamic programme over cuts and ranks, on bounds of stages.
 
-What a stage costs depends on where it and its neighbours sit. `placements` bounds it from below by its own place. Over
-those bounds a programme from the last layer to the first,
+What a stage costs depends on its place and on those of the stages that it exchanges messages with. `stage_bounds`
+bounds it from below by its own place. Over those bounds a programme from the last layer to the first,
 
     best(J, p) = min over K, r of  max( bound(J, K, p, r), best(K, p + r) ),
 
-gives for every cut J and every rank p the least that the rest of a plan can cost. For schedules that drain, the sum and
-the maximum have a programme each.
+gives for every cut J and every rank p the least that the rest of a plan can cost. For synchronous schedules, the sum
+and the maximum have a programme each.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from numpy.typing import NDArray
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats
-from planner.solver.chain.search import RESOLUTION, Path
-from planner.solver.levels.stage_bounds import Places, Question, StageBounds, stage_bounds
+from planner.solver.chain.search import RESOLUTION, CutPath
+from planner.solver.chain.states import StateSpace
+from planner.solver.levels.stage_bounds import StageBounder, StageBounds
+from planner.solver.problem import Problem
 
 MOST_TRADES = 16  # answers that trade the sum against the maximum
 
-Seconds = Callable[[Path], float]  # the price of a path; infinite when it does not fit the memory
+# The seconds of a path at its true price; infinite if it does not fit the memory.
+Seconds = Callable[[CutPath], float]
 
 
 @dataclass(frozen=True)
 class Rest:
-    """The least that the layers after each state can cost from each rank on: (state, rank)."""
+    """The least that the layers after each state can cost from each rank on, with axes (state, rank)."""
 
-    gpus: int  # that the whole plan has, where memory is limited; that it may have otherwise
+    gpus: int  # of the whole plan: exactly where memory is limited, at most otherwise
     sum_s: Floats
     max_s: Floats
 
 
 class Relaxed:
-    """The bounds of all stages in all places, and what they say of whole plans."""
+    """The bounds of all stages in all places, and the bounds of whole plans that follow."""
 
-    def __init__(self, question: Question) -> None:
-        self.space, self.objective = question.space, question.objective
-        self.gpus, self.memory_bytes = question.gpus, question.memory_bytes
-        # More replicas than microbatches idle, but may let the next stage begin at a server.
-        self.places = Places(question.topology, question.gpus)
-        self.bounds = [stage_bounds(question, state, self.places) for state in range(len(question.space) - 1)]
+    def __init__(self, problem: Problem, space: StateSpace) -> None:
+        bounder = StageBounder(problem, space)
+        self.space, self.objective, self.places = space, bounder.objective, bounder.places
+        self.gpus, self.memory_bytes = bounder.limits.gpus, bounder.limits.memory_bytes
+        self.bounds = [bounder.bounds(state) for state in range(len(space) - 1)]
 
     def rest(self, gpus: int) -> Rest:
-        """The dynamic programme over (state, rank), for the sum and for the maximum."""
+        """Run the dynamic programme over (state, rank), for the sum and for the maximum."""
         last = len(self.space) - 1
         sum_s, max_s = np.full((2, last + 1, self.gpus + 1), np.inf)
         ends = slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)
@@ -70,13 +72,13 @@ class Relaxed:
     def _starts(
         self, bounds: StageBounds, gpus: int
     ) -> Iterator[tuple[int, NDArray[np.bool_], int, NDArray[np.int64]]]:
-        """For every first rank: which (replicas, stage) fit, its phase, and the ranks after each replica count."""
+        """Yield every first rank, which (replicas, stage) fit, its phase, and the ranks after each replica count."""
         for rank in range(gpus):
             replicas = self.places.replicas[: gpus - rank]
             yield rank, self.fits(bounds, gpus, rank, len(replicas)), rank % self.places.phases, rank + replicas
 
     def fits(self, bounds: StageBounds, gpus: int, rank: int, counts: int) -> NDArray[np.bool_]:
-        """Which (replicas, stage) fit the memory when the plan has so many GPUs in all."""
+        """Return which (replicas, stage) fit the memory if the plan has so many GPUs in all."""
         if self.memory_bytes is None:
             return np.ones((counts, len(bounds.others)), dtype=bool)
         r = self.places.replicas[:counts, None]
@@ -85,8 +87,8 @@ class Relaxed:
             return np.asarray(self.objective.in_flight(r, after) <= bounds.most)
         return np.asarray(1 + -(-after // r) <= bounds.most)
 
-    def paths(self, rest: Rest) -> Iterator[Path]:
-        """Paths that are best by the bounds; for a sum and a maximum, along the answers that trade one for the other.
+    def paths(self, rest: Rest) -> Iterator[CutPath]:
+        """Yield paths that are best by the bounds; for synchronous schedules, those that trade sum against maximum.
 
         The maximum of each is the limit for the next, as in the search for a flat cluster.
         """
@@ -104,8 +106,8 @@ class Relaxed:
             yield path
             limit_s = peak_s * (1 - RESOLUTION)
 
-    def _traced(self, gpus: int, max_s: Floats, limit_s: float) -> Path:
-        """A path within the limit, with few GPUs."""
+    def _traced(self, gpus: int, max_s: Floats, limit_s: float) -> CutPath:
+        """Return a path within the limit, with few GPUs."""
         states, rank = [0], 0
         options: list[StageOptions] = []
         while states[-1] < len(self.space) - 1:
@@ -120,10 +122,10 @@ class Relaxed:
             states.append(int(bounds.others[column]))
             options.append(StageOptions(int(counts[row]), bool(bounds.recompute[column])))
             rank += int(counts[row])
-        return Path(tuple(states), tuple(options), float(limit_s))
+        return CutPath(tuple(states), tuple(options), float(limit_s))
 
-    def _least_sum(self, gpus: int, limit_s: float) -> tuple[Path, float] | None:
-        """The path of least sum whose stages keep the limit, by the bounds; and its largest stage."""
+    def _least_sum(self, gpus: int, limit_s: float) -> tuple[CutPath, float] | None:
+        """Return the path of least sum whose stages are within the limit, by the bounds, and its maximum."""
         last = len(self.space) - 1
         sums = np.full((last + 1, self.gpus + 1), np.inf)
         sums[last, slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)] = 0.0
@@ -147,4 +149,4 @@ class Relaxed:
             states.append(int(bounds.others[column]))
             options.append(StageOptions(int(row) + 1, bool(bounds.recompute[column])))
             rank += int(row) + 1
-        return Path(tuple(states), tuple(options), float(sums[0, 0])), peak_s
+        return CutPath(tuple(states), tuple(options), float(sums[0, 0])), peak_s

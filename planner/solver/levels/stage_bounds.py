@@ -1,10 +1,10 @@
-"""Lower bounds of what stages cost on a cluster of several levels, for every place where they may start.
+"""Bound from below what stages cost on a cluster of several levels, for every first rank.
 
-A stage's links depend on where its neighbours are, which a search from one end does not know. Two things are certain,
-though. Its all-reduce crosses the levels that its own ranks span. And everything before it sits on lower ranks, all
-after it on higher ones, so its messages travel at least as far as to the nearest rank outside. With those distances the
-bound of a stage depends on its layers, its replicas and its first rank alone; and on the first rank only up to a shift
-by whole groups of the outermost level but one.
+A stage's links depend on the places of the stages around it, which a search from one end does not know. Two things are
+certain, though. Its all-reduce crosses the levels that its own ranks span. And all stages before it are on lower ranks,
+all after it on higher ones, so its messages travel at least to the nearest rank outside. With those distances the bound
+of a stage depends only on its layers, its replicas and its first rank; and first ranks that differ by whole groups of
+the second outermost level have the same bound (they have the same phase).
 """
 
 from __future__ import annotations
@@ -17,49 +17,31 @@ from numpy.typing import NDArray
 
 from planner.cost.models.registry import asynchronous_model
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import RecomputeRule
 from planner.cost.topology import Topology
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.plan import CostModelName
-from planner.solver.candidates.deadline import NO_HURRY, Deadline
 from planner.solver.chain.states import StateSpace
+from planner.solver.problem import Problem
 
-Objective = CostModelName | SynchronousModel  # of the asynchronous pipeline, or of one that drains
+# What is minimised: a cost model of the asynchronous pipeline, or the model of a synchronous one.
+Objective = CostModelName | SynchronousModel
 
 
-@dataclass(frozen=True)
-class Question:
-    """What a plan is sought for.
-
-    Args:
-        space: the cuts.
-        topology: of the cluster.
-        objective: what to minimise.
-        gpus: how many there are.
-        memory_bytes: of each; None for no limit.
-        recompute: which stages may recompute.
-        deadline: when the searches for flat clusters must have ended.
-    """
-
-    space: StateSpace
-    topology: Topology
-    objective: Objective
-    gpus: int
-    memory_bytes: int | None
-    recompute: RecomputeRule = "auto"
-    deadline: Deadline = NO_HURRY
+def objective_of(problem: Problem) -> Objective:
+    """Return what is minimised."""
+    return problem.setting.cost_model if problem.schedule.stashes else problem.synchronous()
 
 
 @dataclass(frozen=True)
 class StageBounds:
-    """The stages that begin at one state: (phase of the first rank, replicas - 1, stage).
+    """The stages that begin at one state; bounds have axes (phase of the first rank, replicas - 1, stage).
 
     Attributes:
-        others: where they end.
-        recompute: whether they do.
-        sum_s: their part of the sum; zero for the asynchronous pipeline.
-        max_s: their part of the maximum.
-        most: microbatches in flight that fit the memory, per stage.
+        others: states where they end.
+        recompute: whether they recompute.
+        sum_s: bound of their part of the sum; zero for the asynchronous pipeline.
+        max_s: bound of their part of the maximum.
+        most: per stage, the microbatches in flight that fit the memory.
     """
 
     others: Integers
@@ -83,7 +65,7 @@ class Places:
         self.span = level(self.first, last)
         self.before_last = level(before, last)  # from the stage's farthest rank to the nearest one outside
         self.first_after = level(self.first, self.end)
-        # (to the left, to the right) as the first and as the last replica sees it
+        # Levels of the messages (to earlier, to later stages) of the first replica, and of the last one.
         self.sides = (
             (np.broadcast_to(level(self.first, before), self.span.shape), self.first_after),
             (self.before_last, level(last, self.end)),
@@ -94,11 +76,11 @@ class Places:
         self.path_right, self.latency_right = self._means(self.end)
 
     def at(self, per_level: Sequence[Floats], levels: Integers) -> Floats:
-        """From (replicas, stages) for every level to (phases, replicas, stages) at the given levels."""
+        """Pick, from arrays (replicas, stages) per level, those of the given levels: (phases, replicas, stages)."""
         return np.stack(per_level)[levels, np.arange(len(self.replicas))]
 
     def _means(self, outside: Integers) -> tuple[Floats, Floats]:
-        """Of seconds per byte and latency, over the distances from each replica to a rank outside."""
+        """Return the mean seconds per byte and latency over the ways from each replica to a rank outside."""
         outside = np.broadcast_to(outside, self.span.shape)
         levels = np.stack([self.topology.level(self.first + i, outside) for i in range(len(self.replicas))])
         own = np.arange(len(self.replicas))
@@ -109,8 +91,10 @@ class Places:
         return mean(1 / self.topology.path_bytes_per_s), mean(self.topology.latency_s)
 
     def groups_inside(self, size: int) -> list[tuple[NDArray[np.bool_] | Integers, ...]]:
-        """Groups of `size` ranks that hold part of the stage: replicas in it, and whether all before is outside, and
-        all after: its first group, its last, and one in the middle."""
+        """Return groups of `size` ranks that hold part of the stage: its first group, its last, and one in the middle.
+
+        For each: the replicas in it, whether all earlier stages are outside, and whether all later stages are.
+        """
         head, tail = self.first // size, (self.end - 1) // size
         full = (self.end // size - -(-self.first // size) >= 1) * size
         return [
@@ -128,43 +112,49 @@ class Places:
         ]
 
 
-def stage_bounds(question: Question, state: int, places: Places) -> StageBounds:
-    """Bounds of every stage that begins at the state; those that may not fit the memory also as they recompute."""
-    space = question.space
-    others = space.among_later(state, np.arange(state + 1, len(space)))
-    if question.recompute == "always":
-        return _variant(question, state, others, places, recompute=True)
-    plain = _variant(question, state, others, places, recompute=False)
-    tight = np.flatnonzero(plain.most < question.gpus + 1)
-    if question.recompute == "never" or not len(tight):
-        return plain
-    again = _variant(question, state, others[tight], places, recompute=True)
-    return StageBounds(
-        np.concatenate((plain.others, again.others)),
-        np.concatenate((plain.recompute, again.recompute)),
-        np.concatenate((plain.sum_s, again.sum_s), axis=-1),
-        np.concatenate((plain.max_s, again.max_s), axis=-1),
-        np.concatenate((plain.most, again.most)),
-    )
+class StageBounder:
+    """Bounds of the stages of one problem over one space."""
 
+    def __init__(self, problem: Problem, space: StateSpace) -> None:
+        self.space, self.limits, self.objective = space, problem.limits, objective_of(problem)
+        # More replicas than microbatches would idle, but may let the next stage begin at a server.
+        self.places = Places(problem.topology, problem.cluster.gpus)
 
-def _variant(question: Question, state: int, others: Integers, places: Places, *, recompute: bool) -> StageBounds:
-    work = question.space.work(state, others)
-    footprint = question.space.footprint(state, others, work)
-    if recompute:
-        work, footprint = work.recomputed(), footprint.recomputed()
-    sides = question.space.sides(state, others)
-    if isinstance(question.objective, SynchronousModel):
-        sum_s, max_s = _synchronous(work, sides, places, question.objective)
-        footprint = footprint.divided(question.objective.microbatches)
-    else:
-        max_s = _asynchronous(work, sides, places, question.objective)
-        sum_s = np.zeros_like(max_s)
-    most = np.full(len(others), np.iinfo(np.int64).max // 2)
-    if question.memory_bytes is not None:
-        stashing = not isinstance(question.objective, SynchronousModel)
-        most = footprint.most_in_flight(question.memory_bytes, stashing)
-    return StageBounds(others, np.full(len(others), recompute), sum_s, max_s, most)
+    def bounds(self, state: int) -> StageBounds:
+        """Return the bounds of every stage that begins at the state, with recomputation where it may be needed."""
+        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
+        if self.limits.recompute == "always":
+            return self._variant(state, others, recompute=True)
+        plain = self._variant(state, others, recompute=False)
+        tight = np.flatnonzero(plain.most < self.limits.gpus + 1)
+        if self.limits.recompute == "never" or not len(tight):
+            return plain
+        again = self._variant(state, others[tight], recompute=True)
+        return StageBounds(
+            np.concatenate((plain.others, again.others)),
+            np.concatenate((plain.recompute, again.recompute)),
+            np.concatenate((plain.sum_s, again.sum_s), axis=-1),
+            np.concatenate((plain.max_s, again.max_s), axis=-1),
+            np.concatenate((plain.most, again.most)),
+        )
+
+    def _variant(self, state: int, others: Integers, *, recompute: bool) -> StageBounds:
+        work = self.space.work(state, others)
+        footprint = self.space.footprint(state, others, work)
+        if recompute:
+            work, footprint = work.recomputed(), footprint.recomputed()
+        sides, objective = self.space.sides(state, others), self.objective
+        if isinstance(objective, SynchronousModel):
+            sum_s, max_s = _synchronous(work, sides, self.places, objective)
+            footprint = footprint.divided(objective.microbatches)
+        else:
+            max_s = _asynchronous(work, sides, self.places, objective)
+            sum_s = np.zeros_like(max_s)
+        most = np.full(len(others), np.iinfo(np.int64).max // 2)
+        if self.limits.memory_bytes is not None:
+            stashing = not isinstance(objective, SynchronousModel)
+            most = footprint.most_in_flight(self.limits.memory_bytes, stashing)
+        return StageBounds(others, np.full(len(others), recompute), sum_s, max_s, most)
 
 
 def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name: CostModelName) -> Floats:
@@ -204,7 +194,7 @@ def _synchronous(
         (sides[1], places.path_right, places.latency_right),
     ):
         moved_s = (side[0] + side[1]) * path_s[..., None] + (side[2] + side[3]) * latency_s[..., None]
-        sums = sums + moved_s / 2  # the other half is the other end's
+        sums = sums + moved_s / 2  # each end counts half of a message
     computes = [np.broadcast_to(each.resources_s(work, r)["compute"], shape) for each in placed]
     bound = places.at(computes, places.span)
     if model.schedule.pipelined:
@@ -216,12 +206,15 @@ def _synchronous(
 
 
 def _own_links(sides: tuple[Floats, Floats], places: Places) -> Floats:
-    """The busier direction of the busier of the first and the last replica's link, transfers only."""
+    """Return the busy time of the first or last replica's link, in its busier direction, without all-reduces."""
     left, right = sides
     slowness, latency = 1 / places.topology.path_bytes_per_s, places.topology.latency_s
     busiest = np.zeros(1)
     for to_left, to_right in places.sides:
-        for incoming, outgoing in ((0, 1), (1, 0)):  # activations come from the left and gradients from the right
+        for incoming, outgoing in (
+            (0, 1),
+            (1, 0),
+        ):  # activations come from earlier stages, gradients from later
             seconds = (
                 left[incoming] * slowness[to_left][..., None]
                 + left[incoming + 2] * latency[to_left][..., None]
@@ -233,7 +226,7 @@ def _own_links(sides: tuple[Floats, Floats], places: Places) -> Floats:
 
 
 def _shared_links(sides: tuple[Floats, Floats], places: Places, ring: Floats) -> Floats:
-    """The busiest link of a group that holds part of the stage."""
+    """Return the busy time of the busiest shared link of a group that holds part of the stage."""
     (left, right), r = sides, places.replicas
     busiest = np.zeros(1)
     for level, size, bandwidth, ring_bandwidth in places.topology.shared:

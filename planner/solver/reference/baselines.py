@@ -1,7 +1,7 @@
-"""What people do without a planner: cuts that one can make by hand, priced like any plan.
+"""Baselines: plans that people make by hand without a planner.
 
 Each baseline is a list of stages over legal cuts of the profile's order. `legal_ends` are the positions after which a
-cut may be made; a baseline that wants to cut elsewhere takes the nearest of them.
+cut is legal; a baseline that wants to cut elsewhere takes the nearest of them.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from planner.cost.link import link_of
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
 from planner.solver.bounds.registry import bounds_for
-from planner.solver.candidates.waits import StraightSearch, counts_to_try
+from planner.solver.candidates.kinds import StraightSearch, counts_to_try
 from planner.solver.chain.states import Chain, column
+from planner.solver.problem import Limits
 
 
 def data_parallel(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
-    """One stage with a replica on every GPU."""
+    """Return one stage with a replica on every GPU."""
     return candidates([range(len(layer_costs.profile.layers))], [gpus])
 
 
 def straight(layer_costs: LayerCosts, cluster: Cluster) -> list[list[Candidate]]:
-    """Pipelines of stages without replicas, whatever memory they need: for each number of GPUs the best cut.
+    """Return the best pipeline without replicas for each number of GPUs, whatever memory it needs.
 
-    The best by the busiest resource of the asynchronous pipeline; which of them waits least, the simulation decides.
+    The best is the one whose busiest resource is least busy under 1f1b. Simulation decides which of them waits least.
     """
-    chain = Chain(layer_costs)
-    model = bounds_for("resource", link_of(cluster))
+    chain, model = Chain(layer_costs), bounds_for("resource", link_of(cluster))
     found = []
     for gpus in counts_to_try(min(cluster.gpus, len(chain) - 1)):
-        path = StraightSearch(chain, model, gpus, None, "never").best()
+        path = StraightSearch(chain, model, Limits(gpus, None, "never")).best()
         assert path is not None, "without a memory limit one stage always fits"
-        if len(path.replicas) == gpus:  # else it comes again, for fewer
+        if len(path.replicas) == gpus:  # otherwise it is the best for fewer GPUs, too
             found.append(candidates([chain.layers(i, j) for i, j in pairwise(path.states)], path.replicas))
     return found
 
 
 def equal_layers(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
-    """As many stages as GPUs, with as many layers each."""
+    """Return as many stages as GPUs, with equally many layers each."""
     return _equal_shares(layer_costs, gpus, np.ones(len(layer_costs.profile.layers)))
 
 
 def equal_parameters(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
-    """As many stages as GPUs, with as many bytes of parameters each."""
+    """Return as many stages as GPUs, with equally many bytes of parameters each."""
     return _equal_shares(layer_costs, gpus, column(layer_costs, "weight_bytes"))
 
 
 def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
-    """As many stages as GPUs, the slowest of which computes as little as possible.
+    """Return as many stages as GPUs, the slowest of which computes as little as possible.
 
-    Block partition of the layers' times, as torchgpipe balances (Bárány & Grinberg 2015); communication does not count.
+    This is the block partition by which torchgpipe balances (Bárány & Grinberg 2015). Communication does not count.
     """
     chain = Chain(layer_costs)
     sums = chain.compute_s
     stages = min(gpus, len(chain) - 1)
-    # least[i]: the smallest largest stage of the first i groups, in as many stages as walked so far
+    # least[i]: time of the slowest stage in the best partition of the first i groups into the stages so far
     least = np.where(np.arange(len(chain)) == 0, 0.0, np.inf)
     choices = []
     for _ in range(stages):
@@ -74,19 +74,19 @@ def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
 
 
 def legal_ends(layer_costs: LayerCosts) -> list[int]:
-    """Numbers of layers before each place where a cut may be made, 0 and all of them included."""
+    """Return how many layers are before each legal cut, 0 and all of them included."""
     chain = Chain(layer_costs)
     return [0, *(len(chain.layers(0, state)) for state in range(1, len(chain)))]
 
 
 def _equal_shares(layer_costs: LayerCosts, gpus: int, amounts: Floats) -> list[Candidate]:
-    """Cuts where the sum of the amounts is nearest to each equal share, one after the other."""
+    """Cut where the sum of the amounts is nearest to each equal share, one after the other."""
     ends = legal_ends(layer_costs)
     sums = np.concatenate(([0.0], np.cumsum(amounts)))[ends]
     stages = min(gpus, len(ends) - 1)
     cuts = [0]
     for number in range(1, stages):
-        free = np.arange(cuts[-1] + 1, len(ends) - (stages - number))  # later stages need a place each
+        free = np.arange(cuts[-1] + 1, len(ends) - (stages - number))  # every later stage needs a place to end
         cuts.append(int(free[np.argmin(np.abs(sums[free] - sums[-1] * number / stages))]))
     return candidates(_runs([ends[cut] for cut in [*cuts, len(ends) - 1]]), [1] * stages)
 

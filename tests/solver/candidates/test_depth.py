@@ -12,13 +12,13 @@ from planner.simulator.plan import simulated_s
 from planner.solver import solve
 from planner.solver.candidates.depth import (
     DepthChoice,
-    DepthRule,
     PipelineTimes,
     choose_depths,
     price_depths,
     published_depths,
 )
 from planner.solver.candidates.pipelines import wires_s
+from planner.solver.problem import DepthRule
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import TransferTimes, pipeline

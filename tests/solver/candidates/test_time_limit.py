@@ -16,8 +16,7 @@ from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
 from planner.solver import solve
-from planner.solver.candidates.budget import Tally
-from planner.solver.candidates.deadline import Deadline
+from planner.solver.candidates.budget import Budget, Deadline
 from planner.solver.levels.best_first import BestFirst
 from tests.samples import layer, profile
 
@@ -47,9 +46,9 @@ def straight(stages: int) -> PipelineCosts:
 
 
 def test_a_simulation_ends_at_the_deadline() -> None:
-    whole = Tally.unlimited()
+    whole = Budget.unlimited()
     assert whole.steady_s(straight(6)) is not None
-    hurried = Tally(Looks(looks=5), left=10.0**6)
+    hurried = Budget(Looks(looks=5), left=10.0**6)
     assert hurried.steady_s(straight(6), needed=True) is None
     executed = 10**6 - hurried.left
     assert 0 < executed < 300  # two backwards of the first stage of six, after it has admitted six
@@ -58,12 +57,12 @@ def test_a_simulation_ends_at_the_deadline() -> None:
 
 
 def test_a_simulation_ends_with_what_may_be_executed() -> None:
-    tally = Tally(left=100)
-    assert tally.steady_s(straight(6)) is None
-    assert tally.left <= 0
-    assert tally.over
-    assert not tally.exhausted
-    assert tally.steady_s(straight(6), needed=True) is not None  # there is nothing else to go by
+    budget = Budget(left=100)
+    assert budget.steady_s(straight(6)) is None
+    assert budget.left <= 0
+    assert budget.over
+    assert not budget.exhausted
+    assert budget.steady_s(straight(6), needed=True) is not None  # there is nothing else to go by
 
 
 @pytest.mark.parametrize("cluster", [flat_cluster(8, 5.0), LEVELS], ids=["flat", "levels"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.link import Link, link_of
+from planner.cost.link import Link
 from planner.cost.models.interleaved import InterleavedShape
 from planner.cost.price import Price
 from planner.cost.pricing import price
@@ -26,10 +26,11 @@ from planner.simulator.pipeline_costs import StageCosts
 from planner.solver import solve
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.states import Chain
-from planner.solver.reference.brute import brute_force
+from planner.solver.problem import Limits
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_interleaved
 from tests.simulator.pipelines import FREE, run
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 from tests.solver.test_against_brute_force import bandwidths, latencies, memories, rules
 
@@ -113,8 +114,8 @@ def test_the_search_finds_what_brute_force_finds(
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(model)
-    link = link_of(cluster)
-    search = InterleavedSearch(Chain(layer_costs), INTERLEAVED, link, gpus, memory, microbatches, chunks, recompute)
+    setting = Setting(cluster, INTERLEAVED, microbatches, chunks)
+    search = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, memory, recompute))
     paths, bound_s = search.best()
     expected = brute_force(
         layer_costs,
@@ -142,9 +143,8 @@ def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
     model: Profile, gpus: int, microbatches: int, bandwidth: float
 ) -> None:
     cluster, layer_costs = flat_cluster(gpus, bandwidth), LayerCosts(model)
-    paths, bound_s = InterleavedSearch(
-        Chain(layer_costs), INTERLEAVED, link_of(cluster), gpus, None, microbatches, 2
-    ).best()
+    setting = Setting(cluster, INTERLEAVED, microbatches, 2)
+    paths, bound_s = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus)).best()
     expected = brute_force(
         layer_costs, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, in_order=True
     )

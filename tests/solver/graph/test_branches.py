@@ -26,10 +26,12 @@ from planner.solver.graph import branches
 from planner.solver.graph.branches import search_beyond
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.graph.lattice import Lattice, enumerate_covers
-from planner.solver.graph.relaxation import Budget, Relaxation
-from planner.solver.reference.brute import brute_force, plans
+from planner.solver.graph.relaxation import Relaxation, WorkLeft
+from planner.solver.problem import Limits
+from planner.solver.reference.brute import plans
 from planner.units import parse_bytes
 from tests.samples import layer, profile
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 from tests.solver.test_solve import ANCHORS, PUBLISHED_BYTES_PER_S
 
@@ -89,13 +91,13 @@ def test_bounds_without_looking_at_pairs_of_cuts_are_valid(
     """
     layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth, memory)
     priced, chain = bounds_for(name, link_of(cluster)), Chain(layer_costs)
-    known = Search(chain, priced, gpus, memory).best()
+    known = Search(chain, priced, Limits(gpus, memory)).best()
     if known is None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branches, "MOST_STATES", 1)
         patch.setattr(branches, "NEAR_STATES", 3)
-        beyond = search_beyond(layer_costs, priced, gpus, memory, chain, known)
+        beyond = search_beyond(chain, priced, Limits(gpus, memory), known)
     expected = brute_force(layer_costs, cluster, model=name, recompute="auto")
     assert expected is not None
     best_s = expected.price.seconds_per_minibatch
@@ -130,7 +132,9 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
     assert covers is not None
     space = Downsets(layer_costs, covers.words, complete=True)
     priced = bounds_for("resource", Link(2.0), find(schedule), microbatches)
-    relaxation = Relaxation(space, Lattice(covers, space.order), priced, gpus, memory, recompute, Budget(10**9))
+    relaxation = Relaxation(
+        space, Lattice(covers, space.order), priced, Limits(gpus, memory, recompute), WorkLeft(10**9)
+    )
     after = relaxation.after(target_s)
     before = relaxation.before(target_s, after)
     state_of = {frozenset(space.layers(0, state)): state for state in range(len(space))}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.link import Link, link_of
+from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.bounds.registry import bounds_for
@@ -26,9 +26,10 @@ from planner.solver.graph.branches import search_beyond
 from planner.solver.graph.lattice import to_bits
 from planner.solver.graph.orders import around, depth_first, fewest_live_bytes
 from planner.solver.graph.windows import Windows
-from planner.solver.reference.brute import brute_force
-from planner.solver.task import Task
+from planner.solver.pipeline_search import PipelineSearch
+from planner.solver.problem import Limits, Problem
 from tests.samples import layer, profile
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 
@@ -59,7 +60,7 @@ def test_no_plan_is_faster_than_the_bound(
         layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches, recompute=recompute
     )
     windows = Windows(layer_costs, bounds_for(name, link_of(cluster), find(schedule), microbatches))
-    bound_s = windows.bound_s(gpus, memory, recompute, 1e6)
+    bound_s = windows.bound_s(Limits(gpus, memory, recompute), 1e6)
     if best is not None:
         assert bound_s <= best.price.seconds_per_minibatch * (1 + 1e-9)
 
@@ -74,9 +75,9 @@ def test_on_a_chain_the_bound_is_the_optimum(name: CostModelName) -> None:
         )
     )
     layer_costs, model = LayerCosts(chain), bounds_for(name, Link(50.0))
-    best = Search(Chain(layer_costs), model, 12, None).best()
+    best = Search(Chain(layer_costs), model, Limits(12)).best()
     assert best is not None
-    bound_s = Windows(layer_costs, model).bound_s(12, None, "auto", 2 * best.seconds)
+    bound_s = Windows(layer_costs, model).bound_s(Limits(12), 2 * best.seconds)
     assert best.seconds * (1 - 1e-3) <= bound_s <= best.seconds
 
 
@@ -85,11 +86,11 @@ def test_on_a_chain_the_bound_is_the_optimum(name: CostModelName) -> None:
 def test_what_is_found_among_cuts_too_many_to_list_is_honest(model: Profile, gpus: int, bandwidth: float) -> None:
     layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth)
     priced, chain = bounds_for("resource", Link(bandwidth)), Chain(layer_costs)
-    known = Search(chain, priced, gpus, None).best()
+    known = Search(chain, priced, Limits(gpus)).best()
     assert known is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branches, "MOST_DOWNSETS", 1)
-        beyond = search_beyond(layer_costs, priced, gpus, None, chain, known)
+        beyond = search_beyond(chain, priced, Limits(gpus), known)
     best = brute_force(layer_costs, cluster)
     assert best is not None
     best_s, found_s = best.price.seconds_per_minibatch, (beyond.path or known).seconds
@@ -119,7 +120,7 @@ def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) 
     plan = solve(model, cluster, cost_model="pipedream")  # under which nobody waits, and busy times decide
     assert plan.solver.lower_bound_s < plan.predicted.bottleneck.busy_s < plan.solver.lower_bound_s * 1.35
     for order in (None, depth_first(layer_costs), fewest_live_bytes(layer_costs)):
-        path = Search(Chain(layer_costs, order), bounds_for("pipedream", link_of(cluster)), gpus, None).best()
+        path = Search(Chain(layer_costs, order), bounds_for("pipedream", link_of(cluster)), Limits(gpus)).best()
         assert path is not None
         assert plan.predicted.bottleneck.busy_s <= path.seconds * (1 + 1e-9)
     again = solve(model, cluster, cost_model="pipedream")
@@ -129,8 +130,9 @@ def test_a_large_network_is_planned_no_worse_than_along_three_orders(gpus: int) 
 @pytest.mark.parametrize("model", [unet_like(), encoder_decoder_like(layers=4)], ids=lambda model: model.model)
 @pytest.mark.parametrize("name", ["resource", "pipedream"])
 def test_long_skips_and_shared_outputs_are_solved_exactly(model: Profile, name: CostModelName) -> None:
-    task = Task(Chain(LayerCosts(model)), flat_cluster(8, 1.25e9), name, ONE_F_ONE_B, 1, "auto")
-    path = task.best()
+    search = PipelineSearch(Problem(LayerCosts(model), Setting(flat_cluster(8, 1.25e9), cost_model=name)))
+    path = search.best()
     assert path is not None
-    _, path, bound_s = task.beyond_the_order(path)
-    assert bound_s >= path.seconds * (1 - 1e-9)
+    found = search.extended(path)
+    assert found.path is not None
+    assert found.bound_s >= found.path.seconds * (1 - 1e-9)

@@ -24,15 +24,15 @@ from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.bounds.registry import bounds_for
-from planner.solver.candidates.deadline import NO_HURRY
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.integer.ilp import solve_ilp
 from planner.solver.integer.milp import MilpName, installed, run
-from planner.solver.integer.request import Request
-from planner.solver.reference.brute import brute_force, downsets
+from planner.solver.problem import Limits, Problem
+from planner.solver.reference.brute import downsets
 from tests.samples import layer, profile
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 memories = st.one_of(st.none(), st.integers(1, 200))
@@ -59,8 +59,8 @@ def flow_equals_search_and_brute_force(
     solver: MilpName | None = None,
 ) -> None:
     layer_costs = LayerCosts(model)
-    request = Request(layer_costs, cluster, name, find(schedule), microbatches)
-    answer = solve_ilp(request, NO_HURRY, solver)
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, cost_model=name))
+    answer = solve_ilp(problem, solver)
     expected = brute_force(layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches)
     if expected is None:
         assert answer is None
@@ -68,7 +68,7 @@ def flow_equals_search_and_brute_force(
     assert answer is not None
     assert answer.optimal
     assert answer.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    cost = request.priced(answer.stages)
+    cost = problem.price(answer.stages)
     assert cost.seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
     assert cluster.memory_bytes is None or all(m.total_bytes <= cluster.memory_bytes for m in cost.memory)
     gpus = sum(stage.replicas for stage in answer.stages)
@@ -77,12 +77,12 @@ def flow_equals_search_and_brute_force(
     if Chain(layer_costs).complete:
         link = link_of(cluster)
         if schedule == "1f1b":
-            path = Search(Chain(layer_costs), bounds_for(name, link), cluster.gpus, cluster.memory_bytes).best()
+            path = Search(Chain(layer_costs), bounds_for(name, link), Limits(cluster.gpus, cluster.memory_bytes)).best()
         elif schedule == "2bw":
             return
         else:
             drained = SynchronousModel(link, find(schedule), microbatches)
-            path = SynchronousSearch(Chain(layer_costs), drained, cluster.gpus, cluster.memory_bytes).best()
+            path = SynchronousSearch(Chain(layer_costs), drained, Limits(cluster.gpus, cluster.memory_bytes)).best()
         assert path is not None
         assert path.seconds == pytest.approx(answer.seconds, rel=1e-9)
 
@@ -221,15 +221,16 @@ def test_constraints_and_kinds_against_every_plan(
     model, cluster, constraints = instance
     microbatches = 1 if schedule == "1f1b" else microbatches
     layer_costs = LayerCosts(model)
-    request = Request(layer_costs, cluster, "resource", find(schedule), microbatches, "never", constraints)
-    answer = solve_ilp(request, NO_HURRY)
+    setting = Setting(cluster, find(schedule), microbatches)
+    problem = Problem(layer_costs, setting, "never", constraints=constraints)
+    answer = solve_ilp(problem)
     expected = fastest(layer_costs, cluster, constraints, schedule, microbatches)
     if answer is None:
         assert expected == math.inf
         return
     assert respects(layer_costs, answer.stages, constraints)
     assert answer.seconds == pytest.approx(expected, rel=1e-9)
-    assert request.priced(answer.stages).seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
+    assert problem.price(answer.stages).seconds_per_minibatch == pytest.approx(answer.seconds, rel=1e-9)
     ranks = [rank for stage in answer.stages for rank in stage.ranks]
     assert len(set(ranks)) == len(ranks)
     for stage in answer.stages:
@@ -242,7 +243,7 @@ def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
         levels=(Level(size=4, bandwidth_bytes_per_s=1e9),), kinds=(DeviceKind(count=2, speed=2.0), DeviceKind(count=2))
     )
     constraints = Constraints(gpu_of={"a": 3, "c": 1})
-    answer = solve_ilp(Request(LayerCosts(model), cluster, constraints=constraints), NO_HURRY, solver)
+    answer = solve_ilp(Problem(LayerCosts(model), Setting(cluster), constraints=constraints), solver)
     assert answer is not None
     assert 3 in answer.stages[0].ranks
     assert 1 in answer.stages[-1].ranks
@@ -251,12 +252,12 @@ def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:
 def test_what_is_not_expressible_is_refused_in_one_sentence() -> None:
     layer_costs = LayerCosts(profile(layer("a", output_bytes=1), layer("b")))
     levels = (Level(size=2, bandwidth_bytes_per_s=2.0), Level(size=2, bandwidth_bytes_per_s=1.0))
-    for request, message in (
-        (Request(layer_costs, Cluster(levels=levels)), "clusters of one level"),
-        (Request(layer_costs, flat_cluster(2, 1.0), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
+    for problem, message in (
+        (Problem(layer_costs, Setting(Cluster(levels=levels))), "clusters of one level"),
+        (Problem(layer_costs, Setting(flat_cluster(2, 1.0)), constraints=Constraints(gpu_of={"a": 1})), "all alike"),
     ):
         with pytest.raises(InputError, match=message):
-            solve_ilp(request, NO_HURRY)
+            solve_ilp(problem)
 
 
 def test_what_solvers_say_is_taken_at_its_word_only_where_it_holds(solver: MilpName) -> None:
@@ -287,7 +288,7 @@ def test_models_that_can_be_trained_keep_their_order_and_other_cuts_bound_it(
 ) -> None:
     model = model.model_copy(update={"graph_hash": "0123"})
     layer_costs, cluster = LayerCosts(model), flat_cluster(gpus, bandwidth, memory)
-    answer = solve_ilp(Request(layer_costs, cluster), NO_HURRY)
+    answer = solve_ilp(Problem(layer_costs, Setting(cluster)))
     along, any_order = (brute_force(layer_costs, cluster, in_order=in_order) for in_order in (True, False))
     if along is None or any_order is None:
         assert answer is None

@@ -5,18 +5,13 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import link_of
-from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.pricing import price
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
-from planner.cost.topology import Topology
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.importers import read_profile
@@ -24,13 +19,12 @@ from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.chain.search import Path
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.levels.levels import nearest_search, search_levels
-from planner.solver.levels.stage_bounds import Question
-from planner.solver.reference.brute import brute_force
+from planner.solver.problem import Problem
 from tests import samples
+from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
@@ -70,19 +64,9 @@ def check(
         assert words is not None
         space = Downsets(layer_costs, words, complete=True)
 
-    def seconds(path: Path) -> float:
-        stages = [
-            Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), options)
-            for i, j, options in zip(path.states, path.states[1:], path.options, strict=False)
-        ]
-        cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches, cost_model=model))
-        limit = cluster.memory_bytes
-        fits = limit is None or all(memory.total_bytes <= limit for memory in cost.memory)
-        return cost.seconds_per_minibatch if fits else np.inf
-
-    objective = model if schedule == "1f1b" else SynchronousModel(link_of(cluster), find(schedule), microbatches)
-    question = Question(space, Topology(cluster), objective, cluster.gpus, cluster.memory_bytes, recompute)
-    nearest = nearest_search(question).best()
+    setting = Setting(cluster, find(schedule), microbatches, cost_model=model)
+    problem = Problem(layer_costs, setting, recompute)
+    nearest = nearest_search(problem, space, problem.limits).best()
     expected = brute_force(
         layer_costs,
         cluster,
@@ -96,7 +80,7 @@ def check(
         assert nearest is None
         return
     assert nearest is not None
-    found = search_levels(question, seconds, nearest)
+    found = search_levels(problem, space, nearest)
     assert found.path is not None
     assert found.path.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
     assert found.bound_s == pytest.approx(found.path.seconds, rel=1e-9)

@@ -14,35 +14,35 @@ from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver import solve
-from planner.solver.candidates.deadline import NO_HURRY
-from planner.solver.chain.search import Path, stages_along
+from planner.solver.candidates.budget import NO_HURRY
+from planner.solver.chain.search import CutPath, stages_along
 from planner.solver.chain.states import Chain
-from planner.solver.levels.local_search import Descents
+from planner.solver.levels.local_search import LocalSearch
 from tests.samples import layer, profile
 
 PROFILES = File(__file__).parents[3] / "profiles"
 
 
-def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[Path, float], Descents]:
+def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath, float], LocalSearch]:
     """The cuts, what was priced, and local search by the cost model."""
     layer_costs = LayerCosts(profile)
-    space, priced = Chain(layer_costs), dict[Path, float]()
+    space, priced = Chain(layer_costs), dict[CutPath, float]()
 
-    def seconds(path: Path) -> float:
+    def seconds(path: CutPath) -> float:
         assert path not in priced
         found = price(layer_costs, stages_along(space, path), Setting(cluster)).seconds_per_minibatch
         assert path.gpus <= cluster.gpus
         priced[path] = found
         return priced[path]
 
-    return space, priced, Descents(space, cluster.gpus, seconds, NO_HURRY, 500)
+    return space, priced, LocalSearch(space, cluster.gpus, seconds, NO_HURRY, 500)
 
 
 def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
     """Eight equal layers with heavy weights, for two GPUs whose link is no limit but for weights."""
     even = profile(*(layer(f"l{i}", output_bytes=1, weight_bytes=10**6) for i in range(8)))
     space, priced, descents = seconds_on(even, flat_cluster(2, 1e5))
-    found = descents.from_(Path((0, 8), (StageOptions(1),), np.inf))
+    found = descents.from_(CutPath((0, 8), (StageOptions(1),), np.inf))
     assert found is not None
     assert (found.states, found.replicas) == ((0, 4, 8), (1, 1))
     assert found.seconds == min(priced.values()) == 12.0
@@ -52,21 +52,31 @@ def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
 def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
     uneven = profile(*(layer(f"l{i}", 1 + i % 3, 2, output_bytes=7, weight_bytes=100) for i in range(12)))
     _, priced, descents = seconds_on(uneven, hierarchical_cluster((2, 2), (50.0, 5.0)))
-    starts = [Path((0, 12), (StageOptions(4),), np.inf), Path((0, 3, 12), (StageOptions(1), StageOptions(3)), np.inf)]
+    starts = [
+        CutPath((0, 12), (StageOptions(4),), np.inf),
+        CutPath(
+            (0, 3, 12),
+            (
+                StageOptions(1),
+                StageOptions(3),
+            ),
+            np.inf,
+        ),
+    ]
     first, second = (descents.from_(start) for start in starts)
     assert first is not None
     assert second is not None
     assert descents.from_(starts[0]) == first
     assert len(priced) < 500
-    limited = Descents(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), NO_HURRY, 3)
+    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), NO_HURRY, 3)
     assert limited.from_(starts[0]) is not None
     assert limited.over
 
 
 def test_where_nothing_fits_there_is_no_answer() -> None:
     two = profile(layer("a", output_bytes=1), layer("b"))
-    descents = Descents(Chain(LayerCosts(two)), 2, lambda _: np.inf, NO_HURRY, 100)
-    assert descents.from_(Path((0, 2), (StageOptions(2),), np.inf)) is None
+    descents = LocalSearch(Chain(LayerCosts(two)), 2, lambda _: np.inf, NO_HURRY, 100)
+    assert descents.from_(CutPath((0, 2), (StageOptions(2),), np.inf)) is None
 
 
 @pytest.mark.parametrize("model", ["resnet50", "gnmt8"])

@@ -13,21 +13,20 @@ from planner.analysis.explain import explain
 from planner.analysis.question import Question
 from planner.cost import buckets
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from planner.report.tables.explain import explanation_report
 from planner.report.tables.plan import plan_report
-from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.simulator.plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
 from planner.solver.candidates import budget
-from planner.solver.candidates.trials import simulated_price
-from planner.solver.chain.states import Chain
-from planner.solver.task import Task
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import evaluate, priced, simulated
+from planner.solver.pipeline_search import PipelineSearch
+from planner.solver.problem import Problem
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
@@ -80,17 +79,18 @@ def test_what_is_predicted_is_what_is_simulated(cluster: Cluster, schedule: str,
 @pytest.mark.parametrize(("model", "schedule"), [(WIDE, "gpipe"), (CROWDED, "1f1b")])
 def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(model: Profile, schedule: str) -> None:
     cluster, microbatches = flat_cluster(3, 4.0), 4 if schedule == "gpipe" else 1
-    task = Task(Chain(LayerCosts(model)), cluster, "resource", find(schedule), microbatches, "auto")
-    path = task.best()
+    problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
+    search = PipelineSearch(problem)
+    path = search.best()
     assert path is not None
-    stages, formula = task.priced(path)
-    simulated = simulated_price(LayerCosts(model), stages, cluster, formula, "auto", find(schedule), microbatches)
+    formula = search.priced(path)
+    waiting = simulated(problem, formula)
     plan = solve(model, cluster, schedule=schedule, microbatches=microbatches)
     assert plan.replicas != path.replicas
-    assert plan.solver.lower_bound_s == pytest.approx(formula.seconds_per_minibatch)
+    assert plan.solver.lower_bound_s == pytest.approx(formula.seconds)
     assert plan.solver.cost_model_s is not None
-    assert plan.solver.cost_model_s > formula.seconds_per_minibatch
-    assert plan.predicted.seconds_per_minibatch < simulated.seconds_per_minibatch
+    assert plan.solver.cost_model_s > formula.seconds
+    assert plan.predicted.seconds_per_minibatch < waiting.seconds
     assert plan.solver.status == "feasible"
     assert plan.solver.exhausted
     assert "above the" in plan_report(plan)
@@ -107,10 +107,9 @@ def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(model: Prof
     replicas = data.draw(st.lists(st.integers(1, 3), min_size=len(ends) - 1, max_size=len(ends) - 1))
     groups = [list(range(first, end)) for first, end in pairwise(ends)]
     cluster = flat_cluster(sum(replicas), data.draw(st.sampled_from([0.5, 2.0, 10.0])))
-    layer_costs, stages = LayerCosts(model), candidates(groups, replicas)
-    formula = price(layer_costs, stages, Setting(cluster))
-    simulated = simulated_price(layer_costs, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
-    assert simulated.seconds_per_minibatch >= formula.bottleneck.busy_s * (1 - 1e-6)
+    problem = Problem(LayerCosts(model), Setting(cluster), budget=Budget.unlimited())
+    formula = priced(problem, candidates(groups, replicas))
+    assert simulated(problem, formula).seconds >= formula.price.bottleneck.busy_s * (1 - 1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -142,11 +141,9 @@ def test_data_parallelism_takes_what_the_formula_says(monkeypatch: pytest.Monkey
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", 1)
     even = profile(*(layer(f"l{n}", 1, 2, output_bytes=3, weight_bytes=8) for n in range(6)))
     for cluster in CLUSTERS.values():
-        layer_costs = LayerCosts(even)
-        stages = candidates([range(6)], [4])
-        formula = price(layer_costs, stages, Setting(cluster))
-        simulated = simulated_price(layer_costs, stages, cluster, formula, "auto", ONE_F_ONE_B, 1)
-        assert simulated.seconds_per_minibatch == pytest.approx(formula.seconds_per_minibatch, rel=0.01)
+        problem = Problem(LayerCosts(even), Setting(cluster))
+        formula = priced(problem, candidates([range(6)], [4]))
+        assert simulated(problem, formula).seconds == pytest.approx(formula.seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("least_bytes", [1, 10**6])
@@ -156,10 +153,8 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
 ) -> None:
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", least_bytes)
     plan = solve(MODEL, CLUSTERS[cluster])
-    layer_costs, stages = LayerCosts(MODEL), candidates([range(4)], [4])
-    formula = price(layer_costs, stages, Setting(CLUSTERS[cluster]))
-    parallel = simulated_price(layer_costs, stages, CLUSTERS[cluster], formula, "auto", ONE_F_ONE_B, 1)
-    times = parallel.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
+    parallel = evaluate(Problem(LayerCosts(MODEL), Setting(CLUSTERS[cluster])), candidates([range(4)], [4]))
+    times = parallel.seconds / plan.predicted.seconds_per_minibatch
     assert plan.predicted.speedup_over_data_parallel == pytest.approx(times, rel=0.01)
 
 

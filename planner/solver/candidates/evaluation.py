@@ -1,0 +1,196 @@
+"""Evaluate candidate plans: price them, choose their depths, and simulate them.
+
+The cost model knows how long each resource is busy, and the search is exact for it. Only the simulation of the schedule
+knows what workers wait for messages and for each other, and what links do when several messages cross them at once. A
+simulated time is never less than the cost model's. So candidates are simulated in the order of their cost-model times,
+and once the next one would be no faster even without waiting, none of the rest can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.layer_costs import Candidate
+from planner.cost.price import stage_memory
+from planner.cost.rounding import SLACK
+from planner.formats.cluster import flat_cluster
+from planner.solver.candidates.depth import (
+    FAR,
+    HARDLY,
+    UNLIMITED,
+    Depths,
+    PipelineTimes,
+    choose_depths,
+    hiding_depths,
+    price_depths,
+)
+from planner.solver.candidates.pipelines import pipeline_for, too_large, wires_s
+from planner.solver.chain.search import CutPath, stages_along
+from planner.solver.chain.states import StateSpace
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
+
+SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
+
+
+def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
+    """Price a candidate by the cost model."""
+    return Evaluation(tuple(stages), problem.price(stages))
+
+
+def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluation:
+    """Price a path over a space by the cost model, also one for more GPUs than there are."""
+    if path.gpus > problem.cluster.gpus:
+        link = problem.link
+        more = flat_cluster(
+            path.gpus,
+            link.bandwidth_bytes_per_s,
+            latency_s=link.latency_s,
+            all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
+            overlap=link.overlap,
+        )
+        problem = problem.on(more)
+    return priced(problem, stages_along(space, path))
+
+
+def evaluate(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
+    """Price a candidate, choose its depths and simulate it; the published cost models' prices stand as they are."""
+    candidate = priced(problem, stages)
+    return simulated(problem, candidate) if problem.simulates else candidate
+
+
+def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf) -> Evaluation:
+    """Simulate a priced candidate, at the depths that this chooses where the schedule allows deeper ones.
+
+    Args:
+        problem: whose budget is spent.
+        candidate: priced by the cost model, at the published depths.
+        below_s: it only matters whether the plan is this fast: a plan that is far from it is not deepened. Where
+            infinite, a time is needed, and only the deadline ends the simulation.
+
+    Returns:
+        The candidate as it is if it is too large to simulate, or if the budget is spent before the simulation ends.
+    """
+    if too_large(problem, candidate.stages):
+        return candidate
+    evaluation = _Simulated(problem, candidate, below_s).evaluation()
+    if evaluation.simulated:
+        problem.budget.count += 1
+        problem.budget.seen.add(candidate.stages)
+    return evaluation
+
+
+def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation | None = None) -> Evaluation:
+    """Simulate priced candidates, the most promising first, and return the fastest.
+
+    Args:
+        problem: whose budget is spent.
+        candidates: at least one; the first of equally fast ones is preferred.
+        best: a candidate that has been simulated already.
+    """
+    budget = problem.budget
+    ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
+    least_s = ordered[0].seconds
+    for candidate in ordered:
+        if best is None:
+            best = simulated(problem, candidate)
+            continue
+        # Simulating only adds waiting, so all candidates from here on are slower than the best.
+        if candidate.seconds >= best.seconds * (1 - SLACK) or best.seconds <= least_s * (1 + SETTLED):
+            break
+        if candidate.stages in budget.seen:
+            continue
+        if budget.over:
+            budget.exhausted = False
+            break
+        evaluation = simulated(problem, candidate, best.seconds)
+        if evaluation.simulated and evaluation.seconds < best.seconds * (1 - SLACK):
+            best = evaluation
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """One simulation: see `simulated`."""
+
+    problem: Problem
+    candidate: Evaluation
+    below_s: float
+
+    def evaluation(self) -> Evaluation:
+        """Return the simulated candidate, at the best depths."""
+        if self.problem.schedule.asynchronous:
+            return self._asynchronous()
+        if self.problem.schedule.deepens:
+            return self._synchronous()
+        pipeline = pipeline_for(self.problem, self.candidate)
+        seconds = self.problem.budget.steady_s(pipeline, needed=math.isinf(self.below_s))
+        return self.candidate if seconds is None else self._at(seconds, None)
+
+    def _asynchronous(self) -> Evaluation:
+        """Choose the depths of an asynchronous pipeline."""
+        problem, price = self.problem, self.candidate.price
+        pipeline = pipeline_for(problem, self.candidate)
+        times = PipelineTimes(
+            pipeline=pipeline,
+            wires_s=wires_s(pipeline),
+            busiest_s=price.bottleneck.busy_s / problem.microbatches,
+            deepest=self._deepest(),
+            budget=problem.budget,
+        )
+        if problem.depth == "auto":
+            choice = choose_depths(times, self.below_s / problem.microbatches)
+        else:
+            choice = price_depths(times, price.in_flight, needed=math.isinf(self.below_s))
+        if choice is None:
+            return self.candidate
+        return self._at(choice.seconds_per_unit * problem.microbatches, choice.depths)
+
+    def _synchronous(self) -> Evaluation:
+        """Choose between the published depths of a synchronous pipeline and those that hide its messages."""
+        problem, budget = self.problem, self.problem.budget
+        pipeline = pipeline_for(problem, self.candidate)
+        best, best_s = self.candidate.price.in_flight, budget.steady_s(pipeline, needed=math.isinf(self.below_s))
+        if best_s is None:
+            return self.candidate
+        unit_s = self.candidate.price.bottleneck.busy_s / problem.microbatches
+        wanted = hiding_depths(pipeline, best, unit_s)
+        if problem.depth == "auto" and best_s <= self.below_s * FAR and wanted != best:
+            deeper = tuple(map(min, wanted, self._deepest()))
+            at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
+            deeper_s = budget.steady_s(at_deeper) if deeper != best else None
+            if deeper_s is not None and deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
+                best, best_s = deeper, deeper_s
+        return self._at(best_s, best)
+
+    def _at(self, seconds: float, depths: Depths | None) -> Evaluation:
+        """Return the candidate with simulated seconds, and with the memory of these depths where they are chosen."""
+        price, schedule = self.candidate.price.simulated(seconds), self.problem.schedule
+        if depths is not None:
+            footprint, microbatches = self.problem.layer_costs.footprint, self.problem.microbatches
+            memory = tuple(
+                stage_memory(footprint(stage).divided(microbatches), depth, schedule.versions(depth))
+                for stage, depth in zip(self.candidate.stages, depths, strict=True)
+            )
+            price = replace(price, in_flight=depths, memory=memory)
+        return replace(self.candidate, price=price)
+
+    def _deepest(self) -> Depths:
+        """Return, for each stage, the most units in flight that memory, weight versions and minibatch allow.
+
+        The published depths are always allowed.
+        """
+        problem, deepest = self.problem, []
+        schedule, microbatches = problem.schedule, problem.microbatches
+        for stage, published in zip(self.candidate.stages, self.candidate.price.in_flight, strict=True):
+            most = schedule.deepest(stage.replicas, microbatches) or UNLIMITED
+            memory_bytes = problem.cluster.memory_of(stage.options.kind)
+            if memory_bytes is not None:
+                footprint = problem.layer_costs.footprint(stage).divided(microbatches)
+                stashing, versions = schedule.stashes, schedule.weight_versions
+                most = min(most, int(footprint.most_in_flight(memory_bytes, stashing=stashing, versions=versions)))
+            deepest.append(max(published, most))
+        return tuple(deepest)

@@ -1,0 +1,145 @@
+"""Kinds of plans that may wait less than the best plan by the cost model, and the searches for them.
+
+The exact search minimises the busy time of the busiest resource. Waiting for messages and for other replicas shows only
+in the simulation, and then a plan on fewer GPUs, or one without replicas behind its first stage, can be faster. The
+alternatives are data parallelism, pipelines without replicas or with replicas of the first or last stages only, all of
+them on ever fewer GPUs, and on few GPUs plans for slower links and less memory.
+
+Whatever is proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
+Links and memory have no smallest step, so for them that holds mostly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.layer_costs import Candidate
+from planner.cost.link import Link
+from planner.cost.rounding import SLACK
+from planner.cost.work import IMPOSSIBLE, Integers
+from planner.solver.candidates.pipelines import MOST_WORKERS
+from planner.solver.chain.search import RESOLUTION, CutPath, Search, stages_along
+from planner.solver.chain.states import StateSpace
+from planner.solver.problem import Limits, Problem
+
+DENSE = 16  # every number of GPUs up to this is tried; larger pipelines take longer to simulate
+NEAR = 4  # above, this many numbers are tried from the cluster's down, and some below
+# Alternatives for slower links and less memory: factors between them, how many, and for how many GPUs
+SLOWER, SLOWER_STEPS = 2**0.5, 2
+LEANER, LEANER_STEPS = 1.15, 4
+FEW = 8
+
+
+class FrontSearch(Search):
+    """Finds plans in which only the first stage has replicas."""
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        total, replicas, again = super().suffixes(state, others, target_s, after)
+        if state == 0:
+            return total, replicas, again
+        return np.where(replicas > 1, IMPOSSIBLE, total), replicas, again
+
+    def _rough(self, below_s: float | None) -> CutPath | None:
+        """Return None: plans of the unrestricted search are no start for this one."""
+        return None
+
+
+class EndsSearch(FrontSearch):
+    """Finds plans in which only the first stage and the last, with the scores of a large vocabulary, have replicas."""
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        total, replicas, again = Search.suffixes(self, state, others, target_s, after)
+        if state == 0:
+            return total, replicas, again
+        return np.where((replicas > 1) & (others < len(self.space) - 1), IMPOSSIBLE, total), replicas, again
+
+
+class StraightSearch(FrontSearch):
+    """Finds plans without replicas."""
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        total, replicas, again = super().suffixes(state, others, target_s, after)
+        return np.where(replicas > 1, IMPOSSIBLE, total), replicas, again
+
+    def _data_parallel(self, replicas: Integers) -> CutPath | None:
+        """Return the single stage without replicas."""
+        return super()._data_parallel(replicas[:1])
+
+
+class DataParallelSearch(Search):
+    """Finds plans of one stage, which wait for nothing."""
+
+    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
+        """Return the fastest plan."""
+        path = self._data_parallel(np.arange(1, min(self.gpus, self.model.most_replicas) + 1))
+        return path if path is not None and (below_s is None or path.seconds < below_s) else None
+
+
+KINDS: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSearch, EndsSearch, Search)
+
+# A kind of plan: the search for it, for which link, and within which limits.
+Kind = tuple[type[Search], Link, Limits]
+
+
+def kinds_of_plans(problem: Problem, link_unit: float, memory_unit: int) -> Iterator[Kind]:
+    """Yield kinds of plans to propose, each with the most GPUs to propose it for.
+
+    Args:
+        problem: with the cluster's own link and memory.
+        link_unit: bandwidth from which slower links are counted. It and the next belong to the model, so that similar
+            clusters get the same proposals.
+        memory_unit: memory from which smaller memories are counted.
+    """
+    link, limits = problem.link, problem.limits
+    for kind in KINDS:
+        yield kind, link, replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
+    few = replace(limits, gpus=min(limits.gpus, FEW))
+    for bandwidth in steps_below(link.bandwidth_bytes_per_s, link_unit, SLOWER, SLOWER_STEPS):
+        yield Search, slowed(link, link.bandwidth_bytes_per_s / bandwidth), few
+    most = memory_unit if limits.memory_bytes is None else min(limits.memory_bytes, memory_unit)
+    for memory in steps_below(most, memory_unit, LEANER, LEANER_STEPS):
+        yield Search, link, replace(few, memory_bytes=max(1, int(memory)))
+
+
+def slowed(link: Link, times: float) -> Link:
+    """Return the link, so many times slower."""
+    ring = link.all_reduce_bandwidth_bytes_per_s
+    reduced = None if ring is None else ring / times
+    return replace(
+        link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / times, all_reduce_bandwidth_bytes_per_s=reduced
+    )
+
+
+def counts_to_try(gpus: int) -> list[int]:
+    """Return numbers of GPUs to try, descending: the highest few, then a fixed series with all small numbers."""
+    steps = [*range(1, DENSE), *(DENSE * part // 4 << octave for octave in range(16) for part in range(4, 8))]
+    return sorted({*range(max(1, gpus - NEAR + 1), gpus + 1), *(n for n in steps if n <= gpus)}, reverse=True)
+
+
+def steps_below(value: float, unit: float, step: float, count: int) -> list[float]:
+    """Return the highest `count` of the numbers unit·step^k that are below the value."""
+    # A value that is one of the numbers, up to rounding, is not below itself.
+    highest = math.ceil(math.log(value / unit, step) - SLACK) - 1
+    return [unit * step**power for power in range(highest, highest - count, -1)]
+
+
+def proposals(problem: Problem, space: StateSpace) -> list[list[Candidate]]:
+    """Return the best plans of each kind on a few numbers of GPUs, by their busiest resource."""
+    found = []
+    for kind in KINDS:
+        for count in counts_to_try(problem.cluster.gpus)[:NEAR]:
+            path = kind(space, problem.asynchronous(), replace(problem.limits, gpus=count)).best()
+            if path is not None:
+                found.append(stages_along(space, path))
+    return found

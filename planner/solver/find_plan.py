@@ -1,0 +1,157 @@
+"""The way from profile and cluster to plan."""
+
+from __future__ import annotations
+
+import time
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.rounding import SLACK
+from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
+from planner.cost.weight_copies import price_with_copies
+from planner.errors import InputError, ProfileError
+from planner.formats.cluster import Cluster
+from planner.formats.constraints import Constraints
+from planner.formats.plan import CostModelName, Plan, SolverReport
+from planner.formats.profile import REMEDY, Profile
+from planner.schedule.defaults import CHUNKS
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.registry import find
+from planner.schedule.schedule import Schedule
+from planner.solver.assemble import assemble, simulated_plan
+from planner.solver.candidates.alternatives import fastest_simulated
+from planner.solver.candidates.budget import Budget, Deadline
+from planner.solver.candidates.depth import TOLERANCE
+from planner.solver.chain.interleaved_plan import solve_interleaved
+from planner.solver.chain.vertical_sync import solve_synced
+from planner.solver.chain.zero_bubble import solve_zero_bubble
+from planner.solver.infeasible import explain
+from planner.solver.methods import SolverName, answer, method_for
+from planner.solver.pipeline_search import PipelineSearch
+from planner.solver.problem import DepthRule, Problem
+from planner.solver.result import Evaluation, Found
+
+
+def solve(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    cost_model: CostModelName = "resource",
+    schedule: Schedule | str = ONE_F_ONE_B,
+    microbatches: int = 1,
+    depth: DepthRule = "auto",
+    recompute: RecomputeRule = "auto",
+    chunks: int = CHUNKS,
+    vertical_sync: bool = False,
+    solver: SolverName = "auto",
+    constraints: Constraints | None = None,
+    time_limit_s: float | None = None,
+) -> Plan:
+    """Find the fastest plan for training the profiled model on the cluster.
+
+    Args:
+        profile: costs per layer, for one microbatch.
+        cluster: devices, memory and links.
+        cost_model: `resource`, or one of the two published ones, to compare against.
+        schedule: order of work, which decides what a plan costs and holds.
+        microbatches: per minibatch, for schedules that divide it.
+        depth: for 1f1b and 2bw under the resource model: "published" keeps as many minibatches in flight as PipeDream
+            does, "auto" more where workers would otherwise wait for messages or for each other.
+        recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
+            demands it, "never", or "always".
+        chunks: stages per GPU, for schedules that leave the choice: `interleaved`.
+        vertical_sync: for 1f1b: every stage runs a minibatch with the weight version that the first stage has when the
+            minibatch enters, and holds as many versions as the first stage's depth requires.
+        solver: "search", "ilp" (an integer program), "brute" (every plan, for up to ten layers), or "auto": the search,
+            unless the constraints or the cluster need the integer program.
+        constraints: what the plan must respect beside memory.
+        time_limit_s: after this time the best plan so far is the answer. Simulations end at once, searches after their
+            current step, which takes some seconds at most.
+
+    Returns:
+        A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
+        it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
+        `TOLERANCE` of `lower_bound_s`, which by the cost model no plan over any legal cut can beat. Plans for trainable
+        models cut along the profile's order. Imported profiles cannot be trained, so for them other orders of the
+        branches count as well.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
+        InputError: for a cost model or number of microbatches that make no sense under the schedule.
+    """
+    started = time.perf_counter()
+    schedule = find(schedule)
+    setting = Setting(cluster, schedule, microbatches, schedule.fixed_chunks or chunks, cost_model)
+    if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
+        raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
+    budget = Budget(Deadline.after(time_limit_s))
+    problem = Problem(LayerCosts(profile), setting, recompute, depth, constraints or Constraints(), budget)
+    if vertical_sync:
+        _check_vertical_sync(schedule)
+        found = solve_synced(problem, lambda other: _found(other, solver))
+    else:
+        found = _found(problem, solver)
+    best = found.best
+    cost = price_with_copies(problem.layer_costs, best.stages, cluster, best.price, schedule)
+    best = Evaluation(best.stages, cost)
+    plan = assemble(problem, best, _report(problem, found))
+    plan = plan.model_copy(update={"vertical_sync": vertical_sync})
+    if plan.predicted.by == "simulation" and (vertical_sync or plan.shared):
+        plan = simulated_plan(plan)  # candidates were simulated without vertical sync and shared weights
+    return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
+
+
+def _report(problem: Problem, found: Found) -> SolverReport:
+    """Report how good the plan found is."""
+    seconds, bound_s = found.best.seconds, min(found.bound_s, found.best.seconds)
+    if found.best.simulated:
+        optimal = seconds <= bound_s * (1 + TOLERANCE)
+    else:
+        optimal = seconds <= bound_s * (1 + SLACK)
+        bound_s = seconds if optimal else bound_s
+    cost_model_s = found.best.price.cost_model_s
+    return SolverReport(
+        name=found.name,
+        cost_model=problem.setting.cost_model,
+        status="optimal" if optimal else "feasible",
+        lower_bound_s=bound_s,
+        gap=(seconds - bound_s) / seconds,
+        seconds=0.0,
+        cost_model_s=seconds if cost_model_s is None else cost_model_s,
+        simulated=problem.budget.count,
+        exhausted=problem.budget.exhausted,
+    )
+
+
+def _check_vertical_sync(schedule: Schedule) -> None:
+    if not schedule.stashes:
+        raise InputError(
+            f"`vertical_sync` is for the schedule 1f1b, not for {schedule}",
+            hint="leave it out, or use `schedule=1f1b`",
+        )
+
+
+def _found(problem: Problem, solver: SolverName) -> Found:
+    """Find the best plan by the method that the problem needs."""
+    if (other := problem.schedule.solved_as) is not problem.schedule:
+        problem.budget.seen.clear()  # the same stages are other plans under another schedule
+        return solve_zero_bubble(problem, _found(problem.under(other), solver))
+    if (method := method_for(problem, solver)) != "search":
+        return answer(problem, method)
+    problem = problem.without_constraints()
+    return solve_interleaved(problem) if problem.schedule.chunked else _searched(problem)
+
+
+def _searched(problem: Problem) -> Found:
+    """Search for the best plan with one stage per worker: by the cost model first, then by simulation."""
+    search = PipelineSearch(problem)
+    path = search.best()
+    if path is None and not problem.keeps_order and (wider := search.over_all_cuts()) is not None:
+        search, path = wider, wider.best()
+    if path is None:
+        raise explain(problem, search.fits, search.leaner())
+    extended = search.extended(path)
+    assert extended.path is not None
+    best = PipelineSearch(problem, extended.space).priced(extended.path)
+    bound_s = min(extended.bound_s, best.seconds)
+    return Found(fastest_simulated(search, best) if problem.simulates else best, bound_s)

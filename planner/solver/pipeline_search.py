@@ -1,0 +1,142 @@
+"""Search for the best plan by the cost model, under schedules with one stage per worker.
+
+`PipelineSearch` picks the search that suits schedule and cluster, extends its answer to cuts off the profile's order
+and to clusters of several levels, and bounds what no plan can beat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from planner.cost.rounding import SLACK
+from planner.solver.bounds.balance import balanced_s
+from planner.solver.candidates.evaluation import priced_path
+from planner.solver.chain.search import BoundedPath, CutPath, Search
+from planner.solver.chain.states import Chain, StateSpace
+from planner.solver.chain.synchronous import SynchronousSearch
+from planner.solver.graph.branches import MOST_STATES, search_beyond
+from planner.solver.graph.downsets import Downsets, enumerate_downsets
+from planner.solver.infeasible import Fits
+from planner.solver.levels.levels import (
+    beyond_the_order,
+    nearest_path,
+    nearest_search,
+    search_all_cuts,
+    search_levels,
+)
+from planner.solver.problem import Limits, Problem
+from planner.solver.result import Evaluation
+
+MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
+MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits
+
+
+class PipelineSearch:
+    """The searches for one problem over one space of cuts: by default the cuts along the profile's order."""
+
+    def __init__(self, problem: Problem, space: StateSpace | None = None) -> None:
+        self.problem, self.space = problem, space or Chain(problem.layer_costs)
+        self.interrupted = False  # by the deadline: the last search may have missed faster plans
+        self.met: list[CutPath] = []  # on the way to the best one, under synchronous schedules
+
+    def best(self) -> CutPath | None:
+        """Return the best path by the cost model; on clusters of several levels, for the nearest flat one."""
+        if self.problem.placed:
+            path, self.interrupted = nearest_path(self.problem, self.space)
+            return path
+        search = self._search(self.problem.limits)
+        path = search.best()
+        self.interrupted = search.interrupted
+        if isinstance(search, SynchronousSearch):
+            self.met = search.found
+        return path
+
+    def extended(self, path: CutPath) -> BoundedPath:
+        """Extend the best path to all cuts and to the cluster's levels as far as possible, and bound every plan.
+
+        For a model that keeps its order, other cuts only bound what is possible.
+        """
+        if self.interrupted:
+            return BoundedPath(path, self.relaxed_s(), self.space)
+        return self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
+
+    def _beyond_the_order(self, path: CutPath) -> BoundedPath:
+        """Extend the best path along the order to all cuts, on a flat cluster."""
+        problem, space = self.problem, self.space
+        if space.complete:
+            return BoundedPath(path, path.seconds, space)
+        if problem.schedule.asynchronous:
+            order = problem.keeps_order
+            beyond = search_beyond(space, problem.asynchronous(), problem.limits, path, bound_only=order)
+            return replace(beyond, path=path, space=space) if order else beyond
+        wider = None if problem.deadline.passed else self.over_all_cuts()
+        best = None if wider is None else wider.best()
+        if wider is None or best is None or wider.interrupted:
+            return BoundedPath(path, self.relaxed_s(), space)
+        if best.seconds >= path.seconds * (1 - SLACK):
+            return BoundedPath(path, path.seconds, space)
+        if problem.keeps_order:
+            return BoundedPath(path, best.seconds, space)
+        return BoundedPath(best, best.seconds, wider.space)
+
+    def _over_levels(self, path: CutPath) -> BoundedPath:
+        """Extend the best path on the nearest flat cluster to a cluster of several levels, and to all cuts."""
+        problem, space = self.problem, self.space
+        along = search_levels(problem, space, path)
+        assert along.path is not None
+        if space.complete:
+            return along
+        if not problem.schedule.stashes:
+            return replace(along, bound_s=self.relaxed_s())
+        if problem.keeps_order:
+            bound_s = beyond_the_order(problem, space, path).bound_s
+            return replace(along, bound_s=min(along.path.seconds, bound_s))
+        return search_all_cuts(problem, space, along.path, path)
+
+    def over_all_cuts(self) -> PipelineSearch | None:
+        """Return the same search over every cut of the graph, or None where those are too many."""
+        layer_costs = self.space.layer_costs
+        most = MOST_STATES if self.problem.schedule.asynchronous else MOST_SYNCHRONOUS_STATES
+        words = enumerate_downsets(layer_costs, most)
+        return None if words is None else PipelineSearch(self.problem, Downsets(layer_costs, words, complete=True))
+
+    def leaner(self) -> dict[str, Fits]:
+        """Return searches that need less memory, by the arguments that ask for them."""
+        problem, found = self.problem, dict[str, Fits]()
+        if problem.recompute == "never":
+            found["`recompute=auto`"] = PipelineSearch(replace(problem, recompute="auto"), self.space).fits
+        if problem.simulates and problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
+            microbatches = max(problem.microbatches, problem.cluster.gpus)
+            for schedule in problem.schedule.leaner:
+                leaner = PipelineSearch(problem.under(schedule, microbatches), self.space)
+                found[f"`schedule={schedule}` `microbatches={microbatches}`"] = leaner.fits
+        return found
+
+    def fits(self, gpus: int, memory_bytes: int) -> Evaluation | None:
+        """Return any plan that fits other GPUs of this kind."""
+        search = self._search(replace(self.problem.limits, gpus=gpus, memory_bytes=memory_bytes))
+        if isinstance(search, Search):
+            path = search.within(search.any_time_s())
+        else:
+            answer = search.within(np.inf)
+            path = None if answer is None else answer[0]
+        return None if path is None else self.priced(path)
+
+    def priced(self, path: CutPath) -> Evaluation:
+        """Price a path's stages by the cost model."""
+        return priced_path(self.problem, self.space, path)
+
+    def relaxed_s(self) -> float:
+        """Return a time that no plan is below, whatever its cuts: perfect balance and no communication."""
+        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        return balanced_s(everything, self.problem.setting)
+
+    def _search(self, limits: Limits) -> Search | SynchronousSearch:
+        problem = self.problem
+        if problem.placed:
+            return nearest_search(problem, self.space, limits)
+        if problem.schedule.asynchronous:
+            return Search(self.space, problem.asynchronous(), limits)
+        return SynchronousSearch(self.space, problem.synchronous(), limits)

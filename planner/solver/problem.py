@@ -1,0 +1,162 @@
+"""The problem that the solver solves, as one record that every search takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.link import Link, link_of
+from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.placement import places_matter
+from planner.cost.price import Price
+from planner.cost.pricing import price
+from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
+from planner.cost.topology import Topology
+from planner.formats.cluster import Cluster, DeviceKind
+from planner.formats.constraints import Constraints
+from planner.formats.profile import Profile
+from planner.schedule.schedule import Schedule
+from planner.solver.bounds.bounds import Bounds
+from planner.solver.bounds.registry import bounds_for
+from planner.solver.candidates.budget import NO_HURRY, Budget, Deadline
+
+# How many minibatches are in flight: as many as the schedule's paper says, or more where workers would wait otherwise.
+DepthRule = Literal["auto", "published"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the plans of one search may use, and when the search ends.
+
+    Attributes:
+        gpus: how many there are.
+        memory_bytes: of each GPU; None without a limit.
+        recompute: which stages may recompute their activations.
+        deadline: when it passes, the best plan so far is the answer.
+    """
+
+    gpus: int
+    memory_bytes: int | None = None
+    recompute: RecomputeRule = "auto"
+    deadline: Deadline = NO_HURRY
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, what its plan is priced for, what the plan must respect, and what the search may spend.
+
+    Attributes:
+        layer_costs: of the model.
+        setting: cluster, schedule, microbatches, chunks and cost model.
+        recompute: which stages may recompute their activations.
+        depth: how many minibatches are in flight.
+        constraints: what the plan must respect beside memory.
+        budget: shared by all searches for one plan, also by those for variants of this problem.
+    """
+
+    layer_costs: LayerCosts
+    setting: Setting
+    recompute: RecomputeRule = "auto"
+    depth: DepthRule = "auto"
+    constraints: Constraints = field(default_factory=Constraints)
+    budget: Budget = field(default_factory=Budget, compare=False)
+
+    @property
+    def cluster(self) -> Cluster:
+        """Devices, memory and links."""
+        return self.setting.cluster
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of work."""
+        return self.setting.schedule
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per minibatch."""
+        return self.setting.microbatches
+
+    @property
+    def deadline(self) -> Deadline:
+        """When the search must answer."""
+        return self.budget.deadline
+
+    @property
+    def limits(self) -> Limits:
+        """What plans may use on the cluster, whose GPUs are alike."""
+        return Limits(self.cluster.gpus, self.cluster.memory_bytes, self.recompute, self.deadline)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether stages must be runs of consecutive layers: the executor builds no others."""
+        return self.layer_costs.profile.trainable
+
+    @property
+    def simulates(self) -> bool:
+        """Whether plans are compared by their simulation; the published cost models know no waiting."""
+        return self.setting.cost_model == "resource"
+
+    @property
+    def placed(self) -> bool:
+        """Whether it matters which ranks a stage has."""
+        return places_matter(self.cluster, self.schedule)
+
+    @property
+    def link(self) -> Link:
+        """The slowest link of the cluster, which prices every message where places do not matter."""
+        return link_of(self.cluster)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The cluster's levels."""
+        return Topology(self.cluster)
+
+    @property
+    def kinds(self) -> tuple[DeviceKind | None, ...]:
+        """The kinds of GPUs; only None, for the profiled one, where all are alike."""
+        return self.cluster.kinds or (None,)
+
+    @property
+    def groups(self) -> list[frozenset[int]]:
+        """Positions of layers that no cut may separate; each layer once."""
+        return self.constraints.groups(self.layer_costs.profile)
+
+    def count(self, kind: DeviceKind | None) -> int:
+        """Return the number of GPUs of that kind."""
+        return self.cluster.gpus if kind is None else kind.count
+
+    def asynchronous(self, link: Link | None = None) -> Bounds:
+        """Return the cost model of a stage, with its bounds, for the cluster's slowest or another link."""
+        setting = self.setting
+        return bounds_for(setting.cost_model, link or self.link, setting.schedule, setting.microbatches)
+
+    def synchronous(self, link: Link | None = None) -> SynchronousModel:
+        """Return the same under synchronous schedules."""
+        return SynchronousModel(link or self.link, self.schedule, self.microbatches)
+
+    def price(self, stages: Sequence[Candidate]) -> Price:
+        """Price a plan by the cost model."""
+        return price(self.layer_costs, stages, self.setting)
+
+    def about(self, profile: Profile) -> Problem:
+        """Return the same problem for another profile."""
+        return replace(self, layer_costs=LayerCosts(profile))
+
+    def on(self, cluster: Cluster) -> Problem:
+        """Return the same problem for another cluster."""
+        return replace(self, setting=replace(self.setting, cluster=cluster))
+
+    def under(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
+        """Return the same problem for another schedule, with one stage per worker."""
+        microbatches = microbatches or self.microbatches
+        return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=microbatches, chunks=1))
+
+    def without_constraints(self) -> Problem:
+        """Return the same problem with its constraints in the profile, as forbidden cuts: they must say no more."""
+        profile = self.constraints.as_forbidden_cuts(self.layer_costs.profile, in_order=self.keeps_order)
+        assert profile is not None
+        return self if self.constraints.empty else replace(self.about(profile), constraints=Constraints())

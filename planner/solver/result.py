@@ -1,0 +1,83 @@
+"""What searches return: evaluated candidates, and the best of them with a bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.cost.layer_costs import Candidate
+from planner.cost.price import Price
+from planner.cost.topology import rank_ranges
+from planner.formats.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A candidate plan and its price, by the cost model or by simulation."""
+
+    stages: tuple[Candidate, ...]
+    price: Price
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch."""
+        return self.price.seconds_per_minibatch
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the seconds are those of a simulation."""
+        return self.price.cost_model_s is not None
+
+    @property
+    def gpus(self) -> int:
+        """Sum of all stages' replicas."""
+        return sum(stage.replicas for stage in self.stages)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers."""
+        workers = self.price.workers
+        replicas = {worker: stage.replicas for worker, stage in zip(workers, self.stages, strict=True)}
+        ranges = rank_ranges([replicas[worker] for worker in sorted(replicas)])
+        return tuple(stage.ranks or tuple(ranges[worker]) for worker, stage in zip(workers, self.stages, strict=True))
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Return whether each stage fits the memory of its GPUs."""
+        limits = [cluster.memory_of(stage.options.kind) for stage in self.stages]
+        held = zip(self.price.memory, limits, strict=True)
+        return all(limit is None or memory.total_bytes <= limit for memory, limit in held)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of a search.
+
+    Attributes:
+        best: the best plan found.
+        bound_s: seconds per minibatch that no plan is below.
+        name: of the search.
+    """
+
+    best: Evaluation
+    bound_s: float
+    name: str = "search"
+
+    def with_best(self, best: Evaluation) -> Found:
+        """Return the same answer with another plan, which bounds the bound, too."""
+        return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
+
+
+@dataclass(frozen=True)
+class IlpAnswer:
+    """The answer of an integer program.
+
+    Attributes:
+        stages: of the best plan found.
+        seconds: its time per minibatch.
+        bound_s: seconds that no plan is below.
+        optimal: whether the plan is proven to be the best.
+    """
+
+    stages: tuple[Candidate, ...]
+    seconds: float
+    bound_s: float
+    optimal: bool

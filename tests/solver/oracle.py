@@ -1,0 +1,30 @@
+"""Brute force, for tests that name the parts of a problem."""
+
+from __future__ import annotations
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
+from planner.cost.stage_options import RecomputeRule
+from planner.formats.cluster import Cluster
+from planner.formats.plan import CostModelName
+from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
+from planner.schedule.schedule import Schedule
+from planner.solver.problem import Problem
+from planner.solver.reference import brute
+from planner.solver.result import Evaluation
+
+
+def brute_force(
+    layer_costs: LayerCosts,
+    cluster: Cluster,
+    *,
+    model: CostModelName = "resource",
+    schedule: Schedule = ONE_F_ONE_B,
+    microbatches: int = 1,
+    chunks: int = 1,
+    recompute: RecomputeRule = "auto",
+    in_order: bool = False,
+) -> Evaluation | None:
+    """Return the best of all plans."""
+    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks, model), recompute)
+    return brute.brute_force(problem, in_order=in_order)
