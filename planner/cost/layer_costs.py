@@ -52,10 +52,15 @@ class Candidate:
 
 
 class LayerCosts:
-    """The work and the footprint of any set of a profile's layers."""
+    """The work and the footprint of any set of a profile's layers.
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+    Args:
+        profile: with the layers.
+        versions: of its weights that every stage holds, whatever is in flight; None if the schedule decides.
+    """
+
+    def __init__(self, profile: Profile, versions: int | None = None) -> None:
+        self.profile, self.versions = profile, versions
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._works: dict[tuple[frozenset[int], frozenset[int]], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int]], Footprint] = {}
@@ -73,10 +78,25 @@ class LayerCosts:
             if (used := users.get((layer.name, value.name)))
         )
 
+    def about(self, profile: Profile) -> LayerCosts:
+        """Return the costs of another profile's layers under the same rule for versions."""
+        return LayerCosts(profile, self.versions)
+
+    def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
+        """Return the two fields of a footprint for stages whose weights are of this size."""
+        if self.versions is None:
+            return {"weight_bytes": weight_bytes}
+        return {"weight_bytes": np.zeros_like(weight_bytes), "fixed_weight_bytes": self.versions * weight_bytes}
+
+    @property
+    def single_stage(self) -> Candidate:
+        """All layers as one stage, on one profiled device."""
+        return Candidate(frozenset(), frozenset(range(len(self.profile.layers))))
+
     @cached_property
     def everything(self) -> Work:
         """The work of all layers as one stage, on one profiled device."""
-        return self.work(Candidate(frozenset(), frozenset(range(len(self.profile.layers)))))
+        return self.work(self.single_stage)
 
     def work(self, stage: Candidate) -> Work:
         """Compute the stage's work for one microbatch."""
@@ -137,7 +157,7 @@ class LayerCosts:
         if (known := self.at_work) is not None:
             working, accumulating = (each[-1] for each in working_bytes(*known[:, sorted(stage.layers)]))
         return Footprint(
-            weight_bytes=np.float64(sum(layer.weight_bytes for layer in layers)),
+            **self.weights(np.asarray(sum(layer.weight_bytes for layer in layers), dtype=np.float64)),
             gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
             optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
             buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)),

@@ -53,7 +53,7 @@ class Price:
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
     """Return the memory of one replica of a stage, by use."""
     return StageMemory(
-        weights_bytes=int(footprint.weight_bytes) * versions,
+        weights_bytes=int(footprint.weight_bytes) * versions + int(footprint.fixed_weight_bytes),
         gradients_bytes=int(footprint.gradient_bytes),
         optimizer_bytes=int(footprint.optimizer_bytes),
         buffers_bytes=int(footprint.buffer_bytes),

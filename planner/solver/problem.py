@@ -144,7 +144,7 @@ class Problem:
 
     def about(self, profile: Profile) -> Problem:
         """Return the same problem for another profile."""
-        return replace(self, layer_costs=LayerCosts(profile))
+        return replace(self, layer_costs=self.layer_costs.about(profile))
 
     def on(self, cluster: Cluster) -> Problem:
         """Return the same problem for another cluster."""

@@ -123,8 +123,10 @@ class _Alternatives:
     def _kinds(self) -> list[tuple[BestOn, int]]:
         """Return how to find the best plan of each kind, and for how many GPUs at most."""
         search, problem, copies = self._search, self._problem, self._copies
-        layers = search.problem.layer_costs.profile.layers
-        memory_unit = sum(layer.weight_bytes + layer.saved_bytes for layer in layers) or 1
+        # A unit in flight takes its activations and, unless their number is fixed, a version of the weights.
+        layer_costs = search.problem.layer_costs
+        everything = layer_costs.footprint(layer_costs.single_stage)
+        memory_unit = int(everything.weight_bytes + everything.saved_bytes) or 1
         link_unit = memory_unit / float(search.space.compute_s[-1])
         kinds = [*kinds_of_plans(problem, link_unit, memory_unit)]
         if problem.placed:  # some messages cross faster links than the slowest

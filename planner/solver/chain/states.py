@@ -118,7 +118,7 @@ class StateSpace(ABC):
 
         working, accumulating = self._working(state, others)
         return Footprint(
-            weight_bytes=held("weight_bytes"),
+            **self.layer_costs.weights(held("weight_bytes")),
             gradient_bytes=work.trainable_bytes,
             optimizer_bytes=held("optimizer_bytes"),
             buffer_bytes=held("buffer_bytes"),

@@ -13,7 +13,6 @@ from dataclasses import replace
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.price import stage_memory
 from planner.errors import InfeasibleError
-from planner.formats.profile import Profile
 from planner.schedule.vertical_sync import Entry, versions_held
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation, Found
@@ -28,7 +27,8 @@ def solve_synced(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
 
     def holding(versions: int, depth: DepthRule) -> Found:
         problem.budget.seen.clear()  # the same stages are other plans with other versions
-        found = answer(replace(problem.about(with_versions(problem.layer_costs.profile, versions)), depth=depth))
+        layer_costs = LayerCosts(problem.layer_costs.profile, versions)
+        found = answer(replace(problem, layer_costs=layer_costs, depth=depth))
         return replace(found, best=synced(problem.layer_costs, found.best))
 
     relaxed = holding(1, problem.depth)
@@ -47,15 +47,6 @@ def solve_synced(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
         f"no plan found on {problem.cluster.gpus} GPUs holds the versions of its weights that vertical sync needs",
         hint="leave `vertical_sync` out, or take `schedule=2bw`, which holds two",
     )
-
-
-def with_versions(profile: Profile, versions: int) -> Profile:
-    """Return the profile in which stages hold `versions` of the weights, whatever is in flight."""
-    layers = tuple(
-        layer.model_copy(update={"weight_bytes": 0, "buffer_bytes": layer.buffer_bytes + versions * layer.weight_bytes})
-        for layer in profile.layers
-    )
-    return profile.model_copy(update={"layers": layers})
 
 
 def synced(layer_costs: LayerCosts, plan: Evaluation) -> Evaluation:

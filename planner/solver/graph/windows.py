@@ -153,7 +153,7 @@ class Windows:
     def _held(self) -> Footprint:
         gradients, saved = self._least("gradient_bytes"), self._least("saved_bytes")
         return Footprint(
-            weight_bytes=self._least("weight_bytes"),
+            **self.layer_costs.weights(self._least("weight_bytes")),
             gradient_bytes=gradients,
             optimizer_bytes=self._least("optimizer_bytes"),
             buffer_bytes=self._least("buffer_bytes"),
