@@ -1,8 +1,16 @@
-"""The way from profile and cluster to plan."""
+"""The way from profile and cluster to plan.
+
+There are three methods, and the problem decides which of them can solve it:
+
+search   exact; GPUs alike; constraints that are forbidden cuts
+ilp      an integer program: all constraints, GPUs that differ; clusters of one level
+brute    every plan, for up to ten layers
+"""
 
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.rounding import SLACK
@@ -26,10 +34,12 @@ from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.infeasible import explain
-from planner.solver.methods import SolverName, answer, method_for
+from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation, Found
+
+SolverName = Literal["auto", "search", "ilp", "brute"]
 
 
 def solve(
@@ -136,10 +146,45 @@ def _found(problem: Problem, solver: SolverName) -> Found:
     if (other := problem.schedule.solved_as) is not problem.schedule:
         problem.budget.seen.clear()  # the same stages are other plans under another schedule
         return solve_zero_bubble(problem, _found(problem.under(other), solver))
-    if (method := method_for(problem, solver)) != "search":
+    if (method := _other_method(problem, solver)) is not None:
         return answer(problem, method)
     problem = problem.without_constraints()
     return solve_interleaved(problem) if problem.schedule.chunked else _searched(problem)
+
+
+def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
+    """Return the method for a problem that the search does not solve; None for the search.
+
+    Raises:
+        InputError: if the solver that was asked for cannot solve it.
+    """
+    problem.constraints.check(problem.layer_costs.profile, problem.cluster)
+    wants = _beyond_the_search(problem)
+    if problem.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
+        wanted = wants or f"`solver={solver}`"
+        raise InputError(
+            f"the schedule {problem.schedule} is solved by the search alone, which does not take {wanted}",
+            hint="use another schedule, or leave them out",
+        )
+    if solver == "brute":
+        if wants is not None:
+            raise InputError(f"`solver=brute` does not take {wants}", hint="use `solver=auto`")
+        return "brute"
+    if solver == "search" and wants is not None:
+        raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
+    return "ilp" if solver == "ilp" or wants is not None else None
+
+
+def _beyond_the_search(problem: Problem) -> str | None:
+    """Return, in words, what the search cannot express; None if it can express the whole problem."""
+    constraints = problem.constraints
+    if problem.cluster.kinds:
+        return "clusters whose GPUs differ"
+    if constraints.stage_of or constraints.gpu_of:
+        return "layers pinned to a stage or a GPU"
+    if constraints.as_forbidden_cuts(problem.layer_costs.profile, in_order=problem.keeps_order) is None:
+        return "layers kept together that are no neighbours in the profile's order"
+    return None
 
 
 def _searched(problem: Problem) -> Found:

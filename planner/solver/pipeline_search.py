@@ -13,7 +13,7 @@ import numpy as np
 from planner.cost.rounding import SLACK
 from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.evaluation import priced_path
-from planner.solver.chain.search import BoundedPath, CutPath, Search
+from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.branches import MOST_STATES, search_beyond
@@ -27,7 +27,7 @@ from planner.solver.levels.levels import (
     search_levels,
 )
 from planner.solver.problem import Limits, Problem
-from planner.solver.result import Evaluation
+from planner.solver.result import BoundedPath, CutPath, Evaluation
 
 MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
 MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits

@@ -1,13 +1,65 @@
-"""What searches return: evaluated candidates, and the best of them with a bound."""
+"""What searches return: paths through the cuts, evaluated candidates, and the best of them with a bound."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from planner.cost.layer_costs import Candidate
 from planner.cost.price import Price
+from planner.cost.stage_options import StageOptions
 from planner.cost.topology import rank_ranges
 from planner.formats.cluster import Cluster
+from planner.solver.chain.states import StateSpace
+
+
+@dataclass(frozen=True)
+class CutPath:
+    """A plan as a path through the cuts: stage s runs the layers from `states[s]` to `states[s + 1]`."""
+
+    states: tuple[int, ...]
+    options: tuple[StageOptions, ...]
+    seconds: float  # per minibatch
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Each stage's replicas."""
+        return tuple(each.replicas for each in self.options)
+
+    @property
+    def gpus(self) -> int:
+        """Sum of all stages' replicas."""
+        return sum(self.replicas)
+
+
+@dataclass(frozen=True)
+class BoundedPath:
+    """The best path found.
+
+    Attributes:
+        path: None if no plan fits the memory.
+        bound_s: seconds that no plan is below.
+        space: of the path's states.
+    """
+
+    path: CutPath | None
+    bound_s: float
+    space: StateSpace
+
+
+def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
+    """Return the path with other replicas."""
+    options = (replace(each, replicas=r) for each, r in zip(path.options, replicas, strict=True))
+    return replace(path, options=tuple(options))
+
+
+def stages_along(space: StateSpace, path: CutPath) -> list[Candidate]:
+    """Return the stages of a path over a space."""
+    return [
+        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), options)
+        for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.registry import find
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.chain.interleaved import InterleavedSearch
-from planner.solver.chain.search import CutPath, Search
+from planner.solver.chain.search import Search
 from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.problem import Limits
+from planner.solver.result import CutPath
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 

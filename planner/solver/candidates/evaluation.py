@@ -27,10 +27,9 @@ from planner.solver.candidates.depth import (
     price_depths,
 )
 from planner.solver.candidates.pipelines import pipeline_for, too_large, wires_s
-from planner.solver.chain.search import CutPath, stages_along
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
+from planner.solver.result import CutPath, Evaluation, stages_along
 
 SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 

@@ -23,9 +23,10 @@ from planner.cost.link import Link
 from planner.cost.rounding import SLACK
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.candidates.pipelines import MOST_WORKERS
-from planner.solver.chain.search import RESOLUTION, CutPath, Search, stages_along
+from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits, Problem
+from planner.solver.result import CutPath, stages_along
 
 DENSE = 16  # every number of GPUs up to this is tried; larger pipelines take longer to simulate
 NEAR = 4  # above, this many numbers are tried from the cluster's down, and some below

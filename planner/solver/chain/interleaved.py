@@ -21,9 +21,10 @@ from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Footprint, Integers, Work
-from planner.solver.chain.search import RESOLUTION, CutPath
+from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import Chain, Coarse, StateSpace
 from planner.solver.problem import Limits
+from planner.solver.result import CutPath
 
 MOST_TRIED = 20_000  # ways to cut for one K
 MOST_STATES = 192  # beyond, cuts at some of them only

@@ -6,11 +6,10 @@ from planner.cost.stage_options import RecomputeRule
 from planner.errors import InputError
 from planner.solver.candidates.evaluation import fastest, priced
 from planner.solver.chain.interleaved import InterleavedSearch
-from planner.solver.chain.search import stages_along
 from planner.solver.chain.states import Chain
 from planner.solver.infeasible import Fits, explain
 from planner.solver.problem import Limits, Problem
-from planner.solver.result import Evaluation, Found
+from planner.solver.result import Evaluation, Found, stages_along
 
 
 def solve_interleaved(problem: Problem) -> Found:

@@ -17,14 +17,11 @@ T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
@@ -32,6 +29,7 @@ from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.chain.tables import StageTables
 from planner.solver.problem import Limits
+from planner.solver.result import CutPath
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
@@ -40,54 +38,6 @@ _FEW_STATES = 300  # up to which the replicas of all stages are tabulated
 _NEAR = 2e-3  # how far the best time may be below that of the start, as a first guess
 _MOST_PATIENCE = 4  # halvings between two questions for anything better
 _CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
-
-
-@dataclass(frozen=True)
-class CutPath:
-    """A plan as a path through the cuts: stage s runs the layers from `states[s]` to `states[s + 1]`."""
-
-    states: tuple[int, ...]
-    options: tuple[StageOptions, ...]
-    seconds: float  # per minibatch
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """Each stage's replicas."""
-        return tuple(each.replicas for each in self.options)
-
-    @property
-    def gpus(self) -> int:
-        """Sum of all stages' replicas."""
-        return sum(self.replicas)
-
-
-@dataclass(frozen=True)
-class BoundedPath:
-    """The best path found.
-
-    Attributes:
-        path: None if no plan fits the memory.
-        bound_s: seconds that no plan is below.
-        space: of the path's states.
-    """
-
-    path: CutPath | None
-    bound_s: float
-    space: StateSpace
-
-
-def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
-    """Return the path with other replicas."""
-    options = (replace(each, replicas=r) for each, r in zip(path.options, replicas, strict=True))
-    return replace(path, options=tuple(options))
-
-
-def stages_along(space: StateSpace, path: CutPath) -> list[Candidate]:
-    """Return the stages of a path over a space."""
-    return [
-        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), options)
-        for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
-    ]
 
 
 class Search:

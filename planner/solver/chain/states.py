@@ -1,12 +1,12 @@
-"""The states of the search: sets of layers that may have run when a pipeline is cut, and the stages between them.
+"""States of the search: sets of layers that may be before a cut, and the stages between them.
 
-A cut splits the layers into those before and those after; what is before must contain every predecessor of its
-layers, that is, be a downset of the graph. `Chain` holds the downsets that are prefixes of the profile's order, which
-are all of them when each layer feeds the next. A stage is a pair of states, one containing
-the other, and its work depends on nothing else, which is what makes the search exact.
+A cut splits the layers into those before and those after it. The layers before it must include all their predecessors,
+so they are a downset of the graph. `Chain` has the downsets that are prefixes of the profile's order; if each layer
+feeds the next, there are no others. A stage is a pair of states, one of which contains the other. Its work depends on
+nothing else, which makes the search exact.
 
-Of the values live at the first state I, those that no layer of the stage uses just pass by: with front(I) the bytes
-live at I and passing(I, J) those among them that no layer of J \\ I uses,
+Values that are live at the first state I and that no layer of the stage uses pass by the stage. With front(I) the bytes
+live at I, and passing(I, J) those among them that no layer of J \\ I uses,
 
     received activations = front(I) - passing(I, J)        sent activations = front(J) - passing(I, J)
 
@@ -29,17 +29,17 @@ from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
 _FRONTS = ("output_bytes", "gradient_bytes", "outputs", "gradients")
 _BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
-COUNTED = _TIMES + _BYTES  # what adds up over the layers of a stage
+COUNTED = _TIMES + _BYTES  # quantities that are sums over a stage's layers
 
 
 class StateSpace(ABC):
-    """States in an order in which every state stands after those it contains; the first is empty, the last is all."""
+    """States in an order in which every state comes after those it contains; the first is empty, the last has all."""
 
-    complete: bool  # no legal cut is missing
+    complete: bool  # whether no legal cut is missing
 
     def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: NDArray[np.float64]) -> None:
         self.layer_costs = layer_costs
-        self._sums = sums  # of each quantity, over the layers of each state
+        self._sums = sums  # sums of each quantity over the layers of each state
         self._fronts = fronts  # live at each state, a row for each of `_FRONTS`
         self.outputs, self.gradients, self._output_count, self._gradient_count = fronts  # bytes, and how many
         self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
@@ -48,25 +48,25 @@ class StateSpace(ABC):
         return len(self.compute_s)
 
     def largest_front(self) -> tuple[float, float]:
-        """Bytes and messages, both directions together, across the busiest cut."""
+        """Return bytes and messages, in both directions together, across the busiest cut."""
         return float((self.outputs + self.gradients).max()), float((self._output_count + self._gradient_count).max())
 
     @abstractmethod
     def among_later(self, state: int, others: Integers) -> Integers:
-        """Those of `others`, all later in the order, that contain the state."""
+        """Return those of `others`, which all come later in the order, that contain the state."""
 
     @abstractmethod
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """What passes by the stage up to each of `others`: a row for each of `_FRONTS`; None for nothing."""
+        """Return what passes by the stage up to each of `others`, a row for each of `_FRONTS`; None if nothing does."""
 
     @abstractmethod
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Positions of the layers in `other` but not in `state`, ascending."""
+        """Return the positions of the layers in `other` but not in `state`, ascending."""
 
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """What the stages up to each of `others` exchange with earlier stages, and with later ones.
+        """Return what the stages up to each of `others` exchange with earlier stages, and with later ones.
 
-        Rows as in `_FRONTS`: bytes of activations and of gradients, and how many of each.
+        Rows are as in `_FRONTS`: bytes of activations and of gradients, and numbers of values of each.
         """
         before, after = self._fronts[:, state, None], self._fronts[:, others]
         if (by := self.passing(state, others)) is None:
@@ -74,9 +74,9 @@ class StateSpace(ABC):
         return before - by, after - by
 
     def work(self, state: int, others: Integers) -> Work:
-        """Work of the stages from the state to each of `others`."""
+        """Return the work of the stages from the state to each of `others`."""
         left, right = self.sides(state, others)
-        # Activations come from the left and go to the right, gradients the other way.
+        # Activations come from earlier stages (left) and go to later ones (right), gradients the other way.
         received, sent = left[0] + right[1], right[0] + left[1]
         received_messages, sent_messages = left[2] + right[3], right[2] + left[3]
         sums = self._sums
@@ -98,7 +98,7 @@ class StateSpace(ABC):
 
     @cached_property
     def every_stage(self) -> tuple[Integers, Integers, Work]:
-        """All stages: first states, last states, and their work."""
+        """The first states, last states and work of all stages."""
         later = [self.among_later(i, np.arange(i + 1, len(self))) for i in range(len(self) - 1)]
         works = [self.work(state, others) for state, others in enumerate(later)]
         counts = [len(others) for others in later]
@@ -111,7 +111,7 @@ class StateSpace(ABC):
         return np.repeat(np.arange(len(later)), counts), np.concatenate(later), Work(**merged)
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Footprint of the same stages."""
+        """Return the footprint of the same stages."""
 
         def held(name: str) -> Floats:
             return np.asarray(self._sums[name][others] - self._sums[name][state])
@@ -130,7 +130,7 @@ class StateSpace(ABC):
         )
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """Lower bound of `planner.cost.work.working_bytes` for the same stages: no peak is below all that is saved."""
+        """Bound `planner.cost.work.working_bytes` from below: no peak is below all saved activations or gradients."""
         if self.layer_costs.at_work is None:
             return np.asarray(0.0), np.asarray(0.0)
         saved, gradients = (
@@ -140,7 +140,7 @@ class StateSpace(ABC):
 
 
 class Coarse(StateSpace):
-    """Some states of another space, among them both ends: a smaller question whose answer is a start for the other."""
+    """Some states of another space, with both ends: a smaller search, whose answer is a start for the whole one."""
 
     complete = False
 
@@ -150,45 +150,45 @@ class Coarse(StateSpace):
         self.compute_s = space.compute_s[states]
 
     def largest_front(self) -> tuple[float, float]:
-        """That of the other space, which bounds it."""
+        """Return that of the other space, which is an upper bound."""
         return self._space.largest_front()
 
     def among_later(self, state: int, others: Integers) -> Integers:
-        """As in the other space, whose order is kept."""
+        """Return what the other space does, whose order is kept."""
         return np.searchsorted(self.states, self._space.among_later(int(self.states[state]), self.states[others]))
 
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """As in the other space."""
+        """Return what the other space does."""
         return self._space.passing(int(self.states[state]), self.states[others])
 
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """As in the other space."""
+        """Return what the other space does."""
         return self._space.sides(int(self.states[state]), self.states[others])
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """As in the other space."""
+        """Return what the other space does."""
         return self._space.layers(int(self.states[state]), int(self.states[other]))
 
     def work(self, state: int, others: Integers) -> Work:
-        """As in the other space."""
+        """Return what the other space does."""
         return self._space.work(int(self.states[state]), self.states[others])
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """As in the other space."""
+        """Return what the other space does."""
         return self._space.footprint(int(self.states[state]), self.states[others], work)
 
 
 class Chain(StateSpace):
-    """Prefixes of an order of the layers that may be cut: those not forbidden by `no_cut_after`."""
+    """Prefixes of an order of the layers whose ends are legal cuts: `no_cut_after` does not forbid them."""
 
     def __init__(self, layer_costs: LayerCosts, order: Sequence[tuple[int, ...]] | None = None) -> None:
-        """`order`: the uncut groups in a topological order other than the profile's."""
+        """Sum up the prefixes; `order`: the uncut groups in a topological order other than the profile's."""
         groups = uncut_groups(layer_costs) if order is None else order
         self._order = np.array([layer for group in groups for layer in group])
         self._ends = np.cumsum([0, *(len(group) for group in groups)])
         self._in_order = order is None
         rank = np.argsort(self._order)
-        self._values = [  # place of the producer, places of the users ascending, and what the value adds to a front
+        self._values = [  # place of the producer, ascending places of the users, and what the value adds to a front
             (
                 int(rank[value.producer]),
                 sorted(rank[list(value.users)].tolist()),
@@ -202,23 +202,23 @@ class Chain(StateSpace):
         }
         fronts = np.zeros((len(_FRONTS), len(self._order) + 1))
         for producer, users, weights in self._values:
-            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and some user still to come
+            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
         super().__init__(layer_costs, sums, fronts[:, self._ends])
         self.complete = order is None and is_linear(layer_costs, uncut_groups(layer_costs))
 
     def among_later(self, state: int, others: Integers) -> Integers:
-        """All of them: each prefix contains the shorter ones."""
+        """Return all of them, because each prefix contains the shorter ones."""
         return others
 
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """By the next use of each live value: it passes every stage that ends before that use."""
+        """Sum live values by their next use: a value passes every stage that ends before it."""
         uses, sums = self._next_uses[state]
         if not len(uses):
             return None
         return sums[:, np.searchsorted(uses, self._ends[others], side="left")]
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Consecutive in the order."""
+        """Return the layers between the ends of the two prefixes."""
         return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
@@ -232,9 +232,9 @@ class Chain(StateSpace):
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:
-        """For each state, the ascending next uses of its live values, and the sums of `_FRONTS` from each use on.
+        """The next uses of each state's live values, ascending, and the sums of `_FRONTS` from each use on.
 
-        A value whose next use is the next group is left out: it passes by no stage.
+        A value that the next group uses is left out, because it passes by no stage.
         """
         live: list[list[tuple[int, Floats]]] = [[] for _ in range(len(self))]
         for producer, users, weights in self._values:
@@ -249,7 +249,7 @@ class Chain(StateSpace):
 
 
 def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
-    """Runs of consecutive layers that no cut may separate, by position; most hold one layer."""
+    """Return the runs of consecutive layers that no cut may separate, by position; most have one layer."""
     joined = {layer_costs.position[name] for name in layer_costs.profile.no_cut_after}
     groups: list[tuple[int, ...]] = []
     open_group: tuple[int, ...] = ()
@@ -262,14 +262,14 @@ def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
 
 
 def is_linear(layer_costs: LayerCosts, groups: list[tuple[int, ...]]) -> bool:
-    """Whether each group feeds the next, so that the graph has one order only and its cuts are the prefixes."""
+    """Return whether each group feeds the next, so that the graph has only one order and its cuts are prefixes."""
     group_of = {layer: number for number, group in enumerate(groups) for layer in group}
     links = {(group_of[value.producer], group_of[user]) for value in layer_costs.traffic for user in value.users}
     return all((number, number + 1) in links for number in range(len(groups) - 1))
 
 
 def column(layer_costs: LayerCosts, name: str) -> Floats:
-    """One quantity of every layer."""
+    """Return one quantity of every layer."""
     return np.array([getattr(layer, name) for layer in layer_costs.profile.layers], dtype=np.float64)
 
 

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers, Work
-from planner.solver.chain.search import RESOLUTION, CutPath
+from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
+from planner.solver.result import CutPath
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.rounding import SLACK
 from planner.cost.work import Integers
 from planner.solver.bounds.bounds import Bounds
-from planner.solver.chain.search import RESOLUTION, BoundedPath, CutPath, Search
+from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Covers, Lattice, enumerate_covers
@@ -18,6 +18,7 @@ from planner.solver.graph.orders import around, depth_first, fewest_live_bytes
 from planner.solver.graph.relaxation import OutOfWorkError, Relaxation, WorkLeft
 from planner.solver.graph.windows import Windows
 from planner.solver.problem import Limits
+from planner.solver.result import BoundedPath, CutPath
 
 MOST_DOWNSETS = 300_000  # enumerated in a second
 MOST_STATES = 2_000  # searched pair by pair in a second

@@ -1,9 +1,9 @@
-"""All cuts of a branching model: the downsets of its graph, and the exact search's space over those worth a look.
+"""Spaces of downsets: the cuts of a branching model.
 
-A model with branches has far more cuts than layers (some 200,000 for Inception-v3), most of them hopeless: they cross
-too many bytes, or divide the work so that GPUs must idle longer than a known plan leaves them time for. Both show from
-the cut alone, so hopeless ones are dropped before stages are considered, and the search over the rest still decides
-whether anything beats the known plan.
+A model with branches has far more cuts than layers (some 200,000 for Inception-v3). Most of them are hopeless: too many
+bytes cross them, or they divide the work so that no plan is faster than a known one. Both can be seen from the cut
+alone, so hopeless cuts are dropped before any stage is looked at. The search over the rest still decides whether any
+plan beats the known one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from planner.solver.chain.states import COUNTED, StateSpace, column
 from planner.solver.graph.lattice import Words, enumerate_covers, to_bits, to_words
 
 _BLOCK = 16_384
-_TICKS = 2.0**50  # of which a model's compute time has so many: whole numbers, whose sums are exact
+_TICKS = 2.0**50  # units of time in a model's compute time: sums of whole numbers are exact
 
 
 class Downsets(StateSpace):
     """Some downsets of the graph, among them the empty one and the whole."""
 
     def __init__(self, layer_costs: LayerCosts, words: Words, complete: bool) -> None:
-        """Args:
-        words: a downset per row, as a bit set of layer positions.
-        complete: whether no downset that matters is missing.
+        """Order the downsets, and sum up their layers.
+
+        Args:
+            layer_costs: of the model.
+            words: a downset per row, as a bit set of layer positions.
+            complete: whether no downset that matters is missing.
         """
         count = len(layer_costs.profile.layers)
         bits = to_bits(words, count)
         quantities = np.stack([ticks(layer_costs), *(column(layer_costs, name) for name in COUNTED)])
         sums = _weighted(quantities, bits.T)
-        # By compute time and size, so that every downset stands after those it contains and states within a time are
-        # neighbours; then by content, for repeatable answers.
+        # Order by compute time and size, so that every downset comes after those it contains, and states within a range
+        # of time are a range of numbers; then by content, so that answers are repeatable.
         self.order = np.lexsort((*words.T, bits.sum(axis=1, dtype=np.int64), sums[0]))
         self._words = words[self.order]
         self._columns = np.ascontiguousarray(bits[self.order].T)  # a row of zeros and ones per layer
@@ -54,7 +57,7 @@ class Downsets(StateSpace):
         self._weights = [value.amounts for value in layer_costs.traffic]
 
     def among_later(self, state: int, others: Integers) -> Integers:
-        """Supersets, by their bits."""
+        """Return the supersets, by their bits."""
         own = self._words[state]
         contains = np.ones(len(others), dtype=bool)
         for word in np.flatnonzero(own):
@@ -62,7 +65,7 @@ class Downsets(StateSpace):
         return others[contains]
 
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """Live values none of whose users stands between the state and the others."""
+        """Sum the live values without a user between the state and the others."""
         by = np.zeros((len(self._fronts), len(others)))
         own = self._words[state]
         needed = ((own & self._users) != self._users).any(axis=1) & (self._columns[self._producers, state] > 0)
@@ -75,11 +78,11 @@ class Downsets(StateSpace):
         return by
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """By their bits."""
+        """Return the layers by their bits."""
         return tuple(int(index) for index in np.flatnonzero(self._columns[:, other] > self._columns[:, state]))
 
     def worth(self, model: Bounds, gpus: int, target_s: float) -> Integers:
-        """The states at which a plan for `gpus` within the target may cut."""
+        """Return the states at which a plan for `gpus` within the target may cut."""
         before_s = model.least_s(self.work(0, np.arange(len(self))))
         before, after = model.fewest_around_cut(self.outputs, self.gradients, target_s)
         before = np.maximum(before, np.ceil(before_s / target_s - SLACK))
@@ -89,9 +92,9 @@ class Downsets(StateSpace):
         return np.flatnonzero(keep)
 
     def nearest(self, states: Integers, cuts: Sequence[Sequence[int]], most: int) -> Integers:
-        """Of the states, about `most` that differ least from one of the cuts (layers before it), and both ends.
+        """Return both ends and the about `most` of the states that differ least from one of the cuts.
 
-        Layers count by their compute time, and a little by themselves.
+        A cut is given by the layers before it. Each layer counts by its compute time, plus a constant.
         """
         layers_s = sum(column(self.layer_costs, name) for name in ("forward_s", "backward_s", "update_s"))
         weights = np.asarray(layers_s / np.mean(layers_s) + 1.0)
@@ -104,29 +107,29 @@ class Downsets(StateSpace):
         return np.array(sorted(chosen))
 
     def only(self, states: Integers, complete: bool) -> Downsets:
-        """A space of these states, which must include both ends."""
+        """Return the space of these states, which must include both ends."""
         return Downsets(self.layer_costs, self._words[states], complete)
 
     def _live(self, value: Traffic) -> NDArray[np.bool_]:
-        """The downsets at which a value is made and still needed."""
+        """Return the downsets at which a value is produced and still needed."""
         used = np.bitwise_and.reduce(self._columns[list(value.users)], axis=0)
         return np.asarray(self._columns[value.producer] > used)
 
 
 def enumerate_downsets(layer_costs: LayerCosts, most: int) -> Words | None:
-    """Every downset that cuts no forbidden place; None when there are more than `most`."""
+    """Return every downset that ends at no forbidden place; None if there are more than `most`."""
     covers = enumerate_covers(layer_costs, most)
     return None if covers is None else covers.words
 
 
 def ticks(layer_costs: LayerCosts) -> Floats:
-    """Each layer's share of the compute time, in whole numbers, which add up to the same in any order."""
+    """Return each layer's share of the compute time as a whole number, so that sums are the same in any order."""
     layers_s = np.sum([column(layer_costs, name) for name in ("forward_s", "backward_s", "update_s")], axis=0)
     return np.asarray(np.rint(layers_s / max(layers_s.sum(), np.finfo(float).tiny) * _TICKS))
 
 
 def _weighted(weights: Floats, columns: NDArray[np.uint8] | NDArray[np.bool_]) -> Floats:
-    """Sums over each state's layers, for each row of weights; in blocks, since bits become floats for it."""
+    """Sum over each state's layers, for each row of weights; in blocks, because bits become floats on the way."""
     sums = np.empty((len(weights), columns.shape[-1]))
     for start in range(0, sums.shape[1], _BLOCK):
         block = slice(start, start + _BLOCK)

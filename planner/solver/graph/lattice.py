@@ -1,8 +1,8 @@
-"""The lattice of a graph's downsets: every cut, and which layers lead from one to the next.
+"""The lattice of a graph's downsets: every cut, and which groups of layers lead from one cut to another.
 
-A downset covers another when it holds one group of layers more. Along the covers, the least of any quantity over all
-downsets that contain a given one costs O(covers), though the pairs are far more: take the groups from the last to the
-first, and let every downset that can admit the group inherit from the one that has (the zeta transform of a
+A downset covers another if it has one group of layers more. Along the covers, finding the least of any quantity over
+all downsets that contain a given one takes O(covers), though there are far more pairs: take the groups from the last to
+the first, and let every downset that can admit the group inherit from the one that has it (the zeta transform of a
 distributive lattice: Björklund et al., "Fast zeta transforms for lattices with few irreducibles", SODA 2012).
 """
 
@@ -20,13 +20,13 @@ from planner.cost.work import Floats, Integers
 from planner.solver.chain.states import uncut_groups
 
 _WORD = 64
-_FEW_STATES = 400  # up to which all pairs are quicker than the covers
+_FEW_STATES = 400  # up to this many, looking at all pairs is quicker than following the covers
 Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class Covers:
-    """Downsets as bit sets, and for each pair of which one has a group more: lower, upper, and the group."""
+    """Downsets as bit sets, and their covers: the lower downset, the upper one, and the group that it has more."""
 
     words: Words
     lower: Integers
@@ -35,13 +35,13 @@ class Covers:
 
 
 class Lattice:
-    """The covers between states that stand in an order in which every state stands after those it contains."""
+    """The covers between states, in an order in which every state comes after those it contains."""
 
     def __init__(self, covers: Covers, order: Integers) -> None:
         self._states, self._groups = len(order), int(covers.group.max()) + 1
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
-        # Group and lower state as one number, to find a group's covers within a range of states.
+        # Group and lower state make one number, so that a group's covers within a range of states are a range.
         keys = covers.group * len(order) + rank[covers.lower]
         sort = np.argsort(keys)
         self._keys, self._lower, self._upper = keys[sort], rank[covers.lower[sort]], rank[covers.upper[sort]]
@@ -54,7 +54,7 @@ class Lattice:
         """Replace each value by the least over all states from it upwards, in place.
 
         Args:
-            values: of the states from `start` on, as far as they matter; every state stands after those it contains.
+            values: of the states from `start` on, as far as they matter.
 
         Returns:
             The number of covers looked at.
@@ -74,7 +74,7 @@ class Lattice:
         return visited
 
     def most_below(self, values: Floats, start: int) -> int:
-        """Replace each value by the largest over all states from it downwards, in place; as `least_above`."""
+        """Replace each value by the largest over all states from it downwards, in place; see `least_above`."""
         if self._within_each is not None:
             span = slice(start, start + len(values))
             values[:] = np.where(self._within_each[span, span], values[:, None], -np.inf).max(axis=0)
@@ -90,7 +90,7 @@ class Lattice:
         return visited
 
     def _within(self, start: int, stop: int) -> list[slice]:
-        """The covers of each group whose lower state is in the range."""
+        """Return the covers of each group whose lower state is in the range."""
         bases = np.arange(self._groups) * self._states
         firsts, ends = np.searchsorted(self._keys, bases + start), np.searchsorted(self._keys, bases + stop)
         some = np.flatnonzero(ends > firsts)
@@ -101,9 +101,9 @@ _enumerated: WeakKeyDictionary[LayerCosts, tuple[int, Covers | None]] = WeakKeyD
 
 
 def enumerate_covers(layer_costs: LayerCosts, most: int) -> Covers | None:
-    """Every downset that cuts no forbidden place; None when there are more than `most`. O(downsets · width).
+    """Return every downset that ends at no forbidden place; None if there are more than `most`. O(downsets · width).
 
-    What was last enumerated of a model is kept as long as its layer_costs: a search may need it twice.
+    The last answer for a model is kept as long as its costs exist, because a search may need it twice.
     """
     if layer_costs not in _enumerated or _enumerated[layer_costs][0] != most:
         _enumerated[layer_costs] = most, _covers(layer_costs, most)
@@ -121,8 +121,8 @@ def _covers(layer_costs: LayerCosts, most: int) -> Covers | None:
             needs[user] |= 1 << producer
             feeds[producer].add(user)
     masks, lowers, uppers, admitted = [0], [], [], []
-    level = {0: 0}  # downsets of equal size, and their numbers
-    ready = {0: tuple(number for number, need in enumerate(needs) if not need)}  # the groups that each can admit
+    level = {0: 0}  # downsets of equal size, with their numbers
+    ready = {0: tuple(number for number, need in enumerate(needs) if not need)}  # groups that each can admit
     while level:
         larger: dict[int, int] = {}
         larger_ready: dict[int, tuple[int, ...]] = {}
@@ -145,7 +145,7 @@ def _covers(layer_costs: LayerCosts, most: int) -> Covers | None:
 
 
 def words_of_groups(masks: Sequence[int], groups: Sequence[tuple[int, ...]]) -> Words:
-    """Bit sets of layers, from bit sets of groups of layers."""
+    """Convert bit sets of groups to bit sets of layers."""
     if any(len(group) > 1 for group in groups):
         layers = [sum(1 << layer for layer in group) for group in groups]
         masks = [sum(bits for number, bits in enumerate(layers) if mask >> number & 1) for mask in masks]
@@ -153,17 +153,17 @@ def words_of_groups(masks: Sequence[int], groups: Sequence[tuple[int, ...]]) -> 
 
 
 def to_words(sets: Sequence[Sequence[int]], count: int) -> Words:
-    """Bit sets of positions below `count`, a row of 64-bit words each."""
+    """Convert sets of positions below `count` to bit sets, a row of 64-bit words each."""
     return words_of_masks([sum(1 << index for index in each) for each in sets], count)
 
 
 def to_bits(words: Words, count: int) -> NDArray[np.uint8]:
-    """The rows of bit sets as rows of zeros and ones."""
+    """Convert bit sets to rows of zeros and ones."""
     return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little", count=count)
 
 
 def words_of_masks(masks: Sequence[int], count: int) -> Words:
-    """Bit sets given as integers, a row of 64-bit words each."""
+    """Convert bit sets given as integers to rows of 64-bit words."""
     words = (count + _WORD - 1) // _WORD
     content = b"".join(mask.to_bytes(words * (_WORD // 8), "little") for mask in masks)
     return np.frombuffer(content, dtype="<u8").reshape(len(masks), words).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Some cuts of a graph that has too many to list: those along a few orders of its layers, and those near given ones."""
+"""Choose some cuts of a graph that has too many to list: those along a few orders, and those near given cuts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Groups:
         self.group_of = {layer: number for number, group in enumerate(self.layers) for layer in group}
         self.needs: list[set[int]] = [set() for _ in self.layers]
         self.feeds: list[set[int]] = [set() for _ in self.layers]
-        # Values that cross between groups: bytes, and the groups that use them.
+        # Values that groups send to others: bytes, and the groups that use them.
         self.makes: list[list[tuple[int, set[int]]]] = [[] for _ in self.layers]
         for value in layer_costs.traffic:
             producer = self.group_of[value.producer]
@@ -31,7 +31,7 @@ class Groups:
 
 
 def depth_first(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
-    """The groups in an order that follows each branch to its end before it begins the next."""
+    """Return the groups in an order that follows each branch to its end before it begins the next."""
     opened: dict[int, int] = {}
 
     def latest(ready: set[int], graph: Groups, done: set[int]) -> int:
@@ -43,7 +43,7 @@ def depth_first(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
 
 
 def fewest_live_bytes(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
-    """The groups in an order that adds, at each step, the least to what is live."""
+    """Return the groups in an order that adds the fewest live bytes at each step."""
 
     def leanest(ready: set[int], graph: Groups, done: set[int]) -> int:
         def growth(group: int) -> tuple[int, int]:
@@ -62,11 +62,11 @@ def fewest_live_bytes(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
 
 
 def around(layer_costs: LayerCosts, cuts: Sequence[Sequence[int]], most: int) -> Words:
-    """About `most` downsets that differ least, in compute time, from one of the cuts (layers before it); both ends."""
+    """Return both ends and about `most` downsets that differ least, in compute time, from one of the cuts."""
     graph = Groups(layer_costs)
     layers = layer_costs.profile.layers
     times = [layer.forward_s + layer.backward_s + layer.update_s for layer in layers]
-    little_s = sum(times) / len(times)  # by which layers count besides
+    little_s = sum(times) / len(times)  # added to each layer, so that layers without time count, too
     weights = [sum(times[index] + little_s for index in group) for group in graph.layers]
     masks = {0, (1 << len(graph.layers)) - 1}
     for cut in cuts:
@@ -75,7 +75,7 @@ def around(layer_costs: LayerCosts, cuts: Sequence[Sequence[int]], most: int) ->
 
 
 def _nearest(graph: Groups, weights: Sequence[float], cut: frozenset[int], most: int) -> set[int]:
-    """Downsets by increasing difference from the cut: each step adds or takes away one group."""
+    """Return the downsets nearest to the cut: each step adds or removes one group."""
     start = sum(1 << group for group in cut)
     addable = frozenset(g for g, needs in enumerate(graph.needs) if g not in cut and needs <= cut)
     removable = frozenset(g for g in cut if not graph.feeds[g] & cut)

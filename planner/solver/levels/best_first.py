@@ -16,9 +16,10 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
 from planner.cost.topology import Loads
 from planner.cost.work import Floats, Integers
-from planner.solver.chain.search import RESOLUTION, BoundedPath, CutPath
+from planner.solver.chain.search import RESOLUTION
 from planner.solver.levels.relaxed import Relaxed, Rest, Seconds
 from planner.solver.problem import Problem
+from planner.solver.result import BoundedPath, CutPath
 
 MOST_STEPS = 3_000  # partial plans to extend: a number, not a time, so that the same problem has the same answer
 

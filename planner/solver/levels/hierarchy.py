@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.solver.chain.search import BoundedPath, CutPath
 from planner.solver.chain.states import StateSpace
 from planner.solver.levels.best_first import BestFirst, better
 from planner.solver.levels.relaxed import Relaxed, Seconds
 from planner.solver.problem import Problem
+from planner.solver.result import BoundedPath, CutPath
 
 MOST_ENTRIES = 12_000_000  # in the tables of bounds
 MOST_COUNTS = 16  # numbers of GPUs that are tried one by one where memory is limited

@@ -14,7 +14,7 @@ from planner.cost.setting import Setting
 from planner.cost.work import Integers
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.evaluation import priced_path
-from planner.solver.chain.search import RESOLUTION, BoundedPath, CutPath, Search, stages_along, with_replicas
+from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.branches import MOST_DOWNSETS, search_beyond
@@ -26,6 +26,7 @@ from planner.solver.levels.nearest import NearestModel
 from planner.solver.levels.relaxed import Seconds
 from planner.solver.levels.stage_bounds import objective_of
 from planner.solver.problem import Limits, Problem
+from planner.solver.result import BoundedPath, CutPath, stages_along, with_replicas
 
 MOST_PLACED = 256  # GPUs up to which every place is tried
 MOST_BOUNDED = 64  # GPUs up to which all cuts of a branching model are searched

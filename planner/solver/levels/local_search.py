@@ -15,9 +15,10 @@ import numpy as np
 
 from planner.cost.stage_options import StageOptions
 from planner.solver.candidates.budget import Deadline
-from planner.solver.chain.search import RESOLUTION, CutPath
+from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
 from planner.solver.levels.relaxed import Seconds
+from planner.solver.result import CutPath
 
 KINDS = 4  # of neighbours
 PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # shares of a stage's compute at which it is split

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats
-from planner.solver.chain.search import RESOLUTION, CutPath
+from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
 from planner.solver.levels.stage_bounds import StageBounder, StageBounds
 from planner.solver.problem import Problem
+from planner.solver.result import CutPath
 
 MOST_TRADES = 16  # answers that trade the sum against the maximum
 

@@ -15,9 +15,9 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver import solve
 from planner.solver.candidates.budget import NO_HURRY
-from planner.solver.chain.search import CutPath, stages_along
 from planner.solver.chain.states import Chain
 from planner.solver.levels.local_search import LocalSearch
+from planner.solver.result import CutPath, stages_along
 from tests.samples import layer, profile
 
 PROFILES = File(__file__).parents[3] / "profiles"

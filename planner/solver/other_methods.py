@@ -1,16 +1,11 @@
-"""Choose the method for a problem, and answer by those other than the search over pipelines.
-
-search   exact; GPUs alike; constraints that are forbidden cuts
-ilp      an integer program: all constraints, GPUs that differ; clusters of one level
-brute    every plan, for up to ten layers
-"""
+"""Solve a problem by a method other than the search over pipelines: an integer program, or brute force."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Literal
 
-from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.errors import InfeasibleError, PlannerError
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.infeasible import explain
@@ -19,48 +14,12 @@ from planner.solver.reference.brute import brute_force
 from planner.solver.result import Evaluation, Found
 from planner.units import format_bytes
 
-SolverName = Literal["auto", "search", "ilp", "brute"]
-MethodName = Literal["search", "ilp", "brute"]
+OtherMethod = Literal["ilp", "brute"]
 
 _PLENTY = 2**60  # bytes
 
 
-def method_for(problem: Problem, solver: SolverName) -> MethodName:
-    """Return the method for a problem.
-
-    Raises:
-        InputError: if the solver that was asked for cannot solve it.
-    """
-    problem.constraints.check(problem.layer_costs.profile, problem.cluster)
-    wants = _beyond_the_search(problem)
-    if problem.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
-        wanted = wants or f"`solver={solver}`"
-        raise InputError(
-            f"the schedule {problem.schedule} is solved by the search alone, which does not take {wanted}",
-            hint="use another schedule, or leave them out",
-        )
-    if solver == "brute":
-        if wants is not None:
-            raise InputError(f"`solver=brute` does not take {wants}", hint="use `solver=auto`")
-        return "brute"
-    if solver == "search" and wants is not None:
-        raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
-    return "ilp" if solver == "ilp" or wants is not None else "search"
-
-
-def _beyond_the_search(problem: Problem) -> str | None:
-    """Return, in words, what the search cannot express; None if it can express the whole problem."""
-    constraints = problem.constraints
-    if problem.cluster.kinds:
-        return "clusters whose GPUs differ"
-    if constraints.stage_of or constraints.gpu_of:
-        return "layers pinned to a stage or a GPU"
-    if constraints.as_forbidden_cuts(problem.layer_costs.profile, in_order=problem.keeps_order) is None:
-        return "layers kept together that are no neighbours in the profile's order"
-    return None
-
-
-def answer(problem: Problem, method: MethodName) -> Found:
+def answer(problem: Problem, method: OtherMethod) -> Found:
     """Find the best plan by a method other than the search over pipelines.
 
     Raises:
@@ -94,7 +53,7 @@ def _by_brute_force(problem: Problem) -> Found | None:
     return None if best is None else Found(best, best.seconds, "brute")
 
 
-def _infeasible(problem: Problem, method: MethodName) -> InfeasibleError:
+def _infeasible(problem: Problem, method: OtherMethod) -> InfeasibleError:
     """Return why there is no plan: the constraints, or the memory."""
     cluster = problem.cluster
 
