@@ -49,7 +49,7 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     ]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
     problem = Problem(layer_costs, Setting(cluster, find(shape.schedule), shape.microbatches))
-    cost = price_with_copies(layer_costs, stages, cluster, problem.price(stages), problem.schedule)
+    cost = price_with_copies(layer_costs, stages, problem.price(stages), problem.setting)
     return assemble(problem, Evaluation(tuple(stages), cost))
 
 

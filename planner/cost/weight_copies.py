@@ -8,11 +8,10 @@ from dataclasses import replace
 from planner.cost.buckets import ready_s
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import Price
+from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
-from planner.formats.cluster import Cluster
 from planner.formats.profile import Layer, Profile
 from planner.formats.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
-from planner.schedule.schedule import Schedule
 from planner.schedule.shared import lag
 from planner.units import format_bytes
 
@@ -93,9 +92,7 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
     return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
 
 
-def price_with_copies(
-    layer_costs: LayerCosts, stages: Sequence[Candidate], cluster: Cluster, price: Price, schedule: Schedule
-) -> Price:
+def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> Price:
     """Return `price` with the memory of duplicated weights.
 
     A duplicate takes its weight's versions, its gradient twice and the optimizer's state. All stages that share
@@ -104,6 +101,7 @@ def price_with_copies(
     Raises:
         InfeasibleError: if that does not fit the memory.
     """
+    schedule = setting.schedule
     exchanged = exchanged_bytes(layer_costs, stages, price.in_flight if schedule.stashes else None)
     memory = [
         held.model_copy(update={"communication_bytes": held.communication_bytes + more})
@@ -120,7 +118,7 @@ def price_with_copies(
                     "optimizer_bytes": held.optimizer_bytes + layer.optimizer_bytes,
                 }
             )
-        limit = cluster.memory_of(stages[number].options.kind)
+        limit = setting.cluster.memory_of(stages[number].options.kind)
         if limit is not None and memory[number] != price.memory[number] and memory[number].total_bytes > limit:
             shared = next(weight for weight in shared_in(layer_costs, stages) if number in weight.stages)
             over = format_bytes(memory[number].total_bytes - limit)

@@ -102,7 +102,7 @@ def solve(
     else:
         found = _found(problem, solver)
     best = found.best
-    cost = price_with_copies(problem.layer_costs, best.stages, cluster, best.price, schedule)
+    cost = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
     best = Evaluation(best.stages, cost)
     plan = assemble(problem, best, _report(problem, found))
     plan = plan.model_copy(update={"vertical_sync": vertical_sync})
