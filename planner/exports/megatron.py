@@ -29,6 +29,12 @@ def megatron_arguments(plan: Plan) -> str:
         PlanError: if the stages are not counts of transformer layers, or need what Megatron cannot express.
     """
     replicas = equal_replicas(plan, SYSTEM)
+    workers, stages = plan.workers // replicas, len(plan.stages)
+    if any(plan.schedule.worker_of(stage, workers) != stage % workers for stage in range(stages)):
+        raise PlanError(
+            f"Megatron-LM gives stage s to worker s mod {workers}, and {plan.schedule} does not",
+            hint="solve with `schedule=interleaved`",
+        )
     layers = layer_counts(plan)
     microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
     said = [

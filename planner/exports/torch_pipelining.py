@@ -53,7 +53,8 @@ PIPELINES = $replicas  # copies of every stage
 MICROBATCHES = $microbatches  # between two updates, of each pipeline
 STAGES = $layers  # the layers of each
 RECOMPUTE = $recompute
-WORKERS = $pipeline_workers  # of one pipeline; stage s runs on worker s modulo these
+WORKERS = $pipeline_workers  # of one pipeline
+WORKER_OF = $worker_of  # for each stage
 SHARED = $shared  # weights by the stages that hold a copy; all copies are updated with the sum of their gradients
 
 
@@ -73,7 +74,7 @@ def main() -> None:
     pipelines = [dist.new_group([w * PIPELINES + p for w in range(WORKERS)]) for p in range(PIPELINES)]
     copies = [dist.new_group([w * PIPELINES + p for p in range(PIPELINES)]) for w in range(WORKERS)]
     holders = {
-        (held_by, p): dist.new_group(sorted({stage % WORKERS * PIPELINES + p for stage in held_by}))
+        (held_by, p): dist.new_group(sorted({WORKER_OF[stage] * PIPELINES + p for stage in held_by}))
         for held_by in SHARED
         for p in range(PIPELINES)
     }
@@ -94,7 +95,8 @@ def main() -> None:
             seed=arguments.seed,
             recompute=RECOMPUTE[index],
         ).to(device)
-        for index in range(worker, len(STAGES), WORKERS)
+        for index in range(len(STAGES))
+        if WORKER_OF[index] == worker
     }
     stages = [
         PipelineStage(
@@ -174,7 +176,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         raise InputError(
             f"a script for {SYSTEM} needs the model file", hint="give the model file that the plan was made for"
         )
-    microbatches = microbatches_per_pipeline(plan, replicas, SYSTEM)
+    workers, microbatches = plan.workers // replicas, microbatches_per_pipeline(plan, replicas, SYSTEM)
     schedule, said = _schedule(plan, microbatches)
     said += schedule_remarks(plan, SYSTEM)
     if any(stage.recompute for stage in plan.stages):
@@ -197,7 +199,8 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         replicas=replicas,
         layers=stage_layers(plan),
         recompute=[stage.recompute for stage in plan.stages],
-        pipeline_workers=plan.workers // replicas,
+        pipeline_workers=workers,
+        worker_of=[plan.schedule.worker_of(stage, workers) for stage in range(len(plan.stages))],
         shared=shared_weights(plan),
         threads=plan.device.threads or 1,
     )

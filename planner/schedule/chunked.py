@@ -22,7 +22,7 @@ Work = Literal["F", "B", "I", "W"]
 class Chunked(Synchronous):
     """Base of schedules with several stages per worker; all stages have equally many replicas."""
 
-    formula = "interleaved"
+    formula = "chunked"
     placed = False
 
     @property

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # command line lists the schedules in its help, which shows at once.
 Count = TypeVar("Count", int, "NDArray[np.int64]")
 # The cost formula that bounds a plan's time and memory; `planner.cost` has one class for each.
-Formula = Literal["asynchronous", "double-buffered", "synchronous", "interleaved"]
+Formula = Literal["asynchronous", "double-buffered", "synchronous", "chunked"]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import pytest
 
 import planner
 from planner.errors import PlanError
+from planner.formats.plan import Plan
 from tests.exports.plans import plan_of
 
 
@@ -32,6 +33,10 @@ def test_unequal_stages_are_a_layout() -> None:
 
 
 def test_what_it_cannot_express() -> None:
+    chunks = plan_of([["wte", *blocks(0)], blocks(1), blocks(2), [*blocks(3), "loss"]])
+    stages = [stage.model_dump() | {"ranks": (rank,)} for stage, rank in zip(chunks.stages, (0, 1, 1, 0), strict=True)]
+    with pytest.raises(PlanError, match="gives stage s to worker s mod 2, and zb-v does not"):
+        planner.export(Plan.model_validate(chunks.model_dump() | {"schedule": "zb-v", "stages": stages}), "megatron")
     with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'h\.1'"):
         planner.export(plan_of([["wte", *blocks(0), "h.1.attn"], ["h.1.mlp", "loss"]]), "megatron")
     with pytest.raises(PlanError, match="layer 'wpe' is in stage 1"):

@@ -14,6 +14,7 @@ import planner
 from planner.errors import InputError, PlanError
 from planner.executor.job import Job
 from planner.formats.plan import Plan
+from planner.schedule.registry import find
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import TIMEOUT_S, run_jobs
@@ -65,16 +66,18 @@ def test_the_script_computes_what_plan_train_computes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["language", "tied"])
-def test_interleaved_and_recomputed_stages_equal_the_unsplit_plan(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "schedule"), [("language", "interleaved"), ("tied", "interleaved"), ("language", "zb-v")]
+)
+def test_chunks_and_recomputed_stages_equal_the_unsplit_plan(model: str, schedule: str, tmp_path: Path) -> None:
     path = write_model(tmp_path, model, "momentum")
     profile = structural_profile(path, 4)
     chunks = make_plan(profile, (1, 1, 1, 1), "gpipe", 4)
     stages = tuple(
-        stage.model_copy(update={"ranks": (index % 2,), "recompute": index > 0})
+        stage.model_copy(update={"ranks": (find(schedule).worker_of(index, 2),), "recompute": index > 0})
         for index, stage in enumerate(chunks.stages)
     )
-    fields = chunks.model_dump() | {"schedule": "interleaved", "stages": [s.model_dump() for s in stages]}
+    fields = chunks.model_dump() | {"schedule": schedule, "stages": [s.model_dump() for s in stages]}
     script = tmp_path / "train_pipelining.py"
     script.write_text(planner.export(Plan.model_validate(fields), "torch-pipelining", model=path), encoding="utf-8")
     whole = make_plan(profile, (1, 1), "1f1b-flush", 4)

@@ -27,7 +27,7 @@ COST_MODELS: dict[tuple[Formula, CostModelName], type[CostModel]] = {
     **{("asynchronous", name): model for name, model in ASYNCHRONOUS.items()},
     ("double-buffered", "resource"): DoubleBufferedModel,
     ("synchronous", "resource"): SynchronousModel,
-    ("interleaved", "resource"): InterleavedModel,
+    ("chunked", "resource"): InterleavedModel,
 }
 
 
