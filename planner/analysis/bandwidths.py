@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.analysis.given_plan import question_of
+from planner.analysis.given_plan import options_of
 from planner.analysis.sweep import Sweep, spread, sweep
 from planner.formats.cluster import Cluster, Level
 from planner.formats.plan import Plan
@@ -32,7 +32,7 @@ def bandwidth_sweep(profile: Profile, plan: Plan, points: int, factor: float) ->
         return plan.cluster.model_copy(update={"levels": (*levels[:outermost], changed, *levels[outermost + 1 :])})
 
     values = spread(now / factor, now * factor, points, whole=False)
-    return sweep(profile, "bandwidth", values, at, question=question_of(plan))
+    return sweep(profile, "bandwidth", values, at, options=options_of(plan))
 
 
 def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.analysis.given_plan import GivenPlan
-from planner.analysis.question import Question, fastest
+from planner.analysis.solve_options import SolveOptions, fastest
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
@@ -61,7 +61,7 @@ class _Entry:
 
 
 def compare(
-    profile: Profile, cluster: Cluster | None = None, *, plan: Plan | None = None, question: Question | None = None
+    profile: Profile, cluster: Cluster | None = None, *, plan: Plan | None = None, options: SolveOptions | None = None
 ) -> Comparison:
     """Compare a plan with data parallelism, hand-made pipelines, and GPipe on the same cut.
 
@@ -69,7 +69,7 @@ def compare(
         profile: costs per layer.
         cluster: solved for, if there is no plan.
         plan: made from this profile; it brings its cluster and schedule.
-        question: how to solve; by default as `solve` does.
+        options: how to solve; by default as `solve` does.
 
     Raises:
         PlanError: if the plan was made from another profile.
@@ -77,8 +77,8 @@ def compare(
     """
     if plan is None:
         assert cluster is not None, "either a plan or a cluster"
-        question = question or Question()
-        given = GivenPlan.of(profile, question.solve(profile, cluster), question)
+        options = options or SolveOptions()
+        given = GivenPlan.of(profile, options.solve(profile, cluster), options)
     else:
         given = GivenPlan.of(profile, plan)
     rows = [_row(given, entry) for entry in _entries(given)]
@@ -90,8 +90,8 @@ def compare(
 def _entries(given: GivenPlan) -> list[_Entry]:
     """List the chosen plan, then data parallelism, then the other baselines."""
     layer_costs, plan, cluster = given.layer_costs, given.plan, given.plan.cluster
-    question = replace(given.question, schedule=plan.schedule.unchunked)  # the baselines have no chunks
-    problem = question.problem(layer_costs, cluster)
+    options = replace(given.options, schedule=plan.schedule.unchunked)  # the baselines have no chunks
+    problem = options.problem(layer_costs, cluster)
     equal_time = baselines.equal_time(layer_costs, cluster.gpus)
     straight = fastest(problem, [*baselines.straight(layer_costs, cluster), equal_time])
     assert straight is not None  # there is equal_time at least
@@ -109,7 +109,7 @@ def _entries(given: GivenPlan) -> list[_Entry]:
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
-        gpipe = replace(question, schedule=GPIPE, microbatches=microbatches, cost_model="resource")
+        gpipe = replace(options, schedule=GPIPE, microbatches=microbatches, cost_model="resource")
         entries.append(entry("gpipe, same cut", given.stages, gpipe.problem(layer_costs, cluster)))
     return entries
 

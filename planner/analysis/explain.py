@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.given_plan import GivenPlan
-from planner.analysis.question import Question, fastest
+from planner.analysis.solve_options import SolveOptions, fastest
 from planner.cost.layer_costs import Candidate
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
@@ -78,18 +78,18 @@ class Explanation(Record):
     solver: SolverReport
 
 
-def explain(profile: Profile, plan: Plan, *, question: Question | None = None) -> Explanation:
+def explain(profile: Profile, plan: Plan, *, options: SolveOptions | None = None) -> Explanation:
     """Explain why `plan` is as it is.
 
     Args:
         profile: that the plan was made from.
         plan: from `solve`.
-        question: how the plan was solved, where the plan does not record it; by default as `solve` does.
+        options: how the plan was solved, where the plan does not record it; by default as `solve` does.
 
     Raises:
         PlanError: if the plan was made from another profile.
     """
-    given = GivenPlan.of(profile, plan, question)
+    given = GivenPlan.of(profile, plan, options)
     return Explanation(
         model=profile.model,
         config=plan.config,
@@ -193,12 +193,12 @@ def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
     ]
     found += [*baselines.straight(layer_costs, cluster), baselines.equal_time(layer_costs, cluster.gpus)]
     # Proposals are those of 1f1b, whose search is the quickest; each is evaluated under the plan's own schedule.
-    found += proposals(Problem(layer_costs, Setting(cluster), given.question.recompute), Chain(layer_costs))
+    found += proposals(Problem(layer_costs, Setting(cluster), given.options.recompute), Chain(layer_costs))
     return list(dict.fromkeys(tuple(stages) for stages in found))
 
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
-    """Ask the same question on slightly larger clusters."""
+    """Solve again with the same options on slightly larger clusters."""
     cluster = given.plan.cluster
     levels = cluster.levels
     wider = tuple(at_bandwidth(level, level.bandwidth_bytes_per_s * MORE_BANDWIDTH) for level in levels)
@@ -216,7 +216,7 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     try:
-        plan = given.question.solve(given.layer_costs.profile, cluster)
+        plan = given.options.solve(given.layer_costs.profile, cluster)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch

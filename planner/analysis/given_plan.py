@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.analysis.question import Question
+from planner.analysis.solve_options import SolveOptions
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.placement import Busy
 from planner.cost.price import Price
@@ -22,23 +22,23 @@ from planner.solver.result import Evaluation
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A plan, the profile it was made from, and the question it answers.
+    """A plan, the profile it was made from, and the options it was solved with.
 
     Attributes:
         layer_costs: costs of the profile's layers.
         plan: from `solve` or `load_plan`.
-        question: under which it and its alternatives are priced.
+        options: under which it and its alternatives are priced.
         stages: of the plan, by the positions of their layers.
     """
 
     layer_costs: LayerCosts
     plan: Plan
-    question: Question
+    options: SolveOptions
     stages: tuple[Candidate, ...]
 
     @classmethod
-    def of(cls, profile: Profile, plan: Plan, question: Question | None = None) -> GivenPlan:
-        """Prepare `plan`; without a `question`, take what the plan says of it.
+    def of(cls, profile: Profile, plan: Plan, options: SolveOptions | None = None) -> GivenPlan:
+        """Prepare `plan`; without `options`, take those that the plan records.
 
         Raises:
             PlanError: if the plan was made from another profile, or is for GPUs of several kinds: the formulas price
@@ -61,7 +61,7 @@ class GivenPlan:
             layers = frozenset(layer_costs.position[name] for name in stage.layers)
             stages.append(Candidate(before, layers, StageOptions(stage.replicas, stage.recompute)))
             before |= layers
-        return cls(layer_costs, plan, question or question_of(plan), tuple(stages))
+        return cls(layer_costs, plan, options or options_of(plan), tuple(stages))
 
     @property
     def seconds(self) -> float:
@@ -79,25 +79,25 @@ class GivenPlan:
     @property
     def problem(self) -> Problem:
         """The problem of pricing the plan and its alternatives."""
-        return self.question.problem(self.layer_costs, self.plan.cluster)
+        return self.options.problem(self.layer_costs, self.plan.cluster)
 
     @property
     def _as_recorded(self) -> Problem:
         """The problem that the plan itself records."""
-        return question_of(self.plan).problem(self.layer_costs, self.plan.cluster)
+        return options_of(self.plan).problem(self.layer_costs, self.plan.cluster)
 
     def evaluate(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Evaluation:
-        """Evaluate other stages under the same question, on the plan's cluster or on another one."""
-        return evaluate(self.question.problem(self.layer_costs, cluster or self.plan.cluster), stages)
+        """Evaluate other stages under the same options, on the plan's cluster or on another one."""
+        return evaluate(self.options.problem(self.layer_costs, cluster or self.plan.cluster), stages)
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""
         return busy_resources(self.layer_costs, self.stages, self._as_recorded.setting)
 
 
-def question_of(plan: Plan) -> Question:
-    """Return the question that `plan` answers, as far as the plan records it."""
-    return Question(
+def options_of(plan: Plan) -> SolveOptions:
+    """Return the options that `plan` was solved with, as far as it records them."""
+    return SolveOptions(
         cost_model=plan.solver.cost_model,
         schedule=plan.schedule,
         microbatches=plan.microbatches,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from planner.analysis.question import Question
+from planner.analysis.solve_options import SolveOptions
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
@@ -63,7 +63,7 @@ def sweep(
     values: Sequence[float],
     cluster_at: ClusterAt,
     *,
-    question: Question | None = None,
+    options: SolveOptions | None = None,
 ) -> Sweep:
     """Solve for each value, and bisect between adjacent values whose configs differ.
 
@@ -72,16 +72,16 @@ def sweep(
         quantity: what the values are: bytes/s, a number of GPUs, or bytes of memory per GPU.
         values: see `spread`.
         cluster_at: returns the cluster with a value.
-        question: how to solve; by default as `solve` does.
+        options: how to solve; by default as `solve` does.
 
     Raises:
         InputError: as `solve`. That no plan fits a cluster is an answer, not an error.
     """
-    question = question or Question()
-    points = [_point(profile, value, cluster_at, question) for value in sorted(set(values))]
+    options = options or SolveOptions()
+    points = [_point(profile, value, cluster_at, options) for value in sorted(set(values))]
     changes: list[ConfigChange] = []
     for low, high in pairwise(points):
-        changes += _changes(low, high, quantity, lambda value: _point(profile, value, cluster_at, question))
+        changes += _changes(low, high, quantity, lambda value: _point(profile, value, cluster_at, options))
     return Sweep(model=profile.model, quantity=quantity, points=tuple(points), changes=tuple(changes))
 
 
@@ -104,9 +104,9 @@ def spread(low: float, high: float, points: int, whole: bool) -> list[float]:
     return sorted({float(round(value)) for value in values}) if whole else values
 
 
-def _point(profile: Profile, value: float, cluster_at: ClusterAt, question: Question) -> SweepPoint:
+def _point(profile: Profile, value: float, cluster_at: ClusterAt, options: SolveOptions) -> SweepPoint:
     try:
-        plan = question.solve(profile, cluster_at(value))
+        plan = options.solve(profile, cluster_at(value))
     except InfeasibleError as error:
         return SweepPoint(value=value, config=None, why_not=error.message)
     predicted = plan.predicted

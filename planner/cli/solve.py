@@ -190,15 +190,16 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
 
 
 def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Plan:
-    from planner.analysis.question import Question
+    from planner.analysis.solve_options import SolveOptions
     from planner.solver import solve
 
+    options = SolveOptions(schedule=find(args.schedule), microbatches=args.microbatches)
     return solve(
         profile,
         cluster,
         cost_model=args.cost_model,
-        schedule=args.schedule,
-        microbatches=Question(schedule=find(args.schedule), microbatches=args.microbatches).microbatches_on(cluster),
+        schedule=options.schedule,
+        microbatches=options.microbatches_on(cluster),
         depth=args.depth,
         recompute=args.recompute,
         chunks=args.chunks,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.analysis.compare import Comparison, ComparisonRow, compare
-from planner.analysis.question import Question
+from planner.analysis.solve_options import SolveOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -78,7 +78,7 @@ def test_no_baseline_beats_the_plan_on_measured_profiles(name: str, gpus: int) -
 @pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("1f1b-flush", 8), ("2bw", 8), ("naive", 1)])
 def test_other_schedules(schedule: str, microbatches: int) -> None:
     comparison = compare(
-        MODEL, flat_cluster(2, 10.0), question=Question(schedule=find(schedule), microbatches=microbatches)
+        MODEL, flat_cluster(2, 10.0), options=SolveOptions(schedule=find(schedule), microbatches=microbatches)
     )
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
     assert {chosen.schedule.name, parallel.schedule.name} == {schedule}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.analysis.explain import explain
-from planner.analysis.question import Question
+from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import load_profile
@@ -100,8 +100,8 @@ def test_a_plan_on_one_gpu_has_no_boundary() -> None:
 
 
 def test_schedules_that_drain_and_levels() -> None:
-    question = Question(schedule=GPIPE, microbatches=4)
-    plan = question.solve(MODEL, flat_cluster(2, 10.0))
+    options = SolveOptions(schedule=GPIPE, microbatches=4)
+    plan = options.solve(MODEL, flat_cluster(2, 10.0))
     explained = explain(MODEL, plan)
     assert explained.waiting_s == 0
     assert "per minibatch" in explanation_report(explained)

@@ -12,7 +12,7 @@ from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, SCHEDULES, find
 
 if TYPE_CHECKING:
-    from planner.analysis.question import Question
+    from planner.analysis.solve_options import SolveOptions
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
 
@@ -54,14 +54,14 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
-def question_of(args: argparse.Namespace) -> Question:
+def options_of(args: argparse.Namespace) -> SolveOptions:
     """Return how to solve, by the arguments."""
-    from planner.analysis.question import Question
+    from planner.analysis.solve_options import SolveOptions
 
     asked = {name: getattr(args, name) for name in _SOLVING}
     if args.schedule is not None:
         asked["schedule"] = find(args.schedule)
-    return Question(**{name: value for name, value in asked.items() if value is not None})
+    return SolveOptions(**{name: value for name, value in asked.items() if value is not None})
 
 
 def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
@@ -76,6 +76,6 @@ def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
     if path is None and PLAN.exists() and not any(given(args, name) for name in _CLUSTER):
         path = PLAN
     if path is None:
-        return question_of(args).solve(profile, cluster_of(args, profile))
+        return options_of(args).solve(profile, cluster_of(args, profile))
     refuse(args, "plan", *_CLUSTER, *_SOLVING, why=", which says so itself")
     return load_plan(path)

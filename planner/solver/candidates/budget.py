@@ -42,7 +42,7 @@ NO_HURRY = Deadline(None)
 class Budget:
     """What one search may spend, and what it has spent.
 
-    Instructions are counted rather than seconds, so that the same question has the same answer on any machine.
+    Instructions are counted rather than seconds, so that the same problem has the same answer on any machine.
 
     Attributes:
         deadline: when it passes, the simulation in progress ends without an answer.

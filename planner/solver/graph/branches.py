@@ -22,7 +22,7 @@ from planner.solver.result import BoundedPath, CutPath
 
 MOST_DOWNSETS = 300_000  # enumerated in a second
 MOST_STATES = 2_000  # searched pair by pair in a second
-WORK = 9 * 10**8  # covers looked at: some seconds, and the same ones for the same question
+WORK = 9 * 10**8  # covers to look at: some seconds, and always the same ones for the same problem
 _CLOSE = 0.02  # relative distance of the bounds from which on to ask for anything strictly better, too
 _PRECISION = 1e-3  # gains below this are not worth another look around a plan's cuts
 _SETTLED = 4e-10  # plans that are faster by less than this are not looked for

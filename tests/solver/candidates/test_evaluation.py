@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.analysis.compare import DATA_PARALLEL, compare
 from planner.analysis.explain import explain
-from planner.analysis.question import Question
+from planner.analysis.solve_options import SolveOptions
 from planner.cost import buckets
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.setting import Setting
@@ -162,8 +162,8 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(cluster: str, schedule: str) -> None:
     """Data parallelism may add gradients up, too: both answers say the same of it."""
-    question = Question(schedule=find(schedule), microbatches=8)
-    plan = question.solve(MODEL, CLUSTERS[cluster])
+    options = SolveOptions(schedule=find(schedule), microbatches=8)
+    plan = options.solve(MODEL, CLUSTERS[cluster])
     chosen, parallel = compare(MODEL, plan=plan).rows[:2]
     assert parallel.name == DATA_PARALLEL
     predicted = plan.predicted

@@ -1,4 +1,4 @@
-"""What a caller asks of the solver beside profile and cluster, and how plans are priced under the same question."""
+"""The arguments of `solve` beside profile and cluster, and the fastest of several plans under them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from planner.solver.result import Evaluation
 
 
 @dataclass(frozen=True)
-class Question:
+class SolveOptions:
     """The arguments of `solve` beside profile and cluster.
 
     `microbatches`: per minibatch; None means `MICROBATCHES_PER_GPU` for schedules that divide minibatches.
@@ -65,10 +65,10 @@ class Question:
         )
 
 
-def fastest(problem: Problem, options: Iterable[Sequence[Candidate]], *, must_fit: bool = False) -> Evaluation | None:
+def fastest(problem: Problem, plans: Iterable[Sequence[Candidate]], *, must_fit: bool = False) -> Evaluation | None:
     """Return the fastest of several lists of stages; None if none fits."""
     best: Evaluation | None = None
-    for candidate in sorted((priced(problem, stages) for stages in options), key=lambda candidate: candidate.seconds):
+    for candidate in sorted((priced(problem, stages) for stages in plans), key=lambda candidate: candidate.seconds):
         if best is not None and candidate.seconds >= best.seconds:
             break  # simulating can only add waiting time
         evaluation = evaluate(problem, candidate.stages)
