@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.models.registry import COST_MODELS
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import CostModelName
@@ -25,8 +24,7 @@ class Setting:
         cost_model: the planner's own, or a published one.
 
     Raises:
-        InputError: for a published cost model with a schedule that it does not describe, and for microbatches or
-            chunks that make no sense under the schedule.
+        InputError: for microbatches or chunks that make no sense under the schedule.
     """
 
     cluster: Cluster
@@ -42,12 +40,6 @@ class Setting:
         if self.chunks < 1:
             raise InputError(f"{self.chunks} chunks hold no model", hint="give `chunks` 1 or more")
         assert self.chunks == 1 or schedule.chunked
-        if (schedule.formula, self.cost_model) not in COST_MODELS:
-            described = [each.name for each in SCHEDULES if (each.formula, self.cost_model) in COST_MODELS]
-            raise InputError(
-                f"the cost model '{self.cost_model}' describes the schedule {', '.join(described)}, not {schedule}",
-                hint="use `cost_model=resource`",
-            )
         if not schedule.divides and microbatches > 1:
             dividing = [each.name for each in SCHEDULES if each.divides]
             raise InputError(

@@ -13,6 +13,7 @@ import time
 from typing import Literal
 
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.models.registry import cost_model_of
 from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
@@ -92,6 +93,7 @@ def solve(
     started = time.perf_counter()
     schedule = find(schedule)
     setting = Setting(cluster, schedule, microbatches, schedule.fixed_chunks or chunks, cost_model)
+    cost_model_of(setting)  # refuses what no cost model describes, before a search begins
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     budget = Budget(Deadline.after(time_limit_s))

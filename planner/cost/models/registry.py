@@ -12,7 +12,9 @@ from planner.cost.models.interleaved import InterleavedModel
 from planner.cost.models.paper import PaperModel
 from planner.cost.models.pipedream import PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel
+from planner.errors import InputError
 from planner.formats.plan import CostModelName
+from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Formula
 
 if TYPE_CHECKING:
@@ -32,8 +34,19 @@ COST_MODELS: dict[tuple[Formula, CostModelName], type[CostModel]] = {
 
 
 def cost_model_of(setting: Setting) -> CostModel:
-    """Return the cost model for plans in this setting."""
-    return COST_MODELS[setting.schedule.formula, setting.cost_model].of(setting)
+    """Return the cost model for plans in this setting.
+
+    Raises:
+        InputError: for a published cost model with a schedule that it does not describe.
+    """
+    name, schedule = setting.cost_model, setting.schedule
+    if (schedule.formula, name) not in COST_MODELS:
+        described = [each.name for each in SCHEDULES if (each.formula, name) in COST_MODELS]
+        raise InputError(
+            f"the cost model '{name}' describes the schedule {', '.join(described)}, not {schedule}",
+            hint="use `cost_model=resource`",
+        )
+    return COST_MODELS[schedule.formula, name].of(setting)
 
 
 def asynchronous_model(name: CostModelName, link: Link) -> StageModel:
