@@ -90,11 +90,6 @@ class Topology:
         compute = _shares if self.gpus <= MOST_REMEMBERED else _shares.__wrapped__
         return compute(self._groups, ranks, others)
 
-    def message_s(self, source: range, target: range, size_bytes: float) -> float:
-        """Return the seconds of a message between stages, on average over the pairs of ranks that exchange it."""
-        seconds = size_bytes / self.path_bytes_per_s + self.latency_s
-        return float(seconds @ self.shares(source, target).mean(axis=1))
-
 
 @lru_cache(maxsize=4096)
 def _shares(groups: tuple[int, ...], ranks: range, others: range) -> Floats:

@@ -14,20 +14,17 @@ from planner.executor.observe.run_log import Past
 from planner.executor.observe.worker_log import WorkerLog
 from planner.executor.run.context import Context, PipelineContext
 from planner.executor.run.worker import PipelineWorker
-from planner.schedule.instructions import Unit
 
 
 def report_of(context: PipelineContext, worker: PipelineWorker, peak_memory_bytes: int) -> WorkerReport:
     """Summarise what this worker measured of its stages."""
     plan, shape, stages = context.plan, context.shape, worker.stages
     depth, first = shape.in_flight(0), min(stages)
-    units = [Unit(0, microbatch) for microbatch in range(plan.microbatches)]
-    mine = sum(shape.rank_of(stage, unit) == context.rank for stage in stages for unit in units)
     steady = steady_state(
         worker.log.completions,
         start_up=2 * depth * len(stages),
         drain=depth * len(stages) if shape.asynchronous else 0,
-        per_round=shape.accumulate if plan.schedule.stashes else mine,
+        per_round=shape.units_per_update(context.rank),
     )
     return WorkerReport(
         rank=context.rank,
