@@ -1,4 +1,4 @@
-"""Which method answers a request: the methods agree, keep the constraints, and say what they cannot do."""
+"""The methods agree, keep the constraints, and say what they cannot do."""
 
 from __future__ import annotations
 
