@@ -104,6 +104,7 @@ def solve(
     else:
         found = _found(problem, solver)
     best = found.best
+    # Searches do not know of copies of shared weights, so their memory is checked last.
     cost = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
     best = Evaluation(best.stages, cost)
     plan = assemble(problem, best, _report(problem, found))
@@ -193,6 +194,7 @@ def _searched(problem: Problem) -> Found:
     """Search for the best plan with one stage per worker: by the cost model first, then by simulation."""
     search = PipelineSearch(problem)
     path = search.best()
+    # Other cuts than those along the order may need less memory; only imported profiles may use them.
     if path is None and not problem.keeps_order and (wider := search.over_all_cuts()) is not None:
         search, path = wider, wider.best()
     if path is None:
@@ -200,5 +202,6 @@ def _searched(problem: Problem) -> Found:
     extended = search.extended(path)
     assert extended.path is not None
     best = PipelineSearch(problem, extended.space).priced(extended.path)
+    # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
     bound_s = min(extended.bound_s, best.seconds)
     return Found(fastest_simulated(search, best) if problem.simulates else best, bound_s)

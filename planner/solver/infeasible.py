@@ -65,6 +65,7 @@ def _leanest(cluster: Cluster, fits: Fits) -> Evaluation:
     """Return the plan whose largest stage is smallest."""
     assert cluster.memory_bytes is not None
     low, high = cluster.memory_bytes, 2 * cluster.memory_bytes
+    # Double until something fits, then bisect: the answer is within a factor of two of the last failure.
     while (found := fits(cluster.gpus, high)) is None:
         low, high = high, 2 * high
     while high - low > max(1, high * _PRECISION):

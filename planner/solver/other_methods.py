@@ -67,6 +67,7 @@ def _infeasible(problem: Problem, method: OtherMethod) -> InfeasibleError:
         return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
 
     plenty = tuple(kind.model_copy(update={"memory_bytes": _PLENTY}) for kind in cluster.kinds)
+    # Without a memory limit only the constraints can be the reason.
     unlimited = again(kinds=plenty, memory_bytes=None)
     if unlimited is None:
         return InfeasibleError(

@@ -56,6 +56,7 @@ def fastest_simulated(search: PipelineSearch, first: Evaluation) -> Evaluation:
 def _met(search: PipelineSearch, slower: float) -> list[Evaluation]:
     """Return the plans met on the way to the best one under a synchronous schedule, for so many times slower links."""
     problem, met = search.problem, search.met
+    # Slower links make the search weigh messages more, so it meets plans with fewer of them.
     if slower != 1 or not met:
         again = SynchronousSearch(search.space, problem.synchronous(slowed(problem.link, slower)), problem.limits)
         again.best()
@@ -70,6 +71,7 @@ class _Alternatives:
         self._search, self._problem, self._budget = search, search.problem, search.problem.budget
         self._copies = _counting_copies(search)
         self._local_search: LocalSearch | None = None
+        # Where the copies of shared weights count, local search must see their cost, too.
         if self._problem.placed and self._problem.cluster.gpus <= MOST_PLACED:
             prices = PathPrices((self._copies or search).problem, (self._copies or search).space)
             self._local_search = local_search_for(self._problem, search.space, prices.strain)
@@ -80,6 +82,7 @@ class _Alternatives:
         best = self._first_or_single_stage(first)
         if not best.simulated:
             return best
+        # From many GPUs to few: plans on fewer GPUs wait less, until their busiest resource alone is too slow.
         for best_on, gpus in self._kinds():
             used = gpus + 1
             for count in counts_to_try(gpus):
@@ -136,6 +139,7 @@ class _Alternatives:
         if copies is not None:
             spaces = [(copies.space, kind) for kind in kinds[: len(KINDS)]] + spaces
         found = [(self._best_of(space, kind), kind[2].gpus) for space, kind in spaces]
+        # The kinds above are found for flat clusters; this one knows levels and copies at once.
         if copies is not None and problem.placed and problem.cluster.gpus <= MOST_WORKERS:
             found = [(self._on_levels(copies), problem.cluster.gpus), *found]
         return found
@@ -149,6 +153,7 @@ class _Alternatives:
         def best_on(gpus: int, below_s: float) -> Evaluation | None:
             if self._budget.deadline.passed:
                 return None
+            # On a slower link a plan looks slower than it is, so its limit is more generous.
             limit_s = below_s * (SLOWED if slower else 1)
             path = search_type(space, model, replace(limits, gpus=gpus)).best(limit_s)
             if path is None:

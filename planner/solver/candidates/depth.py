@@ -133,6 +133,7 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         return None
     best, trimmed = first, True
     tried: dict[Depths, DepthChoice | None] = {published: first}
+    # One pipeline with many depths to try must not use up what other candidates need.
     reserved = times.budget.left * RESERVED
 
     def consider(candidate: Depths) -> float:
@@ -154,6 +155,7 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
             best, trimmed = deeper, False
         return 1 - deeper.counted_s / before
 
+    # The inequality first: it is usually enough, and what it does not reach is rarely worth more.
     counted, last = _counted_depths(times), len(times.replicas) - 1
     consider(counted)
     if best.counted_s <= below_s * FAR:
@@ -187,6 +189,7 @@ def _regret(choice: DepthChoice, published: Depths) -> float:
 
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
     """Reduce the depth of the first stage, which has most in flight, as far as that costs no time."""
+    # Bisection, because the time falls with the depth; only the first stage, to keep the number of simulations small.
     low, high = published_depths(times.replicas)[0], best.depths[0]
     while low < high:
         middle = (low + high) // 2

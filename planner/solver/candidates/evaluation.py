@@ -99,6 +99,7 @@ def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation
         # Simulating only adds waiting, so all candidates from here on are slower than the best.
         if candidate.seconds >= best.seconds * (1 - SLACK) or best.seconds <= least_s * (1 + SETTLED):
             break
+        # Different searches propose the same stages; simulating them again would only spend the budget.
         if candidate.stages in budget.seen:
             continue
         if budget.over:
@@ -125,6 +126,7 @@ class _Simulated:
             return self._asynchronous()
         if self.problem.schedule.deepens:
             return self._synchronous()
+        # The other schedules (gpipe, naive, zb-h1, chunked ones) fix their depths.
         pipeline = pipeline_for(self.problem, self.candidate)
         seconds = self.problem.budget.steady_s(pipeline, needed=math.isinf(self.below_s))
         return self.candidate if seconds is None else self._at(seconds, None)

@@ -124,6 +124,7 @@ def slowed(link: Link, times: float) -> Link:
 
 def counts_to_try(gpus: int) -> list[int]:
     """Return numbers of GPUs to try, descending: the highest few, then a fixed series with all small numbers."""
+    # A series that does not depend on the cluster: with more GPUs, all plans on fewer GPUs are proposed again.
     steps = [*range(1, DENSE), *(DENSE * part // 4 << octave for octave in range(16) for part in range(4, 8))]
     return sorted({*range(max(1, gpus - NEAR + 1), gpus + 1), *(n for n in steps if n <= gpus)}, reverse=True)
 

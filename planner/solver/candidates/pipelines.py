@@ -103,6 +103,7 @@ def wires_s(pipeline: PipelineCosts) -> dict[tuple[int, int], float]:
     topology, found = Topology(pipeline.cluster), {}
     for (source, target), sizes in pipeline.transfer_bytes.items():
         pairs = _pairs(pipeline.shape.ranks[source], pipeline.shape.ranks[target])
+        # A message takes its latency even if it is small, but no message is sent for no bytes.
         levels = topology.level(pairs[:, 0], pairs[:, 1])
         seconds = sum(size / topology.path_bytes_per_s[levels] + topology.latency_s[levels] for size in sizes if size)
         found[source, target] = float(np.mean(seconds))

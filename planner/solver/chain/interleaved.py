@@ -39,6 +39,7 @@ class InterleavedSearch:
 
     def __init__(self, space: Chain, setting: Setting, limits: Limits) -> None:
         self.setting, self.limits, self.link = setting, limits, link_of(setting.cluster)
+        # The tables of all stages grow with the square of the states.
         self.sampled = len(space) > MOST_STATES
         self._states = np.unique(np.linspace(0, len(space) - 1, min(len(space), MOST_STATES)).astype(np.int64))
         self._space: StateSpace = Coarse(space, self._states) if self.sampled else space

@@ -72,6 +72,7 @@ class Search:
         if rough is not None:
             self._tighten(start_s)
         # This is a start, not an answer, so a few replica counts are enough.
+        # A single stage has a closed form, and is often near the optimum.
         alone = self._data_parallel(
             np.unique(np.geomspace(1, min(self.gpus, self.model.most_replicas), num=32).astype(np.int64))
         )
@@ -124,6 +125,7 @@ class Search:
         front_bytes, front_messages = self.space.largest_front()
         bytes_ = 4 * (float(everything.trainable_bytes[0]) + front_bytes)
         messages = 4 * (self.gpus + front_messages)
+        # Generous factors: no model charges more than 4·W for an all-reduce, or more than 2(r - 1) latencies.
         slower_bytes_per_s = min(link.bandwidth_bytes_per_s, link.ring_bytes_per_s)
         seconds = (
             float(everything.compute_s[0] + everything.accumulate_s[0])
@@ -148,11 +150,13 @@ class Search:
         reached[last] = last
         start = last
         for state in range(last - 1, -1, -1):
+            # The layers before this state need all GPUs, so no plan that meets the target has a cut here.
             if room[state] < 1:
                 continue
             others = reached[start:]
             least_s = before_s[others] - before_s[state]
             least = np.maximum(np.ceil(least_s / target_s - SLACK), 1.0)
+            # A stage needs at least its compute time over the target, however its all-reduce overlaps.
             others = others[gpus[others] + least <= room[state]]
             others = space.among_later(state, others)
             if not len(others):
@@ -162,6 +166,7 @@ class Search:
             # choice deterministic.
             order = np.minimum(total, self.gpus + 1) * (last + 2) + stages[others]
             choice = int(np.argmin(order * (last + 2) + recomputed[others] + again))
+            # Not even the best suffix leaves enough GPUs for the layers before the state.
             if total[choice] > room[state]:
                 continue
             gpus[state], replicas[state] = total[choice], r[choice]
@@ -180,6 +185,7 @@ class Search:
         Faster plans need at least as many GPUs before each state, so the bound holds for all smaller targets, and keeps
         their walks to the few states that could still be on a plan. Leaving memory out only loosens the bound.
         """
+        # States that the last walk did not reach stay out of reach for all smaller targets.
         prefix = np.where(self._suffix < IMPOSSIBLE, self.gpus + 1, IMPOSSIBLE)
         prefix[0] = 0
         useful = np.flatnonzero(self._suffix <= self.gpus)

@@ -99,6 +99,7 @@ class SynchronousSearch:
             choices[state] = (follow, chosen)
         if not np.isfinite(sums[0, self.gpus]):
             return None
+        # Among equal sums the fewest GPUs win; rounding must not make more of them look better.
         enough = int(np.argmax(sums[0] <= sums[0, self.gpus] * (1 + RESOLUTION)))
         return self._trace(choices, enough)
 
@@ -108,6 +109,7 @@ class SynchronousSearch:
         usable = np.flatnonzero(meets.any(axis=0))
         fewest = meets[:, usable].argmax(axis=0) + 1
         for r in range(1, len(meets) + 1):
+            # With more replicas a stage has fewer microbatches in flight, which may allow more GPUs after it.
             more_room = meets[r - 1, usable] & (stages.after[fewest - 1, usable] < self.gpus) & (fewest < r)
             some = usable[(fewest == r) | more_room]
             if len(some):
@@ -119,6 +121,7 @@ class SynchronousSearch:
         if self.recompute == "always":
             return self._variant(state, others, work, recompute=True)
         plain = self._variant(state, others, work, recompute=False)
+        # Recomputing costs time, so it is a choice only where some number of GPUs after the stage does not fit.
         tight = np.flatnonzero((np.isnan(plain.max_s) | (plain.after < self.gpus)).any(axis=0))
         if self.recompute == "never" or not len(tight):
             return plain

@@ -35,6 +35,7 @@ def solve_synced(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
     if relaxed.best.fits(problem.cluster):
         return relaxed
     depths: list[DepthRule] = ["auto", "published"] if problem.depth == "auto" else [problem.depth]
+    # Deeper pipelines hold more versions, so the published depths may fit where chosen ones do not.
     for depth in depths:
         for versions in range(2, problem.cluster.gpus + 2):
             try:

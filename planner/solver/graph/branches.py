@@ -59,6 +59,7 @@ def search_beyond(
 def _along_orders(model: Bounds, limits: Limits, best: CutPath, space: StateSpace, bound_s: float) -> BoundedPath:
     """Search along other orders of the branches, and near the best plan's cuts, where cuts are too many to list."""
     layer_costs = space.layer_costs
+    # The profile follows one order of the branches; others have cuts that it does not have.
     for order in (depth_first, fewest_live_bytes):
         chain = Chain(layer_costs, order(layer_costs))
         if (better := Search(chain, model, limits).best(below_s=best.seconds)) is not None:
@@ -126,10 +127,12 @@ class _Bracket:
             self.low_s = target_s
             return False
         useful = np.flatnonzero(after <= self.gpus)
+        # The walk from the other end costs as much again, so it must be able to drop enough states.
         if MOST_STATES < len(useful) <= _WORTH_A_WALK * MOST_STATES:
             before = self.relaxation.before(target_s, after)
             useful = np.flatnonzero(before + after <= self.gpus)
         if len(useful) <= MOST_STATES:
+            # Few enough states for the exact search, which then decides: what it does not find, does not exist.
             space = self.space.only(np.union1d(useful, [0, len(self.space) - 1]), complete=True)
             path = Search(space, self.model, self.limits).within(target_s)
             if path is None:

@@ -126,6 +126,7 @@ def _covers(layer_costs: LayerCosts, most: int) -> Covers | None:
     while level:
         larger: dict[int, int] = {}
         larger_ready: dict[int, tuple[int, ...]] = {}
+        # Level by level: a downset is found again by its bits, whichever of its groups was added last.
         for mask, state in level.items():
             can = ready[mask]
             for group in can:

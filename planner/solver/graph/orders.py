@@ -35,6 +35,7 @@ def depth_first(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     opened: dict[int, int] = {}
 
     def latest(ready: set[int], graph: Groups, done: set[int]) -> int:
+        # Groups get their number when they become ready; the last one opened belongs to the branch being followed.
         for group in sorted(ready, reverse=True):
             opened.setdefault(group, len(opened))
         return max(ready, key=lambda group: opened[group])

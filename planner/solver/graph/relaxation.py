@@ -116,6 +116,7 @@ class Relaxation:
             found = np.flatnonzero(after[start:stop] == k)
             if len(found):
                 extent[k] = (start + int(found[0]), start + int(found[-1]))
+        # State 0 is left out above: cost models may charge the first stage differently.
         after[0] = self._from_the_start(after, target_s)
         return after
 

@@ -42,6 +42,7 @@ class Windows:
         times = ("forward_s", "backward_s") if model.microbatches > 1 else ("forward_s", "backward_s", "update_s")
         layers_s = np.sum([column(layer_costs, name) for name in times], axis=0)
         self.layer_costs, self.model, self.total_s = layer_costs, model, float(layers_s.sum())
+        # Whole numbers: differences of sums must not depend on the order in which layers were added.
         ticks = np.rint(layers_s / self.total_s * _TICKS) + np.ceil(_TICKS * _EVERY / len(layers_s))
         before, after = _closures(layer_costs)
         self._up_to, self._from = (

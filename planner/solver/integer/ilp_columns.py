@@ -154,6 +154,7 @@ class Columns:
         problem, schedule = self.problem, self.problem.schedule
         limit = problem.cluster.memory_of(stages.options.kind)
         most = np.full(len(stages.others), -1)
+        # More GPUs after a stage mean more in flight, so the first number that does not fit is the last to try.
         for after in range(problem.cluster.gpus - replicas + 1):
             flying = int(schedule.in_flight(replicas, after, problem.microbatches))
             fits: NDArray[np.bool_] = most == after - 1

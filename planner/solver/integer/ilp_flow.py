@@ -104,6 +104,7 @@ class Flow:
         best = self._with_fewest_gpus(self.arcs)
         if best is None:
             return None
+        # The time of a plan is the time of one of its stages, so only these can be the answer.
         times = np.unique([arc.column.max_s for arc in self.arcs])
         first, last = 0, int(np.searchsorted(times, best.seconds))  # the answer is among times[first .. last]
         optimal = True
@@ -140,6 +141,7 @@ class Flow:
             if best is None or found.seconds < best.seconds:
                 best = found
             bound_s = found.sum_s
+            # A better plan needs a smaller maximum, and a total below the best.
             limit_s = min(found.max_s, best.seconds - found.sum_s)
             arcs = [arc for arc in arcs if arc.column.max_s < limit_s]
         if best is None:
@@ -161,6 +163,7 @@ class Flow:
     def _with_fewest_gpus(self, arcs: Sequence[Arc], most_sum_s: float = 0.0) -> _Chosen | None:
         """Return the leanest plan of these arcs whose sum is at most the given one, if that is not 0."""
         weight = len(self.columns.states) + 1
+        # One number that orders by GPUs, then stages, then recomputing stages.
         costs = [(arc.column.replicas * weight + 1) * weight + arc.column.options.recompute for arc in arcs]
         return self._cheapest(arcs, costs, most_sum_s)
 
@@ -221,6 +224,7 @@ def _arcs(problem: Problem, columns: Columns) -> list[Arc]:
     """
     gpus, pins = problem.cluster.gpus, _Pins(problem)
     usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
+    # Nodes with GPUs multiply the arcs, so they are only made where some stage limits the GPUs after it.
     count_gpus = any(column.most_after < gpus - column.replicas for column in usable)
     most_stages = min(gpus, len(columns.states) - 1)
     places = range(most_stages) if pins.stages else (-1,)

@@ -98,6 +98,7 @@ class BestFirst:
             partial = queue[0]
             longer = self._next(partial, limit_s, step)
             if partial.ways is not None and partial.ways.taken < len(partial.ways.bounds_s):
+                # The partial plan stays in the queue for its next best stage, which has a larger bound.
                 partial.bound_s = max(partial.bound_s, float(partial.ways.bounds_s[partial.ways.taken]))
                 heapq.heapreplace(queue, partial)
             else:
@@ -154,6 +155,7 @@ class BestFirst:
         for source, exchange in received.items():
             first = int(starts[source])
             theirs = range(first, first + partial.options[source].replicas)
+            # The bounds counted the nearest rank outside; the true distance can only be longer.
             late_s += loads.add_transfer(theirs, ranks, exchange) - self._counted_s(theirs, ranks, exchange)
         model = self.objective
         work = self.space.work(state, np.array([target]))

@@ -37,6 +37,7 @@ class HierarchySearch:
     def best(self, price: Seconds, known: CutPath | None) -> BoundedPath:
         """Return the best path by its true price, starting from a known one."""
         best = known
+        # Where memory is limited, a stage must know how many GPUs come after it, hence how many there are in all.
         counts = self._counts()
         roots = [self._relaxed.rest(gpus) for gpus in counts]
         for rest in roots:

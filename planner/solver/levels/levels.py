@@ -166,6 +166,7 @@ def nearest_path(problem: Problem, space: StateSpace) -> tuple[CutPath | None, b
     The path's seconds are a bound. Over many cuts it is found as precisely as such a bound needs to be.
     """
     search = nearest_search(problem, space, problem.limits)
+    # A bound needs no more precision than timings have, and precise searches over many cuts take long.
     if isinstance(search, SynchronousSearch) or len(space) <= 2 * MOST_ALIKE:
         return search.best(), search.interrupted
     path = search.best(precision=PRECISION)
@@ -204,6 +205,7 @@ def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
 def _sample(space: StateSpace, most: int, best: CutPath | None) -> Integers:
     """Return both ends, cuts at equal distances in compute time, and as many near the cuts of the best path."""
     last = len(space) - 1
+    # Half of the cuts from everywhere, in case the best plan so far is far from the optimum.
     spread = most if best is None or len(best.states) <= 2 else most // 2
     targets_s = np.linspace(0, float(space.compute_s[-1]), spread)
     chosen = set(np.minimum(np.searchsorted(space.compute_s, targets_s), last).tolist()) | {0, last}

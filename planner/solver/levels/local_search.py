@@ -45,6 +45,7 @@ class LocalSearch:
         """Return what the path becomes by always taking the best neighbour of a kind; None if nothing fits."""
         best = replace(path, seconds=self._seconds((path.states, path.options)))
         stale = 0  # kinds since the last one that helped
+        # The kinds take turns, so that a step of one kind can open the way for another.
         for neighbours in cycle((_cuts_moved, self._stages_split, self._replicas_moved, _stages_joined)):
             before = best
             for stages in neighbours(before):
@@ -62,6 +63,7 @@ class LocalSearch:
 
     def _seconds(self, stages: _Stages) -> float:
         if stages not in self._priced:
+            # On spaces of downsets, neighbouring numbers need not contain each other.
             if self.over or not _nested(self._space, stages[0]):
                 return np.inf
             self._priced[stages] = self._price(CutPath(*stages, np.inf))

@@ -52,6 +52,7 @@ class NearestModel(Bounds):
         shape = np.broadcast_shapes(work.compute_s.shape, np.shape(at_least), np.shape(after))
         floor, behind = np.broadcast_to(at_least, shape), np.broadcast_to(after, shape)
         least = np.broadcast_to(self.least_s(work), shape) / target_s * (1 - SLACK)
+        # Innermost level first: a stage that meets the target within a group need not cross its link.
         answer = np.full(shape, IMPOSSIBLE, dtype=np.int64)
         smaller = 0
         for larger, model in zip(self._groups, self._levels, strict=True):

@@ -54,6 +54,7 @@ class Relaxed:
         """Run the dynamic programme over (state, rank), for the sum and for the maximum."""
         last = len(self.space) - 1
         sum_s, max_s = np.full((2, last + 1, self.gpus + 1), np.inf)
+        # Where memory is limited, the plan must use exactly this many GPUs, which the stages before rely on.
         ends = slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)
         sum_s[last, ends] = max_s[last, ends] = 0.0
         for state in range(last - 1, -1, -1):

@@ -96,6 +96,7 @@ class Places:
         For each: the replicas in it, whether all earlier stages are outside, and whether all later stages are.
         """
         head, tail = self.first // size, (self.end - 1) // size
+        # A group in the middle is full of the stage, with earlier and later stages outside.
         full = (self.end // size - -(-self.first // size) >= 1) * size
         return [
             (
