@@ -3,6 +3,7 @@
 `find_plan` is the way from profile and cluster to plan. Every search takes a `Problem` (`problem`) and yields candidate
 plans; `candidates.evaluation` prices, deepens and simulates them.
 
+    bounds/      what the searches know about each cost model
     chain/       exact search over the cuts along an order of the layers
     graph/       search over all cuts of a branching model, and bounds
     levels/      search on clusters of several levels
