@@ -24,7 +24,8 @@ from planner.cost.link import link_of
 from planner.cost.models.registry import asynchronous_model
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import CostModelName, Plan
+from planner.formats.cost_model_names import CostModelName
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.devices import device_spec

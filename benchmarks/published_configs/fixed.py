@@ -15,7 +15,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import simulated
 from planner.solver.chain.states import Chain

@@ -9,7 +9,8 @@ from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster
-from planner.formats.plan import CostModelName, Plan
+from planner.formats.cost_model_names import CostModelName
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B

@@ -14,6 +14,7 @@ from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_pa
 from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InputError
+from planner.formats.cost_model_names import COST_MODEL_HELP, COST_MODEL_NAMES
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
 from planner.units import parse_seconds
@@ -121,10 +122,9 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare how to search."""
     parser.add_argument(
         "--cost-model",
-        choices=["resource", "pipedream", "paper"],
+        choices=COST_MODEL_NAMES,
         default="resource",
-        help="resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
-        "equation of its SOSP 2019 paper (default: %(default)s)",
+        help=f"{COST_MODEL_HELP} (default: %(default)s)",
     )
     parser.add_argument(
         "--solver",

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Wi
 
 from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster
+from planner.formats.cost_model_names import CostModelName
 from planner.formats.files import AlwaysTrue, Record, load_record, refuse_max_load, save_record
 from planner.formats.profile import Autocast, Bytes, Device, MemoryFormat, Seconds
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
@@ -37,7 +38,6 @@ ScheduleField = Annotated[
     PlainSerializer(lambda schedule: schedule.name, return_type=str),
     WithJsonSchema({"enum": list(NAMES)}),
 ]
-CostModelName = Literal["resource", "pipedream", "paper"]
 
 
 class StageMemory(Record):

@@ -21,7 +21,8 @@ from planner.cost.weight_copies import price_with_copies
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
-from planner.formats.plan import CostModelName, Plan, SolverReport
+from planner.formats.cost_model_names import CostModelName
+from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import REMEDY, Profile
 from planner.schedule.defaults import CHUNKS
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B

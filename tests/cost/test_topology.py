@@ -14,7 +14,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.topology import Loads, Topology, rank_ranges
 from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from tests.solver.strategies import profiles

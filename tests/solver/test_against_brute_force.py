@@ -11,7 +11,7 @@ from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import find

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.verb import PLAN, PROFILE, given, refuse
+from planner.formats.cost_model_names import COST_MODEL_NAMES
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, SCHEDULES, find
 
@@ -48,7 +49,7 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     )
     parser.add_argument(
         "--cost-model",
-        choices=["resource", "pipedream", "paper"],
+        choices=COST_MODEL_NAMES,
         help="as for `plan solve` (default: resource)",
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")

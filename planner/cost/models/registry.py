@@ -13,7 +13,7 @@ from planner.cost.models.paper import PaperModel
 from planner.cost.models.pipedream import PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.errors import InputError
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Formula
 

@@ -16,7 +16,7 @@ from planner.cost.placement import Resource
 from planner.cost.rounding import SLACK
 from planner.cost.topology import Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for
 

@@ -19,7 +19,7 @@ from planner.cost.models.registry import asynchronous_model
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.topology import Topology
 from planner.cost.work import Floats, Integers, Work
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Problem
 

@@ -13,8 +13,8 @@ from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
+from planner.formats.cost_model_names import CostModelName
 from planner.formats.pipedream import load_graph_txt
-from planner.formats.plan import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve

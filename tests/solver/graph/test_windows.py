@@ -14,7 +14,7 @@ from planner.cost.link import Link, link_of
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve

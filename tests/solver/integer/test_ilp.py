@@ -20,7 +20,7 @@ from planner.cost.stage_options import StageOptions
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
-from planner.formats.plan import CostModelName
+from planner.formats.cost_model_names import CostModelName
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver.bounds.registry import bounds_for
