@@ -70,7 +70,7 @@ WorkerResource = Literal["compute", "receive", "send"]
 
 @dataclass(frozen=True)
 class InterleavedShape:
-    """Prices pipelines of `workers` times `chunks` stages, in `replicas` copies.
+    """A pipeline of `workers` times `chunks` stages, in `replicas` copies, and what it takes.
 
     Args:
         schedule: with chunks; it says which worker runs which stage.
@@ -102,11 +102,11 @@ class InterleavedShape:
 
     @property
     def waits(self) -> bool:
-        """Whether workers wait for the pipeline to fill, or compute gradients of weights of the last minibatch then."""
+        """Whether workers wait while the pipeline fills; with a split backward, gradients of weights fill that time."""
         return not self.schedule.splits_backward
 
     def worker_s(self, stages: StageSeconds) -> dict[WorkerResource, Floats]:
-        """Seconds per minibatch that each worker's resources ask for.
+        """Return how many seconds per minibatch each worker's resources are busy.
 
         Args:
             stages: the last axis is the K·v stages; others are alternatives.
@@ -126,22 +126,22 @@ class InterleavedShape:
         }
 
     def seconds(self, stages: StageSeconds) -> Floats:
-        """Seconds per minibatch; the last axis of `stages` is the K·v stages."""
+        """Return the seconds per minibatch; the last axis of `stages` is the K·v stages."""
         return np.asarray(np.max(np.stack(list(self.worker_s(stages).values())), axis=(0, -1)))
 
     def in_flight(self) -> tuple[int, ...]:
-        """Microbatches that one replica of each stage holds at once, for all K·v stages."""
+        """Return how many microbatches one replica of each of the K·v stages holds at once."""
         return self.schedule.depths((self.replicas,) * (self.workers * self.chunks), self.microbatches, self.chunks)
 
     def _end_s(self, stages: StageSeconds) -> Floats:
-        """What the last backwards of a worker's chunks leave of their all-reduces, and their updates."""
+        """Return the time of the updates, and of what the last backwards do not hide of the all-reduces."""
         last_s = stages.backward_s + (stages.accumulate_s if self.units > 1 else 0.0)
         backward_s, reduce_s = self._total(last_s), self._total(stages.reduce_s)
         exposed_s = backward_and_reduce_s(backward_s, reduce_s, self.link) - backward_s
         return np.asarray(exposed_s + self._total(stages.update_s))
 
     def worker_bytes(self, stage_bytes: Floats) -> Floats:
-        """What each of the K workers holds; the last axis of `stage_bytes` is the K·v stages."""
+        """Return what each of the K workers holds; the last axis of `stage_bytes` is the K·v stages."""
         return self._total(stage_bytes)
 
     def _by_worker(self, stages: Floats) -> Floats:
