@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import InputError
+from planner.executor.communication.control import control_group
 from planner.executor.communication.place import local_place
 from planner.executor.job import Job, TrainingOptions
 from planner.executor.run.assemble import Groups, make_worker
@@ -110,7 +111,7 @@ class Pipeline:
         # No receive is posted ahead: nobody knows whether a minibatch will follow.
         self._worker = make_worker(self._context, groups, observers, lambda: ())
         self._instructions = self._stream(_ENDLESS)
-        dist.barrier()
+        dist.barrier(control_group())
         return self
 
     def __exit__(
@@ -121,7 +122,7 @@ class Pipeline:
             if kind is None:
                 self.drain()
                 self._worker.drain()
-                dist.barrier()
+                dist.barrier(control_group())
 
     def step(self, batch: Any) -> float | None:
         """Train on one more minibatch, as far as the schedule allows.
@@ -168,7 +169,7 @@ class Pipeline:
         """Drain, and write the whole model's weights to one file on the first worker; all workers call it."""
         self.drain()
         save_weights(self._context, Path(path))
-        dist.barrier()
+        dist.barrier(control_group())
 
     def _stream(self, minibatches: int) -> Iterator[Instruction]:
         return self._context.stream(self._base, self._base + minibatches)

@@ -194,7 +194,9 @@ class DataParallelWorker(Worker):
         self._options = module_options(context.plan)
         # Blocks may skip weights depending on the values that they see; for other models one step shows it.
         unused = context.spec.defines("blocks") or self._leaves_out_weights(model)
-        self._model = DistributedDataParallel(model, find_unused_parameters=unused)
+        self._model = DistributedDataParallel(
+            model, process_group=context.new_group(None), find_unused_parameters=unused
+        )
         self._forward = compiled(self._model) if self._options.compiled else self._model
         self._optimizer = StageOptimizer(
             context.spec,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
-from planner.executor.communication.place import CPU, join_group
+from planner.executor.communication.place import join_group
 from planner.executor.job import TrainingOptions
 from tests.executor import eager
 
@@ -21,7 +21,7 @@ CHANGES = 3  # minibatches before a drain in the middle
 def main(folder: Path) -> None:
     """Train what `folder` has plans for."""
     torch.set_num_threads(1)
-    join_group(CPU)  # here, because several pipelines use the group in turn
+    join_group()  # here, because several pipelines use the group in turn
     report = {}
     for name in sorted(path.stem for path in folder.glob("*.plan")):
         plan, path = planner.load_plan(folder / f"{name}.plan"), folder / "language_momentum.py"

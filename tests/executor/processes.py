@@ -49,7 +49,7 @@ def _worker(paths: Sequence[str]) -> None:
         job = Job.model_validate_json(Path(path).read_text("utf-8"))
         context = pipeline_context(job, load_model_file(job.model), CPU)
         if not joined:
-            join_group(CPU)
+            join_group()
             joined = True
         result = train(context)
         if result is not None:

@@ -41,7 +41,6 @@ from planner.formats.files import Record, save_record
 from planner.version import __version__
 
 _log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class Checkpointer:
         )
         self._reported = [len(losses), len(evaluations)]
         self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
-        replies = gather_bytes(part.model_dump_json().encode(), _CPU, self._group)
+        replies = gather_bytes(part.model_dump_json().encode(), self._group)
         if self._rank == 0:
             self._heartbeat.enter("completing a checkpoint")
             self._complete(minibatch, folder, [_WorkerPart.model_validate_json(reply) for reply in replies])

@@ -14,21 +14,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import PlannerError
+from planner.executor.communication.control import control_group
 from planner.executor.job import Loss
 from planner.formats.files import replacing
 
 
 def gather_bytes(
-    content: bytes, device: torch.device, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
+    content: bytes, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
 ) -> list[bytes]:
     """Return the `content` of each of `ranks`, by default all, on the first of them; an empty list elsewhere.
 
     Raw bytes, because torch's gather of objects unpickles what it receives.
+
+    Args:
+        content: of this worker.
+        group: a gloo group; by default that of control traffic.
+        ranks: who takes part; each of them calls this.
     """
+    group = group or control_group()
     root, *others = range(dist.get_world_size()) if ranks is None else ranks
     # torch.frombuffer refuses an empty buffer, so at least one byte travels.
-    mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8).to(device)
-    size = torch.tensor([len(content)], device=device)
+    mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8)
+    size = torch.tensor([len(content)])
     if dist.get_rank() != root:
         dist.send(size, root, group)
         dist.send(mine, root, group)
@@ -36,9 +43,9 @@ def gather_bytes(
     parts = [content]
     for rank in others:
         dist.recv(size, rank, group)
-        part = torch.empty(max(1, int(size)), dtype=torch.uint8, device=device)
+        part = torch.empty(max(1, int(size)), dtype=torch.uint8)
         dist.recv(part, rank, group)
-        parts.append(part.cpu().numpy().tobytes()[: int(size)])
+        parts.append(part.numpy().tobytes()[: int(size)])
     return parts
 
 
@@ -70,12 +77,12 @@ def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
     )
 
 
-def gather_state(state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def gather_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the union of all workers' `state` on rank 0; an empty dict elsewhere. All workers call it."""
     part = io.BytesIO()
     torch.save({name: tensor.cpu() for name, tensor in state.items()}, part)
     union: dict[str, Tensor] = {}
-    for content in gather_bytes(part.getvalue(), device):
+    for content in gather_bytes(part.getvalue()):
         union.update(torch.load(io.BytesIO(content), weights_only=True))
     return union
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.rendezvous import rendezvous
 
+from planner.executor.communication.control import GLOO
+
 TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat
 
 
@@ -27,7 +29,7 @@ class Place:
     @property
     def backend(self) -> str:
         """The backend of torch.distributed."""
-        return "nccl" if self.wire.type == "cuda" else "gloo"
+        return "nccl" if self.wire.type == "cuda" else GLOO
 
 
 CPU = Place(torch.device("cpu"), torch.device("cpu"))
@@ -49,10 +51,11 @@ def message_timeout(hang_timeout_s: float) -> timedelta:
     return max(TIMEOUT, timedelta(seconds=5 * hang_timeout_s))
 
 
-def join_group(place: Place, timeout: timedelta = TIMEOUT) -> None:
+def join_group(timeout: timedelta = TIMEOUT) -> None:
     """Join the process group that torchrun's environment describes."""
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     # With static rendezvous torchrun keeps its store when it restarts the workers, and in it the addresses of those
     # that have ended. So each start uses its own keys.
     start = PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(place.backend, store=start, rank=rank, world_size=world, timeout=timeout)
+    # The default group carries control traffic, on the CPU, whatever device trains: see `control_group`.
+    dist.init_process_group(GLOO, store=start, rank=rank, world_size=world, timeout=timeout)

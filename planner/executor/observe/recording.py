@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from planner.executor.communication.collect import gather_bytes
+from planner.executor.communication.control import control_group
 from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, EventKind, Events, Timeline
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
@@ -81,23 +82,20 @@ class TraceRecorder:
         return minibatch >= self.window.first and (self.window.end is None or minibatch < self.window.end)
 
 
-def gather_timeline(
-    recorder: TraceRecorder, plan: Plan, minibatches: int, wire: torch.device, accumulate: int = 1
-) -> Timeline | None:
+def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accumulate: int = 1) -> Timeline | None:
     """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point.
 
     Args:
         recorder: this worker's.
         plan: that runs.
         minibatches: of the run.
-        wire: device of the messages.
         accumulate: minibatches per replica between two updates, under 1f1b.
     """
-    offsets = _clock_offsets(wire)
+    offsets = _clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
     last = recorder.window.last
     first = 0 if last is None else max(0, minibatches - last)
-    parts = gather_bytes(json.dumps([list(event) for event in recorder.events(first)]).encode(), wire)
+    parts = gather_bytes(json.dumps([list(event) for event in recorder.events(first)]).encode())
     if not parts:
         return None
     events = [
@@ -115,25 +113,26 @@ def gather_timeline(
     return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved), accumulate=accumulate)
 
 
-def _clock_offsets(wire: torch.device) -> Sequence[float]:
+def _clock_offsets() -> Sequence[float]:
     """Return by rank what to add to that worker's clock to get rank 0's; an empty list elsewhere.
 
     Cristian (1989), "Probabilistic clock synchronization": the reply is assumed to be sent in the middle of the round
     trip. The fastest round trip is taken, because the error is at most half its length.
     """
-    here = torch.zeros(1, dtype=torch.float64, device=wire)
+    group = control_group()
+    here = torch.zeros(1, dtype=torch.float64)
     if dist.get_rank() != 0:
         for _ in range(_ROUNDS):
-            dist.recv(here, 0)
-            dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64, device=wire), 0)
+            dist.recv(here, 0, group)
+            dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), 0, group)
         return []
     offsets = [0.0]
     for rank in range(1, dist.get_world_size()):
         trips = []
         for _ in range(_ROUNDS):
             asked = time.perf_counter()
-            dist.send(here, rank)
-            dist.recv(here, rank)
+            dist.send(here, rank, group)
+            dist.recv(here, rank, group)
             answered = time.perf_counter()
             trips.append((answered - asked, (asked + answered) / 2 - float(here)))
         offsets.append(min(trips)[1])

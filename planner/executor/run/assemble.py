@@ -10,6 +10,7 @@ import torch.distributed as dist
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.write_parts import Restorable
+from planner.executor.communication.control import control_group
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import LinkGroups, Links, SendLimits
 from planner.executor.run.context import PipelineContext
@@ -60,7 +61,7 @@ def _joint_norm(context: PipelineContext) -> JointNorm | None:
     needed = context.job.options.clip_grad_norm is not None or context.job.scales_loss
     if not needed or context.shape.asynchronous:
         return None
-    return JointNorm(context.new_group(None), context.place.wire)
+    return JointNorm(control_group())
 
 
 def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:

@@ -58,9 +58,12 @@ class Context:
         return self.microbatch_size * self.data.microbatches
 
     def new_group(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
-        """Make a process group of `ranks`, or of all; all workers call it, in the same order, members or not."""
-        timeout = message_timeout(self.job.run_options.hang_timeout_s)
-        group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout)
+        """Make a process group for data of `ranks`, or of all workers.
+
+        All workers call it, in the same order, members or not.
+        """
+        timeout, members = message_timeout(self.job.run_options.hang_timeout_s), None if ranks is None else list(ranks)
+        group: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=self.place.backend)
         return group
 
 

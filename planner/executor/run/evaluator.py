@@ -60,7 +60,6 @@ class Evaluator:
         self._shape = replace(context.shape, channels=channels)
         self._groups = LinkGroups.create(self._shape, context.new_group, tags=context.place.backend == "gloo")
         self._last_ranks = self._shape.ranks[self._stages.last]
-        self._last_group = context.new_group(self._last_ranks)
         self._layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
         self.done: list[Evaluation] = []  # on the first replica of the last stage
 
@@ -156,7 +155,7 @@ class Evaluator:
         if self._context.rank not in self._last_ranks:
             return None
         content = json.dumps(totals).encode()
-        parts = gather_bytes(content, self._context.place.wire, self._last_group, self._last_ranks)
+        parts = gather_bytes(content, ranks=self._last_ranks)
         if not parts:
             return None
         sums: dict[str, float] = {}

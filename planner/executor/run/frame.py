@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.executor.communication.control import control_group
 from planner.executor.communication.place import join_group, message_timeout
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
@@ -40,9 +41,9 @@ def joined(context: Context) -> Iterator[None]:
         PlanError: when they were started with another job.
     """
     context.heartbeat.enter("joining the other workers", meeting=True)
-    join_group(context.place, message_timeout(context.job.run_options.hang_timeout_s))
+    join_group(message_timeout(context.job.run_options.hang_timeout_s))
     try:
-        check_same_job(context.job, context.place.wire)
+        check_same_job(context.job)
         yield
     finally:
         dist.destroy_process_group()
@@ -66,9 +67,9 @@ def make_random_batches(context: Context, units: Iterable[Unit]) -> None:
 def train_together(context: Context, train: Callable[[], None]) -> float:
     """Call `train` on all workers at the same time, and return the seconds until the last one is done."""
     context.heartbeat.enter("waiting for the others to start", meeting=True)
-    dist.barrier()
+    dist.barrier(control_group())
     start = time.perf_counter()
     train()
     context.heartbeat.enter("waiting for the last worker", meeting=True)
-    dist.barrier()
+    dist.barrier(control_group())
     return time.perf_counter() - start

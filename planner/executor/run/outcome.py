@@ -51,11 +51,11 @@ class Course:
 
 def gather_result(context: Context, report: WorkerReport, course: Course) -> TrainResult | None:
     """Gather what all workers report on rank 0, which returns the result; None elsewhere. All workers call it."""
-    wire, checkpointer = context.place.wire, course.checkpointer
-    reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(report.model_dump_json().encode(), wire)]
-    losses = merge_losses(gather_bytes(encode_losses(course.log.losses), wire))
+    checkpointer = course.checkpointer
+    reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(report.model_dump_json().encode())]
+    losses = merge_losses(gather_bytes(encode_losses(course.log.losses)))
     lines = "\n".join(evaluation.model_dump_json() for evaluation in course.evaluations)
-    evaluated = [line for part in gather_bytes(lines.encode(), wire) for line in part.splitlines()]
+    evaluated = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
     if context.rank != 0:
         return None
     job, plan, data = context.job, context.plan, context.data

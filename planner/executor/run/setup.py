@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
+from planner.executor.communication.control import control_group
 from planner.executor.job import Job
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import deadlock, shape_of
@@ -16,7 +17,7 @@ from planner.schedule.streams.check import ScheduleError, check_streams
 from planner.version import __version__
 
 
-def check_same_job(job: Job, wire: torch.device) -> None:
+def check_same_job(job: Job) -> None:
     """Check that all workers run the same job: messages carry no headers, and match by their order alone.
 
     Raises:
@@ -28,9 +29,9 @@ def check_same_job(job: Job, wire: torch.device) -> None:
     own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # may differ between hosts
     text = f"{__version__} {torch.__version__} {job.model_dump_json(exclude=own)}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    mine = torch.tensor([digest], dtype=torch.int64, device=wire)
+    mine = torch.tensor([digest], dtype=torch.int64)
     all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_digests, mine)
+    dist.all_gather(all_digests, mine, control_group())
     for rank, other in enumerate(all_digests):
         if int(other) != int(all_digests[0]):
             raise PlanError(

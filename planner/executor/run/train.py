@@ -85,7 +85,7 @@ def train(
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
         accumulate = context.shape.accumulate
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, place.wire, accumulate)
+        timeline = gather_timeline(recorder, context.plan, context.minibatches, accumulate)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result
@@ -149,7 +149,7 @@ def save_weights(context: PipelineContext, path: Path) -> None:
     """Gather the whole model's weights on rank 0 and write them; all workers call it."""
     mine = [stage.module for number, stage in context.stages.items() if context.is_first_replica(number)]
     state = {name: tensor for module in mine for name, tensor in module.state_dict().items()}
-    gathered = gather_state(state, context.place.wire)
+    gathered = gather_state(state)
     if context.rank == 0:
         context.heartbeat.enter("writing the weights")
         save_state(gathered, path)

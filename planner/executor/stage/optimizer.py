@@ -109,16 +109,14 @@ class JointNorm:
     """Sums squared gradient norms over all workers, under synchronous schedules, where all stages update together.
 
     Args:
-        group: of all workers.
-        device: where the group's messages are made.
+        group: of all workers, over gloo.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._device = device
 
     def sum(self, squared_norm: float) -> float:
         """Return the sum of all workers' `squared_norm`; each calls it once per update."""
-        total = torch.tensor(squared_norm, dtype=torch.float64, device=self._device)
+        total = torch.tensor(squared_norm, dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return float(total)
