@@ -1,0 +1,1 @@
+"""What a worker's host spends on a microbatch beyond its stage's operations."""

@@ -1,0 +1,87 @@
+"""One worker of a pipeline in a process of its own: the others are stand-ins whose messages are made beforehand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planner.executor.communication import links
+from planner.executor.communication.layouts import Layouts
+from planner.executor.communication.messages import pack
+from planner.executor.communication.place import CPU
+from planner.executor.job import Job
+from planner.executor.run.assemble import Groups, make_worker
+from planner.executor.run.context import PipelineContext, pipeline_context
+from planner.executor.run.worker import Observers, PipelineWorker
+from planner.formats.plan import Plan
+from planner.model.spec import TrainingSpec
+from planner.schedule.instructions import Instruction, Receive
+
+_From = tuple[int, int, bool]  # peer's rank, tag, whether the message goes forward
+
+
+@dataclass
+class Neighbours:
+    """The other workers' messages, in the order of this worker's receives, handed over when a receive is posted."""
+
+    forward: dist.ProcessGroup  # group of the messages that go forward
+    waiting: defaultdict[_From, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
+    spent_s: float = 0.0  # on handing over, which is the network's work and not the worker's
+
+    def expect(self, instructions: Iterable[Instruction], layouts: Layouts) -> None:
+        """Make the messages of all receives among `instructions`."""
+        for receive in instructions:
+            if isinstance(receive, Receive):
+                layout, route = layouts.of(receive), links.route_of(receive)
+                values = {slot.spec.name: torch.randn(slot.shape) * 1e-3 for slot in layout.slots}
+                message = pack(layout, receive.unit, values, CPU.wire)
+                self.waiting[receive.peer_rank, route.tag, route.forward].append(message)
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Let `torch.distributed.irecv` take these messages; the call itself goes to a backend that does nothing."""
+        post = dist.irecv
+
+        def irecv(buffer: Tensor, src: int, group: dist.ProcessGroup, tag: int = 0) -> dist.Work | None:
+            work = post(buffer, src, group, tag=tag)
+            began_s = time.thread_time()
+            buffer.copy_(self.waiting[src, tag, group is self.forward].popleft())
+            self.spent_s += time.thread_time() - began_s
+            return work
+
+        with patch.object(dist, "irecv", irecv):
+            yield
+
+
+@contextmanager
+def lone_rank(rank: int, world: int) -> Iterator[None]:
+    """Be worker `rank` of `world`, in groups whose operations end at once."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build(plan: Plan, spec: TrainingSpec, minibatches: int) -> tuple[PipelineContext, PipelineWorker, Neighbours]:
+    """Build the worker of this rank, with all messages of `minibatches` waiting for it."""
+    context = pipeline_context(Job(model=spec.origin, plan=plan, steps=minibatches), spec, CPU)
+    groups = Groups.create(context)
+    neighbours = Neighbours(groups.links.activations)
+    shared = {number: stage.shared for number, stage in context.stages.items()}
+    neighbours.expect(
+        context.stream(0, minibatches), Layouts(context.transfers, shared, context.data.size, with_scale=False)
+    )
+    worker = make_worker(context, groups, Observers(context.heartbeat), lambda: context.stream(0, minibatches))
+    return context, worker, neighbours
