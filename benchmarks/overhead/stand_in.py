@@ -27,6 +27,7 @@ from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Instruction, Receive
 
+FAKE = "fake"  # the backend of torch.distributed that does nothing
 _From = tuple[int, int, bool]  # peer's rank, tag, whether the message goes forward
 
 
@@ -67,9 +68,13 @@ class Neighbours:
 def lone_rank(rank: int, world: int) -> Iterator[None]:
     """Be worker `rank` of `world`, in groups whose operations end at once."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=world)
+    new_group = dist.new_group
     try:
-        yield
+        with patch.object(
+            dist, "new_group", lambda *ranks, **options: new_group(*ranks, **{**options, "backend": FAKE})
+        ):
+            yield
     finally:
         dist.destroy_process_group()
 
