@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from planner.devices.names import Backend, DeviceKind
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.resume import seed_of_run
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
@@ -97,6 +98,8 @@ def train(
     steps: int | None = None,
     epochs: int | None = None,
     seed: int | None = None,
+    device: DeviceKind | None = None,
+    backend: Backend | None = None,
     options: TrainingOptions | None = None,
     checkpoints: CheckpointOptions | None = None,
     baseline: BaselineName | None = None,
@@ -113,6 +116,8 @@ def train(
         steps: minibatches.
         epochs: passes over dataset(); without steps and epochs one pass, or 100 minibatches without a dataset.
         seed: of weights, data order and dropout; None for that of the checkpoint to continue from, or 0.
+        device: "cpu" or "cuda"; None for the kind that the plan was made for.
+        backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the device.
         options: how to train, beside what the plan and the model file say.
         checkpoints: which to write, and which to continue from.
         baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead;
@@ -132,6 +137,8 @@ def train(
         steps=steps,
         epochs=epochs,
         seed=seed,
+        device=device,
+        backend=backend,
         options=options,
         checkpoints=checkpoints,
         baseline=baseline,
@@ -171,6 +178,8 @@ def make_job(
     steps: int | None = None,
     epochs: int | None = None,
     seed: int | None = None,
+    device: DeviceKind | None = None,
+    backend: Backend | None = None,
     options: TrainingOptions | None = None,
     checkpoints: CheckpointOptions | None = None,
     baseline: BaselineName | None = None,
@@ -218,6 +227,8 @@ def make_job(
         steps=steps,
         epochs=epochs,
         seed=seed_of_run(checkpoints, plan, seed, baseline),
+        device=device,
+        backend=backend,
         options=options,
         checkpoints=checkpoints,
         baseline=baseline,

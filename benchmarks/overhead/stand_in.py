@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from planner.devices.place import CPU
 from planner.executor.communication import links
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.messages import pack
-from planner.executor.communication.place import CPU
 from planner.executor.job import Job
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import PipelineContext, pipeline_context

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from planner.cli.arguments.devices import add_backend_argument, add_device_argument
 from planner.cli.arguments.training import (
     add_checkpoint_arguments,
     add_run_arguments,
@@ -51,6 +52,8 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "--seed", type=int, help="seed of weights, data order and dropout (default: 0, or that of the checkpoint)"
     )
+    add_device_argument(parser, "the kind that the plan was made for")
+    add_backend_argument(parser)
     parser.add_argument(
         "--save-weights",
         metavar="FILE",
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         epochs=args.epochs,
         seed=args.seed,
+        device=args.device,
+        backend=args.backend,
         options=TrainingOptions(**{name: getattr(args, name) for name in TrainingOptions.model_fields}),
         run_options=RunOptions(**{name: getattr(args, name) for name in RunOptions.model_fields}),
         checkpoints=continued or checkpoints,

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planner.devices.names import Backend, DeviceKind
 from planner.errors import InputError
 from planner.executor.communication.control import control_group
-from planner.executor.communication.place import local_place
 from planner.executor.job import Job, TrainingOptions
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource
 from planner.executor.run.frame import joined, start_worker
-from planner.executor.run.setup import check_schedule
+from planner.executor.run.setup import check_schedule, take_place
 from planner.executor.run.train import save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.plan import Plan
@@ -77,13 +77,12 @@ class Pipeline:
     """One worker's part of a pipeline that a custom loop feeds; made by `planner.pipeline`.
 
     Args:
-        plan: for this model.
+        job: with the plan for this model.
         spec: the model with its loss and optimizer.
-        seed: of initial weights and dropout.
-        options: how to train.
     """
 
-    def __init__(self, plan: Plan, spec: TrainingSpec, *, seed: int = 0, options: TrainingOptions) -> None:
+    def __init__(self, job: Job, spec: TrainingSpec) -> None:
+        plan, options = job.plan, job.options
         for name in ("RANK", "WORLD_SIZE"):
             if name not in os.environ:
                 raise InputError(
@@ -91,12 +90,11 @@ class Pipeline:
                     hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
                 )
         self.plan = plan
-        job = Job(model=spec.origin, plan=plan, seed=seed, options=options)
         heartbeat = start_worker(job)
         check_schedule(plan)
         depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
         self._data = FedBatches(plan.microbatches, kept=2 * depth + 2 * max(plan.replicas) * options.accumulate)
-        self._context = pipeline_context(job, spec, local_place(), heartbeat, self._data)
+        self._context = pipeline_context(job, spec, take_place(job, heartbeat), heartbeat, self._data)
         self._group = ExitStack()
         self._base = 0  # minibatches before the last drain
         self._executed = 0  # instructions since then
@@ -223,7 +221,13 @@ class Pipeline:
 
 
 def pipeline(
-    plan: Plan, model: str | Path | TrainingSpec, *, seed: int = 0, options: TrainingOptions | None = None
+    plan: Plan,
+    model: str | Path | TrainingSpec,
+    *,
+    seed: int = 0,
+    device: DeviceKind | None = None,
+    backend: Backend | None = None,
+    options: TrainingOptions | None = None,
 ) -> Pipeline:
     """Return a pipeline for a custom training loop, in a script that torchrun starts once per worker of the plan.
 
@@ -231,10 +235,14 @@ def pipeline(
         plan: from `solve` or `load_plan`.
         model: the model file that it was made for, or what `in_memory` returns.
         seed: of the initial weights of a model file, and of dropout.
+        device: "cpu" or "cuda"; None for the kind that the plan was made for.
+        backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the device.
         options: how to train; those of data and evaluation have no effect, because the script does both itself.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the environment.
     """
     spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
-    return Pipeline(plan, spec, seed=seed, options=options or TrainingOptions())
+    options = options or TrainingOptions()
+    job = Job(model=spec.origin, plan=plan, seed=seed, device=device, backend=backend, options=options)
+    return Pipeline(job, spec)

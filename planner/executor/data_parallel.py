@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
-from planner.executor.communication.place import local_place
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
@@ -24,6 +23,7 @@ from planner.executor.run.context import Context
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
 from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
 from planner.executor.run.outcome import Course, gather_result
+from planner.executor.run.setup import take_place
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.memory_format import lay_out
@@ -118,7 +118,7 @@ def train_data_parallel(
         PlannerError: for anything wrong with the model, the plan or the other workers.
     """
     heartbeat = start_worker(job, heartbeat)
-    plan, place, spec = job.plan, local_place(), TrainingSpec.from_file(job.model)
+    plan, place, spec = job.plan, take_place(job, heartbeat), TrainingSpec.from_file(job.model)
     if plan.microbatch_size is None:
         raise PlanError("the plan does not know its minibatch size", hint="profile a model file: plan profile model.py")
     rounds = Rounds(plan.microbatches, plan.workers)

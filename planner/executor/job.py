@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from planner.devices.names import Backend, DeviceKind
 from planner.executor.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
 from planner.formats.files import Record
 from planner.formats.plan import Plan
@@ -59,6 +60,8 @@ class Job(Record):
     steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
     epochs: Annotated[int, Field(ge=1)] | None = None
     seed: int = 0
+    device: DeviceKind | None = None  # None: the kind that the plan was made for
+    backend: Backend | None = None  # of messages; None: NCCL between GPUs, gloo between CPUs
     options: TrainingOptions = TrainingOptions()
     run_options: RunOptions = RunOptions()
     baseline: BaselineName | None = None

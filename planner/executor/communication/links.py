@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.devices.place import Place
 from planner.errors import first_line
 from planner.executor.communication.messages import Layout, pack, unpack
-from planner.executor.communication.place import Place
 from planner.executor.health.failures import ConnectionLostError
 from planner.schedule.instructions import (
     POSTED,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from planner.executor.communication.place import Place, message_timeout
+from planner.devices.place import Place
+from planner.executor.communication.place import message_timeout
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job

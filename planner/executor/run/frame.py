@@ -16,7 +16,7 @@ from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.run.context import Context
-from planner.executor.run.setup import check_same_job, check_world
+from planner.executor.run.setup import check_world
 from planner.schedule.instructions import Unit
 
 
@@ -29,21 +29,16 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
     check_world(job.plan)
     torch.set_num_threads(job.plan.device.threads or 1)
     heartbeat = heartbeat or Heartbeat()
-    heartbeat.enter("building its model")
+    heartbeat.enter("starting")
     return heartbeat
 
 
 @contextmanager
 def joined(context: Context) -> Iterator[None]:
-    """Join the other workers, and leave them at the end.
-
-    Raises:
-        PlanError: when they were started with another job.
-    """
+    """Join the other workers, and leave them at the end."""
     context.heartbeat.enter("joining the other workers", meeting=True)
     join_group(message_timeout(context.job.run_options.hang_timeout_s))
     try:
-        check_same_job(context.job)
         yield
     finally:
         dist.destroy_process_group()

@@ -1,15 +1,20 @@
-"""Check what a worker needs before it trains: the other workers, and a plan that cannot deadlock."""
+"""Check what a worker needs before it trains: the other workers, a place, and a plan that cannot deadlock."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
+from typing import cast, get_args
 
 import torch
-import torch.distributed as dist
 
+from planner.devices.names import DeviceKind
+from planner.devices.place import Place, choose_place, take
+from planner.devices.seats import Seat, exchange, names_of, own_seat
 from planner.errors import PlanError
-from planner.executor.communication.control import control_group
+from planner.executor.communication.place import message_timeout, worker_store
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import deadlock, shape_of
@@ -17,27 +22,74 @@ from planner.schedule.streams.check import ScheduleError, check_streams
 from planner.version import __version__
 
 
-def check_same_job(job: Job) -> None:
+def take_place(job: Job, heartbeat: Heartbeat) -> Place:
+    """Meet the other workers, agree with them on where to compute, and take this worker's place.
+
+    This comes before anything is done on a GPU and before the model file is run, which may do so.
+
+    Raises:
+        PlanError: when hosts were given different jobs.
+        InputError: when the devices or the backend that the job asks for are not there.
+    """
+    heartbeat.enter("meeting the other workers", meeting=True)
+    store = worker_store(message_timeout(job.run_options.hang_timeout_s))
+    seats = exchange(store, own_seat(_same(job)), int(os.environ["WORLD_SIZE"]))
+    check_same_job(seats)
+    place = choose_place(seats, int(os.environ["RANK"]), device_kind(job), job.backend)
+    take(place)
+    heartbeat.enter("building its model")
+    return place
+
+
+def device_kind(job: Job) -> DeviceKind | None:
+    """Return the kind of device to train on: the one that the plan was made for, if it says so.
+
+    Raises:
+        PlanError: when the job asks for another kind.
+    """
+    planned = job.plan.device.kind
+    if planned not in get_args(DeviceKind):  # an imported profile does not know its device
+        return job.device
+    if job.device not in (None, planned):
+        raise PlanError(
+            f"the plan was made for {planned} ({job.plan.device.name}), and its times mean nothing for "
+            f"`device={job.device}`",
+            hint=f"profile the model with `device={job.device}` and solve again, or leave out `device`",
+        )
+    return cast("DeviceKind", planned)
+
+
+def check_same_job(seats: Sequence[Seat]) -> None:
     """Check that all workers run the same job: messages carry no headers, and match by their order alone.
 
     Raises:
         PlanError: when hosts were given different plans, options or versions.
     """
-    own: dict[str, bool | set[str]] = dict.fromkeys(
-        ("model", "run", "result_path", "failure_folder", "show_progress"), True
-    )
-    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # may differ between hosts
-    text = f"{__version__} {torch.__version__} {job.model_dump_json(exclude=own)}"
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    mine = torch.tensor([digest], dtype=torch.int64)
-    all_digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_digests, mine, control_group())
-    for rank, other in enumerate(all_digests):
-        if int(other) != int(all_digests[0]):
+    for what, expected in seats[0].same.items():
+        others = [seat for seat in seats if seat.same.get(what) != expected]
+        if others:
             raise PlanError(
-                f"worker {rank} was started with another plan, other arguments or other versions than worker 0",
+                f"{names_of(others)} began with {others[0].same.get(what)}, and {names_of(seats[:1])} with {expected}",
                 hint="give all hosts the same plan, the same arguments, and the same versions of planner and torch",
             )
+
+
+def _same(job: Job) -> dict[str, str]:
+    """Return what must be the same for all workers of a run, in words, by what it is."""
+    own: dict[str, bool | set[str]] = dict.fromkeys(
+        ("model", "run", "result_path", "failure_folder", "show_progress", "plan"), True
+    )
+    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # may differ between hosts
+    plan = hashlib.blake2b(job.plan.model_dump_json().encode(), digest_size=7).hexdigest()
+    same = {
+        "planner": f"planner {__version__}",
+        "torch": f"torch {torch.__version__}",
+        "plan": f"the plan '{job.plan.config}' of digest {plan}",
+    }
+    for name, value in job.model_dump(mode="json", exclude=own).items():
+        fields = value if isinstance(value, dict) else {name: value}
+        same |= {field: f"`{field}={content}`" for field, content in fields.items()}
+    return same
 
 
 def check_world(plan: Plan) -> None:

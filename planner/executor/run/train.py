@@ -9,7 +9,6 @@ from pathlib import Path
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import gather_state, save_state
-from planner.executor.communication.place import local_place
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job, TrainResult
 from planner.executor.observe.measure import ProgressCallback, evaluated, progress_reporter
@@ -22,7 +21,7 @@ from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import Evaluator, evaluation_points, until_updated
 from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
 from planner.executor.run.outcome import Course, gather_result, report_of
-from planner.executor.run.setup import check_schedule
+from planner.executor.run.setup import check_schedule, take_place
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
@@ -53,7 +52,8 @@ def train_worker(
     """
     heartbeat = start_worker(job, heartbeat)
     check_schedule(job.plan)
-    context = pipeline_context(job, TrainingSpec.from_file(job.model), local_place(), heartbeat)
+    place = take_place(job, heartbeat)
+    context = pipeline_context(job, TrainingSpec.from_file(job.model), place, heartbeat)
     with joined(context):
         return train(context, on_progress, on_timeline)
 

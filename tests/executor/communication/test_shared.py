@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.devices.place import CPU
 from planner.errors import PlanError
-from planner.executor.communication.place import CPU
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource, make_batches

@@ -1,0 +1,120 @@
+"""Where a worker computes and sends from: one rule, which every worker applies to what all of them said of themselves.
+
+NCCL sends from a GPU and needs one for each worker: ncclCommInitRank refuses two ranks on one device.
+gloo sends from the CPU, so that several workers may share a GPU; that is slower and never chosen unasked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from planner.devices.names import Backend, DeviceKind
+from planner.devices.seats import Seat, names_of
+from planner.errors import InputError
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device that a worker computes on, and the one that its messages are made on.
+
+    NCCL sends from the GPU, gloo from the CPU.
+    """
+
+    compute: torch.device
+    wire: torch.device
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the groups that carry data."""
+        return "nccl" if self.wire.type == "cuda" else "gloo"
+
+
+CPU = Place(torch.device("cpu"), torch.device("cpu"))
+
+
+def kind_here() -> DeviceKind:
+    """Return the kind of device to use where nobody says which: "cuda" if PyTorch sees a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose_place(seats: Sequence[Seat], rank: int, device: DeviceKind | None, backend: Backend | None) -> Place:
+    """Choose the place of worker `rank`; all workers choose alike, because they decide by the same seats.
+
+    Args:
+        seats: what all workers said, by rank.
+        rank: of this worker.
+        device: "cpu" or "cuda"; None for GPUs where there are any.
+        backend: "gloo" or "nccl"; None for NCCL with GPUs and gloo without.
+
+    Raises:
+        InputError: when some workers see no GPU, or when NCCL would have to serve several workers on one.
+    """
+    if device is None:
+        device = "cuda" if any(seat.gpus for seat in seats) else "cpu"
+    if device == "cpu":
+        if backend == "nccl":
+            raise InputError(
+                "`backend=nccl` sends from GPUs, and `device=cpu` computes on none",
+                hint="leave out `backend`, or train on GPUs",
+            )
+        return CPU
+    without = [seat for seat in seats if not seat.gpus]
+    if without:
+        others = "" if len(without) == len(seats) else ", but others do"
+        raise InputError(
+            f"PyTorch sees no GPU in {names_of(without)}{others}",
+            hint="is PyTorch there built with CUDA, and is CUDA_VISIBLE_DEVICES right? `device=cpu` uses no GPU",
+        )
+    chosen = assign_gpus(seats)
+    compute = torch.device("cuda", chosen[rank])
+    if backend == "gloo":
+        return Place(compute, torch.device("cpu"))
+    _check_nccl(seats, chosen)
+    return Place(compute, compute)
+
+
+def assign_gpus(seats: Sequence[Seat]) -> list[int]:
+    """Return the index of each worker's GPU among those that it sees.
+
+    Each takes the GPU that the fewest have taken, the first of these. So the workers of a host that all see the same
+    GPUs have one each, in the order of their ranks, and a task that sees only its own GPU has that one. GPUs are told
+    apart by their UUIDs, because an index means another GPU in another process.
+    """
+    taken: Counter[str] = Counter()
+    chosen = [0] * len(seats)
+    # Those that see the fewest come first: the others have a choice.
+    for seat in sorted(seats, key=lambda seat: (len(seat.gpus), seat.rank)):
+        index = min(range(len(seat.gpus)), key=lambda index: taken[seat.gpus[index].uuid])
+        chosen[seat.rank] = index
+        taken[seat.gpus[index].uuid] += 1
+    return chosen
+
+
+def take(place: Place) -> None:
+    """Make the GPU of `place` the current device of this process, before anything is done on a GPU.
+
+    Otherwise each process would make a context, some 500 MB, on GPU 0 as well: at a barrier, in a kernel of a library
+    that asks for the current device.
+    """
+    if place.compute.type == "cuda":
+        torch.cuda.set_device(place.compute)
+
+
+def _check_nccl(seats: Sequence[Seat], chosen: Sequence[int]) -> None:
+    """Refuse NCCL where it is not there, or where workers would share a GPU."""
+    if not dist.is_nccl_available():
+        raise InputError("this PyTorch has no NCCL", hint="send with `backend=gloo`, or install PyTorch with NCCL")
+    on: dict[str, list[Seat]] = {}
+    for seat in seats:
+        on.setdefault(seat.gpus[chosen[seat.rank]].uuid, []).append(seat)
+    sharing = next((users for users in on.values() if len(users) > 1), None)
+    if sharing is not None:
+        raise InputError(
+            f"{names_of(sharing)} would share one GPU, and NCCL needs one for each",
+            hint="start as many workers on each host as it has GPUs, or let them share with `backend=gloo`",
+        )
