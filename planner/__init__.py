@@ -20,6 +20,7 @@ from planner.version import __version__ as __version__
 if TYPE_CHECKING:
     from planner.analysis.compare import compare as compare
     from planner.analysis.explain import explain as explain
+    from planner.analysis.own_plan import price as price
     from planner.analysis.sweep import sweep as sweep
     from planner.api import estimate as estimate
     from planner.api import profile as profile
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from planner.formats.cluster import Cluster as Cluster
     from planner.formats.cluster import flat_cluster as flat_cluster
     from planner.formats.importers import read_profile
+    from planner.formats.own_plan import OwnPlan as OwnPlan
+    from planner.formats.own_plan import OwnStage as OwnStage
     from planner.formats.plan import Plan as Plan
     from planner.formats.plan import load_plan as load_plan
     from planner.formats.plan import save_plan as save_plan
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "compare": "planner.analysis.compare",
     "explain": "planner.analysis.explain",
+    "price": "planner.analysis.own_plan",
     "sweep": "planner.analysis.sweep",
     "estimate": "planner.api",
     "profile": "planner.api",
@@ -75,6 +79,8 @@ _HOMES = {
     "Cluster": "planner.formats.cluster",
     "flat_cluster": "planner.formats.cluster",
     "load_profile": "planner.formats.importers",
+    "OwnPlan": "planner.formats.own_plan",
+    "OwnStage": "planner.formats.own_plan",
     "Plan": "planner.formats.plan",
     "load_plan": "planner.formats.plan",
     "save_plan": "planner.formats.plan",

@@ -42,10 +42,15 @@ class SolveOptions:
             return self.microbatches
         return MICROBATCHES_PER_GPU * cluster.gpus if self.schedule.divides else 1
 
+    @property
+    def chunks_per_gpu(self) -> int:
+        """Stages on each GPU."""
+        return self.schedule.fixed_chunks or self.chunks
+
     def problem(self, layer_costs: LayerCosts, cluster: Cluster) -> Problem:
         """Return the problem of pricing plans on this cluster, each of which takes as long as it takes."""
-        chunks = self.schedule.fixed_chunks or self.chunks
-        setting = Setting(cluster, self.schedule, self.microbatches_on(cluster), chunks, self.cost_model)
+        microbatches = self.microbatches_on(cluster)
+        setting = Setting(cluster, self.schedule, microbatches, self.chunks_per_gpu, self.cost_model)
         return Problem(layer_costs, setting, self.recompute, self.depth, budget=Budget.unlimited())
 
     def solve(self, profile: Profile, cluster: Cluster) -> Plan:

@@ -20,6 +20,7 @@ from planner.cli import (
     explain,
     export,
     export_weights,
+    price,
     profile,
     quickstart,
     report,
@@ -37,6 +38,7 @@ from planner.version import __version__
 VERBS = (
     profile,
     solve,
+    price,
     show,
     compare,
     sweep,
@@ -55,6 +57,7 @@ your GPUs, and train it that way.
 
     plan profile model.py                       model on this device  -> profile.json
     plan solve --gpus 8 --bandwidth 10Gbps      profile and cluster   -> plan.json
+    plan price --stages 4 --gpus 8 ...          your own stages       -> plan.json
     plan show                                   plan                  -> table
     plan compare, plan sweep, plan explain      alternatives to the plan, and what limits it
     plan simulate                               plan                  -> timeline, throughput, memory

@@ -21,6 +21,7 @@ from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
 REMEDY = "make a plan with: plan solve"
+GIVEN = "given"  # the solver's name in plans whose stages a person chose
 
 
 def _schedule(value: object) -> Schedule:

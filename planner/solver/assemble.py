@@ -10,8 +10,15 @@ from planner.cost.buckets import ready_s, reduced_s
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.stage_options import StageOptions
-from planner.cost.weight_copies import adding_of_copies_s, copied_in, ready_of_gradients_s, update_of_copies_s
+from planner.cost.weight_copies import (
+    adding_of_copies_s,
+    copied_in,
+    price_with_copies,
+    ready_of_gradients_s,
+    update_of_copies_s,
+)
 from planner.formats.cluster import DeviceKind
+from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan, Prediction, SolverReport, Stage, config_of
 from planner.simulator.plan import simulated_s
 from planner.solver.candidates.budget import Budget
@@ -21,7 +28,21 @@ from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 
 # Of plans that no search found.
-GIVEN = SolverReport(name="given", cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
+GIVEN = SolverReport(name=GIVEN_NAME, cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
+
+
+def complete(problem: Problem, best: Evaluation, report: SolverReport, *, vertical_sync: bool = False) -> Plan:
+    """Return the plan of the chosen stages with what the searches leave out: copies of shared weights, vertical sync.
+
+    Raises:
+        InfeasibleError: when the copies do not fit the memory.
+    """
+    price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
+    plan = assemble(problem, Evaluation(best.stages, price), report)
+    plan = plan.model_copy(update={"vertical_sync": vertical_sync})
+    # Candidates were simulated without vertical sync and shared weights.
+    by_simulation = plan.predicted.by == "simulation"
+    return simulated_plan(plan) if by_simulation and (vertical_sync or plan.shared) else plan
 
 
 def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -> Plan:

@@ -17,7 +17,6 @@ from planner.cost.models.registry import cost_model_of
 from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
-from planner.cost.weight_copies import price_with_copies
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
@@ -28,7 +27,7 @@ from planner.schedule.defaults import CHUNKS
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
-from planner.solver.assemble import assemble, simulated_plan
+from planner.solver.assemble import complete
 from planner.solver.candidates.alternatives import fastest_simulated
 from planner.solver.candidates.budget import Budget, Deadline
 from planner.solver.candidates.depth import TOLERANCE
@@ -39,7 +38,7 @@ from planner.solver.infeasible import explain
 from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import DepthRule, Problem
-from planner.solver.result import Evaluation, Found
+from planner.solver.result import Found
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
 
@@ -104,14 +103,7 @@ def solve(
         found = solve_synced(problem, lambda other: _found(other, solver))
     else:
         found = _found(problem, solver)
-    best = found.best
-    # Searches do not know of copies of shared weights, so their memory is checked last.
-    cost = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
-    best = Evaluation(best.stages, cost)
-    plan = assemble(problem, best, _report(problem, found))
-    plan = plan.model_copy(update={"vertical_sync": vertical_sync})
-    if plan.predicted.by == "simulation" and (vertical_sync or plan.shared):
-        plan = simulated_plan(plan)  # candidates were simulated without vertical sync and shared weights
+    plan = complete(problem, found.best, _report(problem, found), vertical_sync=vertical_sync)
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
 
 

@@ -124,3 +124,36 @@ def test_a_plan_of_another_profile_is_refused(folder: Path) -> None:
         done = plan(verb, "--plan", "plan.json", cwd=folder)
         assert done.returncode == 2
         assert "another profile" in done.stderr
+
+
+def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
+    flags = plan("price", "--stages", "a", "--replicas", "2,1", "--recompute", "0", *CLUSTER, "--json", cwd=folder)
+    assert flags.returncode == 0, flags.stderr
+    own = {"schema_version": 1, "stages": [{"layers": ["a"], "replicas": 2, "recompute": True}, {"layers": ["b"]}]}
+    (folder / "own.json").write_text(json.dumps(own), encoding="utf-8")
+    assert plan("price", "--given", "own.json", *CLUSTER, "--json", cwd=folder).stdout == flags.stdout
+    assert "2-1 on 3 GPUs" in plan("show", cwd=folder).stdout
+    small = plan("price", "--given", "own.json", *CLUSTER, "--memory", "1GB", cwd=folder)
+    assert small.returncode == 3
+    assert "it does not fit: stage 1 needs 1.2 GB" in small.stderr
+    assert "predicted" in small.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "there are no stages to price"),
+        (("--stages", "1", "--given", "own.json"), "--stages has no meaning with --given"),
+        (("--stages", "a", "--replicas", "1,1,1"), "does not say how many replicas each of 2 stages has"),
+        (("--stages", "a", "--replicas", "x"), "--replicas x is no list of numbers"),
+        (("--stages", "a", "--recompute", "2"), "there is no stage 2 to recompute"),
+        (("--stages", "1,0"), "has a stage without blocks"),
+        (("--stages", "x"), "has no layer 'x'"),
+        (("--given", "none.json"), "there is no file 'none.json'"),
+    ],
+)
+def test_stages_that_cannot_be_priced(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    refused = plan("price", *arguments, *CLUSTER, cwd=folder)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert message in refused.stderr
+    assert not (folder / "plan.json").exists()

@@ -15,7 +15,7 @@ from planner.formats.timeline import Timeline
 from planner.schedule.registry import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-VERBS = ("profile", "solve", "show", "simulate", "report", "train", "export", "quickstart")
+VERBS = ("profile", "solve", "price", "show", "simulate", "report", "train", "export", "quickstart")
 
 
 @pytest.fixture(scope="module")

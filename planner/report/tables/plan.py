@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.plan import Bottleneck, Plan, Stage
+from planner.formats.plan import GIVEN, Bottleneck, Plan, Stage
 from planner.formats.profile import Profile
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
@@ -132,7 +132,7 @@ def _prediction(plan: Plan) -> str:
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]
-    if predicted.by == "simulation" and solver.status != "optimal":
+    if predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN:
         lines.append(("bound", _bound(plan)))
     if solver.cost_model != "resource":
         lines.insert(1, ("cost model", f"{solver.cost_model}, as published"))
@@ -169,6 +169,8 @@ def less_or_more(cut: float) -> str:
 
 def _solver(plan: Plan) -> str:
     solver = plan.solver
+    if solver.name == GIVEN:
+        return "none: the stages were given"
     if solver.status == "optimal":
         quality = "optimal"
     elif plan.predicted.by == "cost model":

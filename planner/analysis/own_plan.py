@@ -1,0 +1,178 @@
+"""Price a configuration that somebody chose by hand: the same costs and the same simulation as for the planner's own.
+
+It answers what a run with Megatron's, DeepSpeed's or one's own stages would give on a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from planner.analysis.solve_options import SolveOptions
+from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.stage_options import StageOptions
+from planner.errors import InputError, PlanError
+from planner.formats.cluster import Cluster
+from planner.formats.own_plan import OwnPlan, OwnStage, blocks_of
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.solver.assemble import GIVEN, complete
+from planner.solver.candidates.evaluation import evaluate
+from planner.solver.reference.baselines import legal_ends
+from planner.units import format_bytes
+
+
+def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
+    """Return the plan of a configuration, priced and simulated.
+
+    Each stage has as many units in flight as the schedule's paper says. The plan may need more memory than the GPUs
+    have: `missing_memory` says so.
+
+    Args:
+        profile: costs per layer.
+        cluster: devices, memory and links, with at least as many GPUs as the stages use.
+        own: the stages and their schedule.
+
+    Raises:
+        InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are.
+        PlanError: for a cluster whose GPUs are of several kinds.
+    """
+    if cluster.kinds:
+        raise PlanError("the GPUs are of several kinds", hint="price configurations on identical GPUs")
+    layer_costs = LayerCosts(profile)
+    options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
+    _check_workers(own, options.chunks_per_gpu, cluster)
+    stages = _candidates(layer_costs, own.stages)
+    # Without a limit, because a configuration that does not fit has a price, too.
+    problem = options.problem(layer_costs, cluster.model_copy(update={"memory_bytes": None}))
+    plan = complete(problem, evaluate(problem, stages), GIVEN)
+    return plan.model_copy(update={"cluster": cluster})
+
+
+def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
+    """Divide the model's blocks into `count` stages of equal length, the first ones longer by one if need be.
+
+    Raises:
+        InputError: when there are fewer blocks than stages.
+    """
+    blocks = len(blocks_of(profile))
+    if not 1 <= count <= blocks:
+        raise InputError(
+            f"{blocks} blocks of '{profile.model}' do not make {count} stages",
+            hint=f"give 1 to {blocks} stages, or name the last layer of each stage but the final one",
+        )
+    shorter, longer = divmod(blocks, count)
+    return [OwnStage(blocks=shorter + (number < longer)) for number in range(count)]
+
+
+def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
+    """Cut the profile after each named layer.
+
+    Raises:
+        InputError: for unknown layers, or for names out of order.
+    """
+    layers = [layer.name for layer in profile.layers]
+    ends = [0]
+    for name in names:
+        if name not in layers:
+            raise _unknown(profile, name)
+        ends.append(layers.index(name) + 1)
+    if any(start >= end for start, end in pairwise([*ends, len(layers)])):
+        raise InputError(
+            f"the stages end after {', '.join(layers[end - 1] for end in ends[1:])}, which is not the profile's order "
+            "or leaves a stage empty",
+            hint="name the last layer of each stage but the final one, in order",
+        )
+    return [OwnStage(layers=tuple(layers[start:end])) for start, end in pairwise([*ends, len(layers)])]
+
+
+def missing_memory(plan: Plan) -> str | None:
+    """Return which stage needs more memory than its GPUs have, and how much; None if all fit."""
+    limit = plan.cluster.memory_bytes
+    needed = [plan.memory_bytes(number) for number in range(len(plan.stages))]
+    worst = max(range(len(needed)), key=needed.__getitem__)
+    if limit is None or needed[worst] <= limit:
+        return None
+    return (
+        f"it does not fit: stage {worst} needs {format_bytes(needed[worst])} per GPU, "
+        f"{format_bytes(needed[worst] - limit)} more than {format_bytes(limit)}"
+    )
+
+
+def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Candidate]:
+    profile = layer_costs.profile
+    by_blocks = stages[0].blocks is not None
+    if any((stage.blocks is not None) != by_blocks for stage in stages):
+        raise InputError(
+            "some stages are described by blocks and some by layers", hint="describe all stages in the same way"
+        )
+    groups = _by_blocks(profile, stages) if by_blocks else _by_layers(layer_costs, stages)
+    legal = set(legal_ends(layer_costs))
+    found = []
+    for stage, layers in zip(stages, groups, strict=True):
+        if layers.stop not in legal:
+            raise InputError(
+                f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'",
+                hint="the profile's `no_cut_after` keeps it in one stage with the next layer",
+            )
+        options = StageOptions(stage.replicas, stage.recompute)
+        found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
+    return found
+
+
+def _by_blocks(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
+    blocks = blocks_of(profile)
+    ends = list(accumulate((stage.blocks or 0 for stage in stages), initial=0))
+    if ends[-1] != len(blocks):
+        raise InputError(
+            f"the stages have {ends[-1]} blocks, and '{profile.model}' has {len(blocks)}",
+            hint=f"give numbers of blocks that add up to {len(blocks)}",
+        )
+    return [range(blocks[start].start, blocks[end - 1].stop) for start, end in pairwise(ends)]
+
+
+def _by_layers(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[range]:
+    profile, groups, start = layer_costs.profile, [], 0
+    for stage in stages:
+        for name in stage.layers:
+            if name not in layer_costs.position:
+                raise _unknown(profile, name)
+        group = range(start, start + len(stage.layers))
+        if [layer_costs.position[name] for name in stage.layers] != list(group):
+            raise InputError(
+                f"the stage of '{stage.layers[0]}' to '{stage.layers[-1]}' is no run of consecutive layers that begins "
+                "where the stage before it ends",
+                hint="list all layers, each once, in the profile's order",
+            )
+        groups.append(group)
+        start = group.stop
+    if start < len(profile.layers):
+        raise InputError(
+            f"no stage has the layer '{profile.layers[start].name}'",
+            hint="list all layers, each once, in the profile's order",
+        )
+    return groups
+
+
+def _check_workers(own: OwnPlan, chunks: int, cluster: Cluster) -> None:
+    """Refuse stages that do not fill their GPUs, or that need more GPUs than there are."""
+    if len(own.stages) % chunks:
+        raise InputError(
+            f"{len(own.stages)} stages are not a multiple of {chunks} chunks per GPU under {own.schedule}",
+            hint="give as many stages as GPUs in a pipeline, times the chunks",
+        )
+    if chunks > 1 and len({stage.replicas for stage in own.stages}) > 1:
+        raise InputError(
+            f"under {own.schedule} all stages have the same number of replicas", hint="give `replicas` once for all"
+        )
+    needed = sum(stage.replicas for stage in own.stages) // chunks
+    if needed > cluster.gpus:
+        raise InputError(
+            f"the stages need {needed} GPUs, and the cluster has {cluster.gpus}", hint=f"give `gpus={needed}` or more"
+        )
+
+
+def _unknown(profile: Profile, name: str) -> InputError:
+    return InputError(
+        f"the profile of '{profile.model}' has no layer '{name}'", hint="plan show profile.json lists the layers"
+    )

@@ -1,0 +1,158 @@
+"""`plan price`: profile, cluster and somebody's own stages -> plan."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
+from planner.cli.arguments.numbers import at_least
+from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, refuse
+from planner.cli.output import print_answer, print_complaint, print_written
+from planner.errors import InfeasibleError, InputError
+from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
+from planner.schedule.registry import DEFAULT, NAMES, find
+
+if TYPE_CHECKING:
+    from planner.formats.cluster import Cluster
+    from planner.formats.own_plan import OwnPlan, OwnStage
+    from planner.formats.profile import Profile
+
+DESCRIPTION = """\
+Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
+or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
+
+    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 --topology 8x2 --bandwidth 300GB/s,100Gbps
+    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1 --gpus 8 --bandwidth 10Gbps
+    plan price --stages features.16,classifier.0 --replicas 2,1,1 --gpus 4 --bandwidth 10Gbps
+"""
+_STAGES = ("stages", "replicas", "recompute", "schedule", "microbatches", "chunks")
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Declare the verb's arguments."""
+    parser = declare(verbs, "price", "price stages that you chose yourself", DESCRIPTION)
+    add_cluster_arguments(parser)
+    parser.add_argument(
+        "--profile", type=Path, default=PROFILE, metavar="FILE", help="profile to read (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=PLAN, metavar="FILE", help="file to write (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    stages = parser.add_argument_group("stages", "--stages; or --given")
+    stages.add_argument(
+        "--stages",
+        metavar="N|N,N|LAYER,LAYER",
+        help="4: that many stages with equally many of the model's blocks, the elements of its lists of modules; "
+        "6,6,7,5: the blocks of each stage; or the last layer of each stage but the final one",
+    )
+    stages.add_argument(
+        "--replicas",
+        metavar="R|R,R",
+        help="replicas of each stage, or of all (default: as many as the GPUs allow for all)",
+    )
+    stages.add_argument(
+        "--recompute",
+        metavar="all|S,S",
+        help="stages, counted from 0, that run their forward again instead of keeping activations (default: none)",
+    )
+    stages.add_argument("--schedule", choices=NAMES, help=f"as for `plan solve` (default: {DEFAULT})")
+    stages.add_argument(
+        "--microbatches",
+        type=at_least(1),
+        metavar="M",
+        help=f"microbatches per minibatch, for schedules that divide it (default: {MICROBATCHES_PER_GPU} per GPU)",
+    )
+    stages.add_argument(
+        "--chunks", type=at_least(1), metavar="V", help=f"stages on each GPU, for interleaved (default: {CHUNKS})"
+    )
+    stages.add_argument(
+        "--given", type=Path, metavar="FILE", help="stages and schedule as JSON, in place of the arguments above"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Price, save, and print the plan; exit code 3 if it does not fit the memory."""
+    from planner.analysis.own_plan import missing_memory, price
+    from planner.formats.importers import read_profile
+    from planner.formats.plan import save_plan
+    from planner.report.tables.plan import plan_report
+
+    profile = read_profile(args.profile)
+    cluster = cluster_of(args, profile)
+    plan = price(profile, cluster, _own_plan(args, profile, cluster))
+    save_plan(plan, args.output)
+    print_answer(plan, args.json, plan_report)
+    print_written(args.output)
+    if missing := missing_memory(plan):
+        print_complaint("warning", missing, "recompute more stages, or give them fewer layers")
+        return InfeasibleError.exit_code
+    return 0
+
+
+def _own_plan(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> OwnPlan:
+    from planner.formats.own_plan import OwnPlan, load_own_plan
+
+    if args.given is not None:
+        refuse(args, "given", *_STAGES, why=", which says so itself")
+        return load_own_plan(args.given)
+    if args.stages is None:
+        raise InputError("there are no stages to price", hint="give --stages 4, or --given FILE")
+    chosen = {name: getattr(args, name) for name in ("microbatches", "chunks") if getattr(args, name) is not None}
+    schedule = find(args.schedule or DEFAULT)
+    stages = _stages(args.stages, profile)
+    chunks = schedule.fixed_chunks or args.chunks or CHUNKS
+    replicas = _replicas(args.replicas, len(stages), cluster.gpus * chunks // len(stages))
+    again = _recomputing(args.recompute, len(stages))
+    described = tuple(
+        stage.model_copy(update={"replicas": count, "recompute": number in again})
+        for number, (stage, count) in enumerate(zip(stages, replicas, strict=True))
+    )
+    return OwnPlan(stages=described, schedule=schedule, **chosen)
+
+
+def _stages(text: str, profile: Profile) -> list[OwnStage]:
+    from planner.analysis.own_plan import equal_stages, stages_ending_at
+    from planner.formats.own_plan import OwnStage
+
+    parts = text.split(",")
+    if not all(part.isdigit() for part in parts):
+        return stages_ending_at(profile, parts)
+    if len(parts) == 1:
+        return equal_stages(profile, int(text))
+    if "0" in parts:
+        raise InputError(f"--stages {text} has a stage without blocks", hint="give each stage at least one block")
+    return [OwnStage(blocks=int(part)) for part in parts]
+
+
+def _replicas(text: str | None, stages: int, possible: int) -> list[int]:
+    """Return the replicas of each stage."""
+    counts = _numbers("replicas", text) if text is not None else [max(1, possible)]
+    if len(counts) not in (1, stages) or 0 in counts:
+        raise InputError(
+            f"--replicas {text} does not say how many replicas each of {stages} stages has",
+            hint=f"give one number for all, or {stages} numbers, each 1 or more",
+        )
+    return counts * stages if len(counts) == 1 else counts
+
+
+def _recomputing(text: str | None, stages: int) -> set[int]:
+    """Return the numbers of the stages that recompute."""
+    if text is None:
+        return set()
+    if text == "all":
+        return set(range(stages))
+    numbers = set(_numbers("recompute", text))
+    if max(numbers) >= stages:
+        raise InputError(f"there is no stage {max(numbers)} to recompute", hint=f"stages count from 0 to {stages - 1}")
+    return numbers
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdigit() for part in parts):
+        raise InputError(f"--{name} {text} is no list of numbers", hint=f"for example: --{name} 2,1,1")
+    return [int(part) for part in parts]

@@ -1,0 +1,135 @@
+"""Configurations that somebody chose: priced as the solver prices the same stages, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.analysis.own_plan import equal_stages, missing_memory, price, stages_ending_at
+from planner.errors import InputError, PlanError
+from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
+from planner.formats.own_plan import OwnPlan, OwnStage, blocks_of
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile, load_profile
+from planner.schedule.registry import NAMES, find
+from planner.solver import solve
+from tests.samples import layer, profile
+
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+FLAT = flat_cluster(4, 1.25e8)
+TWO_LEVELS = hierarchical_cluster([2, 2], [1.25e9, 1.25e8])
+MODEL = profile(layer("a", 1, 2), layer("b", 1, 2), layer("c", 1, 2), layer("d", 1, 2), no_cut_after=("b",))
+
+
+def measured(name: str) -> Profile:
+    return load_profile(PROFILES / name / "cpu.json")
+
+
+def same_as(plan: Plan) -> OwnPlan:
+    stages = [OwnStage(layers=s.layers, replicas=s.replicas, recompute=s.recompute) for s in plan.stages]
+    return OwnPlan(
+        stages=tuple(stages), schedule=plan.schedule, microbatches=plan.microbatches, chunks=max(1, plan.chunks)
+    )
+
+
+@pytest.mark.parametrize("cluster", [FLAT, TWO_LEVELS], ids=["flat", "two levels"])
+@pytest.mark.parametrize("model", ["vgg16", "gpt2"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_the_solvers_stages_have_the_solvers_price(schedule: str, model: str, cluster: Cluster) -> None:
+    known = measured(model)
+    microbatches = 8 if find(schedule).divides else 1
+    solved = solve(known, cluster, schedule=schedule, microbatches=microbatches, depth="published")
+    own = price(known, cluster, same_as(solved))
+    assert own.predicted.seconds_per_minibatch == pytest.approx(solved.predicted.seconds_per_minibatch, rel=1e-12)
+    left_out = {"solver", "predicted"}
+    assert own.model_dump(exclude=left_out) == solved.model_dump(exclude=left_out)
+
+
+def test_recomputing_stages_cost_a_forward_and_save_memory() -> None:
+    known = measured("vgg16")
+    stages = equal_stages(known, 2)
+    kept = price(known, FLAT, OwnPlan(stages=tuple(stages)))
+    again = price(known, FLAT, OwnPlan(stages=tuple(s.model_copy(update={"recompute": True}) for s in stages)))
+    assert again.stages[0].compute_s == pytest.approx(kept.stages[0].compute_s + kept.stages[0].forward_s)
+    assert again.memory_bytes(0) < kept.memory_bytes(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "first"),
+    [
+        ("gpt2", 12, ("wte", "h.0.mlp.dropout")),
+        ("t5", 12, ("encoder.embed_tokens", "encoder.block.0.layer.1.dropout")),
+        ("resnet50", 16, ("conv1", "layer1.0.bn3")),
+        ("llama", 12, ("model.embed_tokens", "model.layers.0.mlp.down_proj")),
+    ],
+)
+def test_blocks_are_the_elements_of_lists_of_modules(model: str, count: int, first: tuple[str, str]) -> None:
+    known = measured(model)
+    blocks = blocks_of(known)
+    assert len(blocks) == count
+    assert tuple(known.layers[index].name for index in (0, blocks[0][-1])) == first
+    assert [index for block in blocks for index in block] == list(range(len(known.layers)))
+
+
+def test_a_model_without_lists_is_one_block() -> None:
+    assert blocks_of(MODEL) == [range(4)]
+
+
+def test_stages_of_equal_length_begin_with_the_longer_ones() -> None:
+    assert [stage.blocks for stage in equal_stages(measured("gpt2"), 5)] == [3, 3, 2, 2, 2]
+
+
+def test_what_does_not_fit_is_priced_and_said() -> None:
+    known = measured("vgg16")
+    own = OwnPlan(stages=tuple(equal_stages(known, 2)))
+    plan = price(known, flat_cluster(2, 1e9, memory_bytes=10**8), own)
+    roomy = price(known, flat_cluster(2, 1e9), own)
+    assert plan.predicted == roomy.predicted
+    assert missing_memory(roomy) is None
+    needed = max(plan.memory_bytes(0), plan.memory_bytes(1))
+    assert needed > 10**8
+    assert "more than 100 MB" in (missing_memory(plan) or "")
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "x"))], "has no layer 'x'"),
+        ([OwnStage(layers=("c", "d")), OwnStage(layers=("a", "b"))], "'c' to 'd' is no run of consecutive layers"),
+        ([OwnStage(layers=("a",))], "no stage has the layer 'b'"),
+        ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "d"))], "no stage can end after layer 'b'"),
+        ([OwnStage(blocks=1), OwnStage(layers=("c", "d"))], "some stages are described by blocks and some by layers"),
+        ([OwnStage(blocks=2)], "the stages have 2 blocks, and 'sample' has 1"),
+        ([OwnStage(layers=("a", "b", "c", "d"), replicas=5)], "need 5 GPUs, and the cluster has 4"),
+    ],
+)
+def test_stages_that_make_no_sense_are_refused(stages: list[OwnStage], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        price(MODEL, FLAT, OwnPlan(stages=tuple(stages)))
+    assert message in error.value.message
+
+
+def test_cuts_out_of_order_and_too_many_stages_are_refused() -> None:
+    with pytest.raises(InputError, match="not the profile's order"):
+        stages_ending_at(MODEL, ["c", "a"])
+    with pytest.raises(InputError, match="leaves a stage empty"):
+        stages_ending_at(MODEL, ["d"])
+    with pytest.raises(InputError, match="1 blocks of 'sample' do not make 2 stages"):
+        equal_stages(MODEL, 2)
+
+
+def test_chunks_need_stages_for_all_and_equal_replicas() -> None:
+    three = (OwnStage(layers=("a",)), OwnStage(layers=("b", "c")), OwnStage(layers=("d",)))
+    interleaved = find("interleaved")
+    with pytest.raises(InputError, match="not a multiple of 2 chunks"):
+        price(MODEL, FLAT, OwnPlan(stages=three, schedule=interleaved))
+    two = (OwnStage(layers=("a",), replicas=2), OwnStage(layers=("b", "c", "d")))
+    with pytest.raises(InputError, match="same number of replicas"):
+        price(MODEL, FLAT, OwnPlan(stages=two, schedule=interleaved))
+
+
+def test_gpus_of_several_kinds_are_refused() -> None:
+    kinds = (DeviceKind(count=2, speed=2.0), DeviceKind(count=2, speed=1.0))
+    with pytest.raises(PlanError, match="several kinds"):
+        price(MODEL, FLAT.model_copy(update={"kinds": kinds}), OwnPlan(stages=(OwnStage(blocks=1),)))
