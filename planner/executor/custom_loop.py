@@ -24,6 +24,7 @@ import torch.distributed as dist
 from planner.devices.names import Backend, DeviceKind
 from planner.errors import InputError
 from planner.executor.communication.control import control_group
+from planner.executor.health.script_supervisor import ScriptSupervisor
 from planner.executor.job import Job, TrainingOptions
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import pipeline_context
@@ -103,24 +104,28 @@ class Pipeline:
 
     def __enter__(self) -> Pipeline:
         """Join the other workers, unless the script has already done so."""
-        if not dist.is_initialized():
-            self._group.enter_context(joined(self._context))
-        groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
-        # No receive is posted ahead: nobody knows whether a minibatch will follow.
-        self._worker = make_worker(self._context, groups, observers, lambda: ())
-        self._instructions = self._stream(_ENDLESS)
-        dist.barrier(control_group())
+        supervisor = ScriptSupervisor(self._context.job, self._context.heartbeat)
+        with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
+            entering.enter_context(joined(self._context, supervisor))
+            groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
+            # No receive is posted ahead: nobody knows whether a minibatch will follow.
+            self._worker = make_worker(self._context, groups, observers, lambda: ())
+            self._instructions = self._stream(_ENDLESS)
+            dist.barrier(control_group())
+            self._group = entering.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Drain the pipeline, unless something failed, and leave the other workers."""
-        with self._group:
-            if kind is None:
-                self.drain()
-                self._worker.drain()
-                dist.barrier(control_group())
+        if kind is not None:
+            self._group.__exit__(kind, error, trace)
+            return
+        with self._group:  # which is told of a failure here as well
+            self.drain()
+            self._worker.drain()
+            dist.barrier(control_group())
 
     def step(self, batch: Any) -> float | None:
         """Train on one more minibatch, as far as the schedule allows.
@@ -143,6 +148,7 @@ class Pipeline:
             )
         self._data.feed(minibatch)
         self._worker.run(self._ready())
+        self._context.heartbeat.enter("running the script's own code")
         return self._newest_loss()
 
     def drain(self) -> float | None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
 from planner.executor.health.heartbeat import Heartbeat
+from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
 from planner.executor.run.context import Context
@@ -107,9 +108,18 @@ class Rounds:
 
 
 def train_data_parallel(
-    job: Job, on_progress: ProgressCallback | None = None, heartbeat: Heartbeat | None = None
+    job: Job,
+    on_progress: ProgressCallback | None = None,
+    heartbeat: Heartbeat | None = None,
+    supervisor: Supervisor | None = None,
 ) -> TrainResult | None:
     """Train the plan's model with DistributedDataParallel, with the plan's minibatches: see `Rounds`.
+
+    Args:
+        job: the same on all workers.
+        on_progress: is told of every update, on rank 0.
+        heartbeat: of this process.
+        supervisor: of this process.
 
     Returns:
         The result on rank 0, None elsewhere.
@@ -136,7 +146,7 @@ def train_data_parallel(
         data=data,
         minibatches=rounds.count(data, job.steps, job.epochs) * rounds.minibatches,
     )
-    with joined(context):
+    with joined(context, supervisor or Supervisor(job, heartbeat)):
         return _train(context, rounds, model, on_progress)
 
 

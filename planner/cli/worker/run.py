@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import logging
@@ -28,30 +29,38 @@ _PR_SET_PDEATHSIG = 1
 
 def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     """Train; leave a failure to the launcher, or raise it here when torchrun itself launched this process."""
-    from planner.executor.health.failures import error_of, failure_of, leave_failure
+    from planner.executor.health.failures import GRACE_S, error_of
+    from planner.executor.health.supervisor import Supervisor
 
     _use_interface(job)
     _show_warnings(job)
     on_progress = _Progress() if job.show_progress else None
     heartbeat = _start_heartbeat(job)
     watch = None
+    supervisor = Supervisor(job, heartbeat)
     try:
         if job.failure_folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
             from planner.executor.health.remote_watch import RemoteWatch
 
             watch = RemoteWatch(job, heartbeat, _tell_and_end)
+        supervisor = Supervisor(job, heartbeat, watch)
         if job.baseline == "data-parallel":
             from planner.executor.data_parallel import train_data_parallel
 
-            return 0, train_data_parallel(job, on_progress, heartbeat)
+            return 0, train_data_parallel(job, on_progress, heartbeat, supervisor)
         from planner.executor.run.train import train_worker
 
-        return 0, train_worker(job, on_progress, heartbeat, _timeline_writer(job))
+        return 0, train_worker(job, on_progress, heartbeat, _timeline_writer(job), supervisor)
     except Exception as error:
-        failure = failure_of(job, error, heartbeat)
-        leave_failure(job, failure)
+        failure = supervisor.fail(error)
+        if job.failure_folder is not None:
+            if failure.consequence:
+                time.sleep(GRACE_S)  # the launcher ends all workers with the first: let the cause report before
+            return failure.exit_code, None
         told = error_of(failure) if watch is None else watch.explained(failure)
-        if told is not None and job.failure_folder is None:
+        # The message is printed first, and nothing after it may block: not the interpreter's shutdown either.
+        atexit.register(end_process, failure.exit_code)
+        if told is not None:
             raise told from told.__cause__
         return failure.exit_code, None
     finally:
@@ -118,7 +127,7 @@ def _tell_and_end(error: PlannerError | None) -> NoReturn:
     if error is not None:
         sys.stderr.write("\n")  # leave the progress line
         print_complaint("error", error.message, error.hint)
-    end_process(1)
+    end_process(1 if error is None else error.exit_code)
 
 
 def end_process(code: int) -> NoReturn:

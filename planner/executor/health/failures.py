@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ import torch.distributed as dist
 
 from planner.errors import InputError, LayerError, PlannerError, WorkerError, reason_of
 from planner.executor.health.heartbeat import Beat, Heartbeat, State
+from planner.executor.health.out_of_memory import HINT as MEMORY_HINT
+from planner.executor.health.out_of_memory import memory_failure
 from planner.executor.job import Failure, Job
 from planner.formats.files import save_record
 from planner.model.file import split_location
@@ -59,41 +60,46 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
     beat = heartbeat.read() if heartbeat is not None else None
     known = error if isinstance(error, PlannerError) else None
     message = known.message if known else f"{reason_of(error)}{_at(_place(error, job))}"
+    hint = known.hint if known else "the whole traceback: plan -vv train ..."
+    memory = memory_failure(error)
+    if memory is not None:
+        message, hint = memory, MEMORY_HINT
     if isinstance(known, LayerError):
-        message = f"{known.message}{_at(_resolve(known.place, job))}"
+        message = f"{memory or known.message}{_at(_resolve(known.place, job))}"
+    elif memory is not None:
+        message += _at(_place(error, job))
     return Failure(
         rank=rank,
         stage=stage_of(job, rank, beat),
         activity=None if beat is None or not beat.beats else beat.describe(),
         message=message,
-        hint=known.hint if known else "the whole traceback: plan -vv train ...",
+        hint=hint,
         traceback="".join(traceback.format_exception(error)),
         exit_code=known.exit_code if known else WorkerError.exit_code,
         again=not isinstance(error, InputError | LossNotFiniteError),
-        consequence=isinstance(error, ConnectionLostError) or _is_connection_loss(error),
+        consequence=memory is None and (isinstance(error, ConnectionLostError) or _is_connection_loss(error)),
     )
 
 
 def leave_failure(job: Job, failure: Failure) -> None:
-    """Write `failure` for the launcher; wait a little if it is only a consequence, for the cause to be reported."""
+    """Write `failure` for the launcher, if there is one."""
     if job.failure_folder is not None:
         save_record(failure, Path(job.failure_folder) / f"failure-{failure.rank}.json")
-        if failure.consequence:
-            time.sleep(GRACE_S)
 
 
 def explain(exit_codes: Mapping[int, int], folder: Path, job: Job) -> WorkersFailedError:
     """Return the first cause of a failed run.
 
-    Candidates, in this order: a worker's own error; a signal, except SIGTERM, with which the launcher itself ends the
-    remaining workers; a lost connection; an exit code alone.
+    Candidates, in this order: the first worker's own error; a signal, except SIGTERM, with which the launcher itself
+    ends the remaining workers; a lost connection; an exit code alone.
 
     Args:
         exit_codes: by rank, of the workers that failed; negative for a signal.
         folder: with the workers' failures and heartbeats.
         job: that they ran.
     """
-    left = [Failure.model_validate_json(path.read_text("utf-8")) for path in sorted(folder.glob("failure-*.json"))]
+    paths = sorted(folder.glob("failure-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    left = [Failure.model_validate_json(path.read_text("utf-8")) for path in paths]
     for failure in left:
         if not failure.consequence:
             return error_of(failure)
@@ -171,7 +177,7 @@ def stage_of(job: Job, rank: int, beat: Beat | None) -> int | None:
 def _is_connection_loss(error: BaseException) -> bool:
     """Return whether torch.distributed lost a peer; gloo raises a plain RuntimeError for that."""
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "Socket"))
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "Socket", "NCCL"))
     )
 
 

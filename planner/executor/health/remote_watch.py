@@ -2,7 +2,8 @@
 
 A thread of each worker writes the worker's heartbeat to the store every second or two and reads those of the others. It
 has a connection of its own, because the training's connections are what may hang. A worker that finds the cause of a
-hang ends, and each host reports it once.
+hang, or reads that of another's failure, ends from that thread, and each host reports it once: under NCCL the main
+thread waits in calls of CUDA that nothing can interrupt.
 """
 
 from __future__ import annotations
@@ -13,50 +14,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from contextlib import suppress
 from traceback import extract_stack
 from typing import NoReturn
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
-
 from planner.errors import PlannerError, WorkerError, first_line
+from planner.executor.health.bulletin import Bulletin
+from planner.executor.health.ending import within
 from planner.executor.health.failures import GRACE_S, error_of, innermost, stage_of, worker_name
 from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat
+from planner.executor.health.next_worker import NextWorker
 from planner.executor.job import Failure, Job
 
-_CONNECT = timedelta(seconds=60)
-
-
-class Bulletin:
-    """Failures that workers report to each other, in torchrun's store."""
-
-    def __init__(self) -> None:
-        self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=_CONNECT,
-        )
-        self.store = PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-    def post(self, failure: Failure) -> None:
-        """Report why this worker ends."""
-        text = failure.model_copy(update={"traceback": ""}).model_dump_json()
-        self.store.set(f"failure/{failure.rank}", text)
-
-    def causes(self, workers: int) -> list[Failure]:
-        """Return the failures reported so far that are not consequences of others."""
-        keys = [key for key in (f"failure/{rank}" for rank in range(workers)) if self.store.check([key])]
-        found = [Failure.model_validate_json(self.store.get(key)) for key in keys]
-        return [failure for failure in found if not failure.consequence]
-
-    def is_first_here(self) -> bool:
-        """Return whether this worker is the first of its host to ask, so that each host reports an error once."""
-        asked: int = self.store.add(f"told/{os.environ.get('GROUP_RANK', '0')}", 1)
-        return asked == 1
+_LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 
 
 class RemoteWatch:
@@ -67,47 +38,76 @@ class RemoteWatch:
         heartbeat: this worker's.
         end_process: reports the error, if there is one, and ends the process from a thread: the main thread may wait
             in a library call that nothing can interrupt.
+        hangs: whether a worker that does nothing new for the time-out has failed.
     """
 
-    def __init__(self, job: Job, heartbeat: Heartbeat, end_process: Callable[[PlannerError | None], NoReturn]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        heartbeat: Heartbeat,
+        end_process: Callable[[PlannerError | None], NoReturn],
+        *,
+        hangs: bool = True,
+    ) -> None:
         self._job = job
         self._heartbeat = heartbeat
         self._end_process = end_process
+        self._hangs = hangs
         self._rank = int(os.environ["RANK"])
         self._everyone = set(range(job.plan.workers))
         self._detector = HangDetector([stage.ranks for stage in job.plan.stages], job.run_options.hang_timeout_s)
         # At least ten exchanges within a time-out: a worker counts as silent after half of it.
         self._interval_s = min(2.0, job.run_options.hang_timeout_s / 10)
         self._stopped = threading.Event()
+        self._ending = threading.Lock()  # held by the thread that ends this worker
         self._main = threading.main_thread().ident
         self._bulletin = Bulletin()
+        self._next: NextWorker | None = None
         self._reached = 0  # number of the last exchange with the store
         self._last_sequence: dict[int, tuple[int, float]] = {}
         for target in (self._exchange, self._supervise):
             threading.Thread(target=target, name="hang watch", daemon=True).start()
 
+    def watch_next(self) -> None:
+        """Watch the next worker's process from now on; all workers call it once they have joined."""
+        self._next = NextWorker(self._gone)
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this worker ends as it should, before its connections close."""
+        if self._next is not None:
+            self._next.say_goodbye()
+
     def stop(self) -> None:
         """Stop watching, because this worker is about to end."""
         self._stopped.set()
+        if self._next is not None:
+            self._next.leave()
+
+    def post(self, failure: Failure) -> None:
+        """Report to the others why this worker ends."""
+        # Bounded, because the store's host may be what failed.
+        within(GRACE_S, lambda: self._bulletin.post(failure))
 
     def explained(self, failure: Failure) -> PlannerError | None:
-        """Report `failure` to the others; return the error to end with, or None if this host has reported one already.
+        """Return the error to end with after `failure` was posted, or None if this host has reported one already.
 
         If `failure` is only a consequence, wait for another worker to report the cause.
         """
-        self.stop()
-        try:
-            self._bulletin.post(failure)
-            causes = [] if failure.consequence else [failure]
-            deadline = time.monotonic() + GRACE_S
-            while not causes and time.monotonic() < deadline:
-                time.sleep(0.1)
-                causes = self._bulletin.causes(self._job.plan.workers)
-            if not self._bulletin.is_first_here():
-                return None
-        except RuntimeError:  # torchrun, which holds the store, is gone as well
-            causes = []
-        return error_of(causes[0] if causes else failure)
+        self._ending.acquire()  # or another thread is ending this process
+        self._stopped.set()
+        # torchrun, which holds the store, may be gone as well.
+        agreed = within(2 * GRACE_S, lambda: self._agreed(failure))
+        cause, tells = agreed[0] if agreed else (failure, True)
+        return error_of(cause) if tells else None
+
+    def _agreed(self, failure: Failure) -> tuple[Failure, bool]:
+        """Return the cause that all end with, and whether this worker is the one of its host that tells."""
+        cause = None if failure.consequence else failure
+        deadline = time.monotonic() + GRACE_S
+        while cause is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            cause = self._bulletin.cause()
+        return cause or failure, self._bulletin.is_first_here()
 
     def _exchange(self) -> None:
         """Write this worker's heartbeat and judge all, in a thread."""
@@ -120,11 +120,15 @@ class RemoteWatch:
                 known |= {rank for rank in self._everyone - known if self._bulletin.store.check([f"page/{rank}"])}
                 ranks = sorted(known)
                 pages = self._bulletin.store.multi_get([f"page/{rank}" for rank in ranks])
+                cause = self._bulletin.cause()
             except RuntimeError as cause:
                 self._lost(first_line(cause))
                 return
             self._reached = sequence
-            hang = self._judge(ranks, pages)
+            if cause is not None:
+                self._end_with(cause)
+                return
+            hang = self._judge(ranks, pages) if self._hangs else None
             if hang is not None:
                 self._end(hang, pages[ranks.index(hang.rank)] if hang.rank in ranks else None)
                 return
@@ -156,8 +160,36 @@ class RemoteWatch:
 
     def _end(self, hang: Hang, page: bytes | None) -> None:
         place = json.loads(page)["place"] if hang.busy and page is not None else None
-        failure = hang.failure(place)
-        self._end_process(error_of(failure) if self._bulletin.is_first_here() else None)
+        self._end_with(hang.failure(place))
+
+    def _end_with(self, cause: Failure) -> None:
+        """End this worker because of `cause`, unless the main thread ends it already."""
+        if self._ending.acquire(blocking=False):
+            tells = within(GRACE_S, self._bulletin.is_first_here)
+            self._end_process(error_of(cause) if tells != [False] else None)
+
+    def _gone(self, rank: int) -> None:
+        """Report that the process of `rank` is gone, if it left no reason; each worker's `_exchange` then ends it."""
+        with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
+            rank = self._bulletin.first_gone(rank)
+            time.sleep(_LAST_WORDS_S)
+            if self._bulletin.cause() is None:
+                self._bulletin.post(self._without_reason(rank))
+
+    def _without_reason(self, rank: int) -> Failure:
+        key = f"page/{rank}"
+        told = self._bulletin.store.get(key) if self._bulletin.store.check([key]) else None
+        beat = None if told is None else Beat.read(bytes.fromhex(json.loads(told)["page"]))
+        return Failure(
+            rank=rank,
+            stage=stage_of(self._job, rank, beat),
+            activity="while starting" if beat is None else beat.describe(),
+            message="its process is gone and left no reason",
+            hint="it was killed, or its host went down; the system ends processes that exhaust its memory: see the "
+            "kernel's log",
+            exit_code=WorkerError.exit_code,
+            consequence=False,
+        )
 
     def _supervise(self) -> None:
         """Detect that `_exchange` is stuck, in a second thread: a call to an unreachable store may never return.
@@ -175,7 +207,7 @@ class RemoteWatch:
 
     def _lost(self, reason: str) -> None:
         """End this worker because the store is gone, unless the main thread ends with an error of its own first."""
-        if self._stopped.wait(GRACE_S):
+        if self._stopped.wait(GRACE_S) or not self._ending.acquire(blocking=False):
             return
         name = worker_name(self._rank, stage_of(self._job, self._rank, None))
         self._end_process(

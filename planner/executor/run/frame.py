@@ -12,7 +12,9 @@ from torch import nn
 
 from planner.executor.communication.control import control_group
 from planner.executor.communication.place import join_group, message_timeout
+from planner.executor.health.ending import abort_groups, keep_failures_ours
 from planner.executor.health.heartbeat import Heartbeat
+from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Job
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.run.context import Context
@@ -28,19 +30,33 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
     """
     check_world(job.plan)
     torch.set_num_threads(job.plan.device.threads or 1)
+    keep_failures_ours()
     heartbeat = heartbeat or Heartbeat()
     heartbeat.enter("starting")
     return heartbeat
 
 
 @contextmanager
-def joined(context: Context) -> Iterator[None]:
-    """Join the other workers, and leave them at the end."""
+def joined(context: Context, supervisor: Supervisor) -> Iterator[None]:
+    """Join the other workers, unless that was done before, and leave them at the end.
+
+    At an error the supervisor leaves the reason before anything that may block; then what was joined here is aborted.
+    """
     context.heartbeat.enter("joining the other workers", meeting=True)
-    join_group(message_timeout(context.job.run_options.hang_timeout_s))
+    joins = not dist.is_initialized()
+    if joins:
+        join_group(message_timeout(context.job.run_options.hang_timeout_s))
     try:
+        supervisor.enter()
         yield
-    finally:
+        supervisor.leave()
+    except BaseException as error:
+        if isinstance(error, Exception):
+            supervisor.fail(error)
+        if joins:
+            abort_groups()
+        raise
+    if joins:
         dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import gather_state, save_state
 from planner.executor.health.heartbeat import Heartbeat
+from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Evaluation, Job, TrainResult
 from planner.executor.observe.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
@@ -35,6 +36,7 @@ def train_worker(
     on_progress: ProgressCallback | None = None,
     heartbeat: Heartbeat | None = None,
     on_timeline: TimelineCallback | None = None,
+    supervisor: Supervisor | None = None,
 ) -> TrainResult | None:
     """Run this process's part of `job`; the environment is torchrun's.
 
@@ -43,6 +45,7 @@ def train_worker(
         on_progress: is told of every update, on the last stage.
         heartbeat: of this process.
         on_timeline: is given what all workers did, on rank 0, if the job asks for a trace.
+        supervisor: of this process.
 
     Returns:
         The result on rank 0, None elsewhere.
@@ -54,7 +57,7 @@ def train_worker(
     check_schedule(job.plan)
     place = take_place(job, heartbeat)
     context = pipeline_context(job, TrainingSpec.from_file(job.model), place, heartbeat)
-    with joined(context):
+    with joined(context, supervisor or Supervisor(job, heartbeat)):
         return train(context, on_progress, on_timeline)
 
 

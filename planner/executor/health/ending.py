@@ -1,0 +1,86 @@
+"""End a worker after a failure: leave the reason first, then abort the process groups, and wait for nothing.
+
+Under NCCL most ways to end can block for ever. `destroy_process_group` waits for the kernels on the device, which wait
+for a peer that may be gone; so may an abort, and the interpreter's shutdown. So everything after the reason is bounded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+ABORT_S = 3.0  # how long an abort may take
+EXIT_S = 5.0  # how long the interpreter may take to shut down after a failure
+# Each process group of NCCL reads these when it is made. By default its watchdog ends the process with SIGABRT when a
+# peer is lost or a kernel failed: that would hide the first cause behind another message, or a core dump.
+_NCCL_VARIABLES = {
+    # 0 leaves a lost peer to our own watch. An abort by the watchdog (1, 2) would let the kernels that wait go on with
+    # what the buffers hold, and the loss might be the first to show it.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the same error, and knows where
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # or a second thread ends the process when the watchdog itself blocks
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+T = TypeVar("T")
+
+
+def keep_failures_ours() -> None:
+    """Let NCCL's own threads end no worker, unless the environment says otherwise; call it before any group is made."""
+    for name, value in _NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def within(seconds: float, *actions: Callable[[], T]) -> list[T]:
+    """Call all `actions` at the same time; return the results of those that end within `seconds` and do not raise.
+
+    Others are left behind, in threads that do not keep the process from ending.
+    """
+    results: list[T] = []
+
+    def run(action: Callable[[], T]) -> None:
+        with suppress(Exception):
+            results.append(action())
+
+    threads = [threading.Thread(target=run, args=(action,), name="bounded", daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(results)
+
+
+def abort_groups() -> None:
+    """Abort all process groups, and go on without them if that takes longer than `ABORT_S`.
+
+    Never `destroy_process_group` after an error: it waits for what is on the device.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    groups = list(distributed_c10d._world.pg_map)
+    # At the same time: to abort a communicator is to wait for its kernel, which may wait behind another one's.
+    if len(within(ABORT_S, *(group.abort for group in groups))) == len(groups):
+        within(ABORT_S, distributed_c10d._abort_process_group)  # forgets them
+
+
+def bound_exit() -> None:
+    """End the process with exit code 1 when the interpreter, once it begins to, takes too long to shut down.
+
+    For processes that are not ours to end, which `os._exit` would do without the user's own clean-up.
+    """
+
+    def arm() -> None:
+        # A thread in C, which needs no lock of the interpreter: a blocked destructor may hold it.
+        faulthandler.dump_traceback_later(EXIT_S, exit=True, file=os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+    atexit.register(arm)
