@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from planner.devices.names import Backend, DeviceKind
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.resume import seed_of_run
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
+from planner.formats.device_names import Backend, DeviceKind
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_accumulate
 from planner.formats.profile import MemoryFormat, Profile

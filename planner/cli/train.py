@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -81,14 +80,14 @@ def add_parser(verbs: Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
     from planner.api import make_job, run_job
+    from planner.devices.meeting import started_as_worker
     from planner.executor.checkpoint.resume import after_torchrun_restart
     from planner.executor.job import RunOptions, TrainingOptions
     from planner.formats.plan import load_plan
 
     checkpoints = checkpoints_of(args)
-    # torchrun sets these for each process it starts.
-    by_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    continued = after_torchrun_restart(checkpoints) if by_torchrun else None
+    as_worker = started_as_worker()
+    continued = after_torchrun_restart(checkpoints) if as_worker else None
     job = make_job(
         args.model,
         load_plan(args.plan),
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         defer_weights=args.defer_weights,
         show_progress=sys.stderr.isatty(),
     )
-    if by_torchrun:
+    if as_worker:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
     _print_result(run_job(job, print_progress), args.json)
     return 0

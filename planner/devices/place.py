@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from planner.devices.names import Backend, DeviceKind
 from planner.devices.seats import Seat, names_of
 from planner.errors import InputError
+from planner.formats.device_names import Backend, DeviceKind
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,15 @@
-"""What the workers say of themselves at the start, through the store by which they meet.
-
-It comes before anything that depends on it: the choice of a GPU, the model on that GPU, the process groups.
-"""
+"""What a worker says of itself at the start, for all workers to choose alike."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from itertools import count
 
 import torch
 from pydantic import Field
-from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.formats.files import Record
-
-_rounds = count()
 
 
 class Gpu(Record):
@@ -53,16 +46,6 @@ def visible_gpus() -> tuple[Gpu, ...]:
         return ()
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return tuple(Gpu(uuid=str(each.uuid), name=each.name) for each in properties)
-
-
-def exchange(store: Store, mine: Seat, world: int) -> list[Seat]:
-    """Tell all workers about this one, and return what all say, by rank; waits for the last, up to the store's limit.
-
-    Every call has its own keys, because a script may train several pipelines, one after the other.
-    """
-    prefix = f"seat/{next(_rounds)}"
-    store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
-    return [Seat.model_validate_json(store.get(f"{prefix}/{rank}")) for rank in range(world)]
 
 
 def names_of(seats: Sequence[Seat]) -> str:

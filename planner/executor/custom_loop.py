@@ -10,7 +10,6 @@ the newest minibatches stay in flight until more come, or until `drain`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.devices.names import Backend, DeviceKind
+from planner.devices.meeting import started_as_worker
 from planner.errors import InputError
 from planner.executor.communication.control import control_group
 from planner.executor.health.script_supervisor import ScriptSupervisor
@@ -33,6 +32,7 @@ from planner.executor.run.frame import joined, start_worker
 from planner.executor.run.setup import check_schedule, take_place
 from planner.executor.run.train import save_weights
 from planner.executor.run.worker import Observers
+from planner.formats.device_names import Backend, DeviceKind
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
 from planner.model.spec import TrainingSpec
@@ -84,12 +84,12 @@ class Pipeline:
 
     def __init__(self, job: Job, spec: TrainingSpec) -> None:
         plan, options = job.plan, job.options
-        for name in ("RANK", "WORLD_SIZE"):
-            if name not in os.environ:
-                raise InputError(
-                    "planner.pipeline runs in workers, and this process is none: the environment has no " + name,
-                    hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
-                )
+        if not started_as_worker():
+            raise InputError(
+                "planner.pipeline runs in workers, and this process is none: the environment has no RANK and no "
+                "WORLD_SIZE",
+                hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
+            )
         self.plan = plan
         heartbeat = start_worker(job)
         check_schedule(plan)

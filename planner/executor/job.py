@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.devices.names import Backend, DeviceKind
 from planner.executor.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
+from planner.formats.device_names import Backend, DeviceKind
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 

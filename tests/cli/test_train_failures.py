@@ -101,6 +101,43 @@ def test_user_code_that_blocks_is_named_with_its_line(folder: Path) -> None:
     assert lines[0].endswith(f", at model.py:{line_of('time.sleep')} in __getitem__()")
 
 
+def srun(folder: Path, fault: str) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of two processes with the variables that srun sets for two tasks on one node."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost"}
+    job |= {"MASTER_PORT": str(port), "FAULT": fault, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "planner", "train", "model.py", "--epochs", "1", "--json"],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_tasks_of_slurm_train_as_workers_of_torchrun(folder: Path) -> None:
+    first, second = srun(folder, "")
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert json.loads(first[1])["workers"] == 2
+    assert second[1] == ""
+
+
+def test_a_failing_task_of_slurm_ends_all_with_one_reason(folder: Path) -> None:
+    tasks = srun(folder, "data")  # of worker 0, which holds the store
+    assert [code for code, _, _ in tasks] == [1, 1]
+    (told,) = (line for _, _, text in tasks for line in text.splitlines() if line.startswith("error: "))
+    assert told.startswith("error: worker 0 (stage 0), in the forward of minibatch ")
+
+
 def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     code, lines = failing(folder, "data", launcher=torchrun)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.devices.names import Backend, DeviceKind
 from planner.devices.place import CPU, Place, assign_gpus, choose_place
 from planner.devices.seats import Gpu, Seat, names_of
 from planner.errors import InputError
+from planner.formats.device_names import Backend, DeviceKind
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from planner.devices.names import Backend, DeviceKind
+from planner.formats.device_names import Backend, DeviceKind
 
 
 def add_device_argument(parser: argparse.ArgumentParser, default: str) -> None:

@@ -134,6 +134,11 @@ def end_process(code: int) -> NoReturn:
     """End at once: torch's teardown at interpreter exit now and then never ends when gloo was used."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if code:
+        from planner.devices.slurm import end_last
+        from planner.executor.health.failures import GRACE_S
+
+        end_last(GRACE_S)
     os._exit(code)
 
 

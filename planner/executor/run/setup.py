@@ -9,13 +9,14 @@ from typing import cast, get_args
 
 import torch
 
-from planner.devices.names import DeviceKind
+from planner.devices.meeting import exchange, worker_store
 from planner.devices.place import Place, choose_place, take
-from planner.devices.seats import Seat, exchange, names_of, own_seat
+from planner.devices.seats import Seat, names_of, own_seat
 from planner.errors import PlanError
-from planner.executor.communication.place import message_timeout, worker_store
+from planner.executor.communication.place import message_timeout
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
+from planner.formats.device_names import DeviceKind
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import deadlock, shape_of
 from planner.schedule.streams.check import ScheduleError, check_streams
@@ -33,7 +34,7 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     """
     heartbeat.enter("meeting the other workers", meeting=True)
     store = worker_store(message_timeout(job.run_options.hang_timeout_s))
-    seats = exchange(store, own_seat(_same(job)), int(os.environ["WORLD_SIZE"]))
+    seats = exchange(store, own_seat(_same(job)))
     check_same_job(seats)
     place = choose_place(seats, int(os.environ["RANK"]), device_kind(job), job.backend)
     take(place)

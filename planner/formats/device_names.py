@@ -1,4 +1,4 @@
-"""Names of kinds of devices and of backends, as users give them; apart from the rest, because this needs no torch."""
+"""Names of kinds of devices, and of what messages are sent with, as users give them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+"""Workers that Slurm started by itself: `srun plan train ...` without torchrun.
+
+srun starts one process per task and numbers them as torchrun does. Its variables are translated to torchrun's (see the
+manual page srun(1), "OUTPUT ENVIRONMENT VARIABLES"), and the first task holds the store that torchrun would hold.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
+
+# Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
+_FIRST_PORT, _PORTS = 12000, 20000
+_TIMEOUT = timedelta(minutes=10)
+_COUNT = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
+
+_store: TCPStore | None = None  # of this process; it ends with it
+
+
+def become_worker() -> None:
+    """Set torchrun's variables, if Slurm started this process as one of several tasks; open the store on the first."""
+    global _store
+    variables = worker_variables(os.environ)
+    os.environ.update(variables)
+    if variables.get("RANK") == "0" and _store is None:
+        _store = TCPStore(
+            variables["MASTER_ADDR"],
+            int(variables["MASTER_PORT"]),
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+        )
+
+
+def end_last(seconds: float) -> None:
+    """Let the others read why this worker ends, if it holds the store that tells them; torchrun outlives its workers.
+
+    Args:
+        seconds: for which workers that lost a peer look for the cause.
+    """
+    if _store is not None:
+        time.sleep(seconds)
+
+
+def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a task of Slurm; none outside Slurm, and none for a single task."""
+    rank = environment.get("SLURM_PROCID")
+    tasks = _first(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    # A batch script has the variables of task 0, but is not one of the tasks: those are of the steps that it starts.
+    batch_script = environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
+    if rank is None or tasks is None or int(tasks) < 2 or batch_script:
+        return {}
+    node = environment.get("SLURM_NODEID", "0")
+    job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
+    port = _FIRST_PORT + (int(job) * 7 + int(step)) % _PORTS  # steps of one job may run at the same time
+    nodes = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(_local_tasks(environment, int(node), int(tasks))),
+        "GROUP_RANK": node,
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or (first_node(nodes) if nodes else "127.0.0.1"),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
+        # A job that Slurm requeues continues from its checkpoints, as workers do that torchrun restarts.
+        "TORCHELASTIC_RUN_ID": f"slurm-{job}",
+        "TORCHELASTIC_RESTART_COUNT": environment.get("SLURM_RESTART_COUNT", "0"),
+        # Every worker connects to the store as to torchrun's, the first one too.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def first_node(nodes: str) -> str:
+    """Return the first host of Slurm's list: "gpu03" of "gpu[03-05,7],cpu1"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:
+    """Return how many tasks run on this node, of a list such as "4(x2),1"."""
+    listed = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if listed is None:
+        return int(environment.get("SLURM_NTASKS_PER_NODE", tasks))
+    counts = [int(found["tasks"]) for found in _COUNT.finditer(listed) for _ in range(int(found["nodes"] or 1))]
+    return counts[node] if node < len(counts) else counts[-1]
+
+
+def _first(environment: Mapping[str, str], *names: str) -> str | None:
+    """Return the first of these variables that is set: a step's come before the job's, which may be larger."""
+    return next((environment[name] for name in names if environment.get(name)), None)
