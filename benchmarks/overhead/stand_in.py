@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.devices.place import CPU
-from planner.executor.communication import links
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.messages import pack
+from planner.executor.communication.routes import route_of
 from planner.executor.job import Job
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import PipelineContext, pipeline_context
@@ -35,7 +35,7 @@ _From = tuple[int, int, bool]  # peer's rank, tag, whether the message goes forw
 class Neighbours:
     """The other workers' messages, in the order of this worker's receives, handed over when a receive is posted."""
 
-    forward: dist.ProcessGroup  # group of the messages that go forward
+    forward: dist.ProcessGroup | None  # group of the messages that go forward
     waiting: defaultdict[_From, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
     spent_s: float = 0.0  # on handing over, which is the network's work and not the worker's
 
@@ -43,7 +43,7 @@ class Neighbours:
         """Make the messages of all receives among `instructions`."""
         for receive in instructions:
             if isinstance(receive, Receive):
-                layout, route = layouts.of(receive), links.route_of(receive)
+                layout, route = layouts.of(receive), route_of(receive)
                 values = {slot.spec.name: torch.randn(slot.shape) * 1e-3 for slot in layout.slots}
                 message = pack(layout, receive.unit, values, CPU.wire)
                 self.waiting[receive.peer_rank, route.tag, route.forward].append(message)
@@ -88,5 +88,5 @@ def build(plan: Plan, spec: TrainingSpec, minibatches: int) -> tuple[PipelineCon
     neighbours.expect(
         context.stream(0, minibatches), Layouts(context.transfers, shared, context.data.size, with_scale=False)
     )
-    worker = make_worker(context, groups, Observers(context.heartbeat), lambda: context.stream(0, minibatches))
+    worker = make_worker(context, groups, Observers(context.heartbeat), lambda: [context.stream(0, minibatches)])
     return context, worker, neighbours

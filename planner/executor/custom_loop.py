@@ -28,7 +28,7 @@ from planner.executor.job import Job, TrainingOptions
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource
-from planner.executor.run.frame import joined, start_worker
+from planner.executor.run.frame import connect_all, joined, start_worker
 from planner.executor.run.setup import check_schedule, take_place
 from planner.executor.run.train import save_weights
 from planner.executor.run.worker import Observers
@@ -108,9 +108,10 @@ class Pipeline:
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
             entering.enter_context(joined(self._context, supervisor))
             groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
-            # No receive is posted ahead: nobody knows whether a minibatch will follow.
+            # Links cannot look ahead: nobody knows whether a minibatch will follow.
             self._worker = make_worker(self._context, groups, observers, lambda: ())
             self._instructions = self._stream(_ENDLESS)
+            connect_all(self._context)
             dist.barrier(control_group())
             self._group = entering.pop_all()
         return self

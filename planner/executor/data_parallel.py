@@ -20,9 +20,16 @@ from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
-from planner.executor.run.context import Context
+from planner.executor.run.context import Context, data_groups
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
-from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
+from planner.executor.run.frame import (
+    connect_all,
+    joined,
+    make_random_batches,
+    peak_memory,
+    start_worker,
+    train_together,
+)
 from planner.executor.run.outcome import Course, gather_result
 from planner.executor.run.setup import take_place
 from planner.executor.run.worker import Observers, Worker
@@ -145,6 +152,7 @@ def train_data_parallel(
         heartbeat=heartbeat,
         data=data,
         minibatches=rounds.count(data, job.steps, job.epochs) * rounds.minibatches,
+        groups=data_groups(job, place),
     )
     with joined(context, supervisor or Supervisor(job, heartbeat)):
         return _train(context, rounds, model, on_progress)
@@ -204,9 +212,9 @@ class DataParallelWorker(Worker):
         self._options = module_options(context.plan)
         # Blocks may skip weights depending on the values that they see; for other models one step shows it.
         unused = context.spec.defines("blocks") or self._leaves_out_weights(model)
-        self._model = DistributedDataParallel(
-            model, process_group=context.new_group(None), find_unused_parameters=unused
-        )
+        group = context.groups.of(None)
+        connect_all(context)
+        self._model = DistributedDataParallel(model, process_group=group, find_unused_parameters=unused)
         self._forward = compiled(self._model) if self._options.compiled else self._model
         self._optimizer = StageOptimizer(
             context.spec,

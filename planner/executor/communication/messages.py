@@ -1,10 +1,11 @@
 """The content of a message: for one pair of stages and one unit, a header and then every value, in one flat buffer.
 
-    int64 header: magic, minibatch, microbatch, layout checksum      (64 bytes, the rest zero)
+    header:       two int64, magic and layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
     payload:      the values in the plan's order, each in its own memory order, at a multiple of 64 bytes
 
 gloo accepts a message of the wrong size, and NCCL matches messages by order alone: both would deliver garbage without
-an error. The header makes a mismatch an error.
+an error. The header makes a mismatch an error. It is written by two fills and never copied from the host, because such
+a copy would let the host wait for the device.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from planner.schedule.instructions import Unit
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for vector instructions of any width
 _MAGIC = 0x706C616E  # "plan"
+_WORDS = 2  # of the header
+_LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,9 @@ def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.d
         WorkerError: when a value has another shape or dtype than the captured graph says.
     """
     buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
-    header = torch.tensor([_MAGIC, unit.minibatch, unit.microbatch, layout.checksum, 0, 0, 0, 0])
-    buffer[:_ALIGNMENT].view(torch.int64).copy_(header)
+    first_bytes = header(buffer)
+    for place, word in enumerate(_words(layout, unit)):
+        first_bytes[place] = word
     for slot in layout.slots:
         value = values[slot.spec.name]
         if tuple(value.shape) != slot.shape or value.dtype != slot.spec.dtype:
@@ -75,25 +79,49 @@ def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.d
                 f"{slot.spec.dtype} of shape {slot.shape}",
                 hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
             )
-        _view(buffer, slot).copy_(slot.spec.to_wire(value.detach()))
+        target, source = _view(buffer, slot), slot.spec.to_wire(value.detach())
+        if source.device.type == "cpu" and source.dim() == 0:
+            target.fill_(source.item())  # a loss scale: copied to a GPU, it would let the host wait
+        else:
+            target.copy_(source)
     return buffer
 
 
-def unpack(layout: Layout, unit: Unit, buffer: Tensor, sender: str) -> dict[str, Tensor]:
-    """Return the values in `buffer`, as views of it.
+def header(buffer: Tensor) -> Tensor:
+    """Return the header of the message in `buffer`, as a view."""
+    return buffer[: 8 * _WORDS].view(torch.int64)
+
+
+def check(layout: Layout, unit: Unit, found: Tensor, sender: str) -> None:
+    """Check that a message is the expected one.
+
+    Args:
+        layout: of the expected message.
+        unit: of the expected message.
+        found: the header of the message, on the CPU.
+        sender: for the error.
 
     Raises:
-        WorkerError: when it is not the expected message.
+        WorkerError: when it is another.
     """
-    # Reads four numbers on the host: where the buffer is on a GPU, this waits for the transfer.
-    magic, minibatch, microbatch, checksum = buffer[:_ALIGNMENT].view(torch.int64)[:4].tolist()
-    if (magic, minibatch, microbatch, checksum) != (_MAGIC, unit.minibatch, unit.microbatch, layout.checksum):
-        raise WorkerError(
-            f"{sender} sent minibatch {minibatch}, microbatch {microbatch}, layout {checksum:#x}; expected minibatch "
-            f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
-            hint="do all hosts run the same version of the planner, the model file and the plan?",
-        )
+    words = found.tolist()
+    if words == _words(layout, unit):
+        return
+    checksum, minibatch, microbatch = words[0] & _LOW, words[1] >> 32, words[1] & _LOW
+    raise WorkerError(
+        f"{sender} sent minibatch {minibatch}, microbatch {microbatch}, layout {checksum:#x}; expected minibatch "
+        f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
+        hint="do all hosts run the same version of the planner, the model file and the plan?",
+    )
+
+
+def unpack(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
+    """Return the values in `buffer`, as views of it."""
     return {slot.spec.name: slot.spec.from_wire(_view(buffer, slot), layout.batch_size) for slot in layout.slots}
+
+
+def _words(layout: Layout, unit: Unit) -> list[int]:
+    return [_MAGIC << 32 | layout.checksum, unit.minibatch << 32 | unit.microbatch]
 
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:

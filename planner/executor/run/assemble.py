@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,14 +11,17 @@ import torch.distributed as dist
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.write_parts import Restorable
+from planner.executor.communication.connect import connect
 from planner.executor.communication.control import control_group
+from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.layouts import Layouts
-from planner.executor.communication.links import LinkGroups, Links, SendLimits
+from planner.executor.communication.links import Segments, SendLimits
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.executor.stage.optimizer import JointNorm
 from planner.schedule.instructions import Instruction
+from planner.schedule.schedule import PipelineShape, stream
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,19 @@ class Groups:
     @classmethod
     def create(cls, context: PipelineContext) -> Groups:
         """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
-        links = LinkGroups.create(context.shape, context.new_group, tags=context.place.backend == "gloo")
+        links = LinkGroups.create(context.groups, lambda: all_streams(context.shape))
         stages = enumerate(context.plan.stages)
-        return cls(links, {index: context.new_group(stage.ranks) for index, stage in stages if stage.replicas > 1})
+        return cls(links, {index: context.groups.of(stage.ranks) for index, stage in stages if stage.replicas > 1})
+
+
+def all_streams(shape: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
+    """Return all workers' streams of as many minibatches as it takes replicas to meet all those that they ever meet."""
+    minibatches = math.lcm(*shape.replicas)
+    return {rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()}
 
 
 def make_worker(
-    context: PipelineContext, groups: Groups, observers: Observers, instructions: Callable[[], Iterable[Instruction]]
+    context: PipelineContext, groups: Groups, observers: Observers, instructions: Callable[[], Segments]
 ) -> PipelineWorker:
     """Connect this worker's stages with their replicas and neighbours.
 
@@ -44,13 +54,13 @@ def make_worker(
         context: of this worker.
         groups: all workers' process groups.
         observers: are told what the worker does.
-        instructions: makes a copy of the worker's stream, as far as it is known, to post receives ahead.
+        instructions: makes a copy of the worker's stream by segments, as far as it is known: links look ahead in it.
     """
     held = context.stages
     shared = {number: stage.shared for number, stage in held.items()}
     layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss)
     in_flight = max(context.shape.in_flight(stage) for stage in range(len(context.plan.stages)))
-    links = Links(groups.links, instructions, layouts.of, SendLimits(in_flight, context.shape.lag), context.place)
+    links = connect(groups.links, layouts.of, SendLimits(in_flight, context.shape.lag), context.place, instructions)
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
     stop_on_nan = context.job.run_options.stop_on_nan
     return PipelineWorker(stages, links, observers, stop_on_nan=stop_on_nan, joint_norm=_joint_norm(context))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from planner.devices.place import Place
+from planner.executor.communication.groups import DataGroups
 from planner.executor.communication.place import message_timeout
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
@@ -41,6 +41,7 @@ class Context:
     heartbeat: Heartbeat
     data: BatchSource
     minibatches: int  # of the whole run
+    groups: DataGroups
 
     @property
     def plan(self) -> Plan:
@@ -57,15 +58,6 @@ class Context:
     def minibatch_size(self) -> int:
         """Samples of a whole minibatch."""
         return self.microbatch_size * self.data.microbatches
-
-    def new_group(self, ranks: Iterable[int] | None) -> dist.ProcessGroup:
-        """Make a process group for data of `ranks`, or of all workers.
-
-        All workers call it, in the same order, members or not.
-        """
-        timeout, members = message_timeout(self.job.run_options.hang_timeout_s), None if ranks is None else list(ranks)
-        group: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=self.place.backend)
-        return group
 
 
 @dataclass(frozen=True)
@@ -134,14 +126,20 @@ def pipeline_context(
         heartbeat=heartbeat or Heartbeat(),
         data=data,
         minibatches=data.minibatches(job.steps, job.epochs),
+        groups=data_groups(job, place),
         shape=shape,
         stages=_held_stages(job, built, spec, shape),
         transfers=transfers,
         evaluation=built.evaluation,
     )
-    if plan.compiled:
-        _compile(context)
+    if plan.compiled or place.compute.type == "cuda":
+        _warm_up(context)
     return context
+
+
+def data_groups(job: Job, place: Place) -> DataGroups:
+    """Return what makes the worker's process groups for data."""
+    return DataGroups(place, message_timeout(job.run_options.hang_timeout_s))
 
 
 def _held_stages(job: Job, built: Modules, spec: TrainingSpec, shape: PipelineShape) -> dict[int, HeldStage]:
@@ -159,15 +157,19 @@ def _held_stages(job: Job, built: Modules, spec: TrainingSpec, shape: PipelineSh
     return stages
 
 
-def _compile(context: PipelineContext) -> None:
-    """Compile the stages for all sizes of microbatches.
+def _warm_up(context: PipelineContext) -> None:
+    """Run the stages once for all sizes of microbatches.
 
-    Before the run, because a worker that compiles in the middle of it looks as if it hung.
+    Compilation happens before the run, because a worker that compiles in the middle of it looks as if it hung. On a GPU
+    kernels and the handles of libraries are loaded at their first use, which may wait for the whole device: the more of
+    it is done before messages are under way, the better.
     """
-    context.heartbeat.enter("compiling its stages")
-    check_compiler(context.place.compute.type)
-    with torch.random.fork_rng():
+    context.heartbeat.enter("compiling its stages" if context.plan.compiled else "warming its stages up")
+    if context.plan.compiled:
+        check_compiler(context.place.compute.type)
+    compute = context.place.compute
+    with torch.random.fork_rng(devices=[compute] if compute.type == "cuda" else []):
         for size in {context.microbatch_size, *filter(None, context.data.last_sizes)}:
-            batch = context.spec.example_batch(size).to(context.place.compute)
+            batch = context.spec.example_batch(size).to(compute)
             for stage in context.stages.values():
                 warm_up(stage.module, batch)

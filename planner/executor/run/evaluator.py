@@ -2,8 +2,8 @@
 
 Every stage stops after its update of the same minibatch, so the weights of all stages have seen the same data. Training
 then continues where it stopped: units in flight stay in flight, and every minibatch uses the weights that it would have
-used without evaluation. Messages have process groups of their own, because training has already posted receives on its
-groups.
+used without evaluation. Messages have process groups of their own, because over gloo training has already posted
+receives on its groups.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.communication.collect import gather_bytes
+from planner.executor.communication.connect import connect
+from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.layouts import Layouts
-from planner.executor.communication.links import LinkGroups, Links, SendLimits
+from planner.executor.communication.links import SendLimits
 from planner.executor.job import Evaluation
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches
@@ -58,7 +60,7 @@ class Evaluator:
         )
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
-        self._groups = LinkGroups.create(self._shape, context.new_group, tags=context.place.backend == "gloo")
+        self._groups = LinkGroups.create(context.groups, lambda: self._all_streams())
         self._last_ranks = self._shape.ranks[self._stages.last]
         self._layouts = Layouts(self._stages.transfers, {}, self._data.size, with_scale=False)
         self.done: list[Evaluation] = []  # on the first replica of the last stage
@@ -95,12 +97,12 @@ class Evaluator:
         Yields, for each forward: its unit, its batch if the stage reads one, its results, and all values that its stage
         has received or made.
         """
-        links = Links(
+        links = connect(
             self._groups,
-            lambda: evaluation_stream(self._shape, self._context.rank, self._data.batches),
             self._layouts.of,
             SendLimits(2 * group_size(self._shape)),
             self._context.place,
+            lambda: [evaluation_stream(self._shape, self._context.rank, self._data.batches)],
         )
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}
         for instruction in evaluation_stream(self._shape, self._context.rank, self._data.batches):
@@ -122,6 +124,11 @@ class Evaluator:
                     names = [spec.name for spec in self._stages.transfers[stage, target]]
                     links.send(instruction, {name: values[name] for name in names})
         links.drain()
+
+    def _all_streams(self) -> Mapping[int, Iterator[Instruction]]:
+        """Return all workers' streams of as many batches as it takes replicas to meet all those that they ever meet."""
+        batches = math.lcm(*self._shape.replicas)
+        return {rank: evaluation_stream(self._shape, rank, batches) for rank in self._shape.first_stages}
 
     def _batch(self, stage: int, unit: Unit) -> Batch | None:
         """Return the samples, if the stage's layers or metrics(output, target) read them."""

@@ -75,8 +75,15 @@ def make_random_batches(context: Context, units: Iterable[Unit]) -> None:
             context.data.batch(unit)
 
 
+def connect_all(context: Context) -> None:
+    """Use every process group for data once; all workers call it, with nothing under way on their devices."""
+    context.heartbeat.enter("connecting to the other workers", meeting=True)
+    context.groups.use_once()
+
+
 def train_together(context: Context, train: Callable[[], None]) -> float:
     """Call `train` on all workers at the same time, and return the seconds until the last one is done."""
+    connect_all(context)
     context.heartbeat.enter("waiting for the others to start", meeting=True)
     dist.barrier(control_group())
     start = time.perf_counter()

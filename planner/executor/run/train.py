@@ -114,6 +114,7 @@ class _Run:
         for start, end in self.context.segments(first):
             self.worker.restart()
             self._train_segment(start, end)
+            self.worker.settle()
             if self.checkpointer is not None and self.context.job.checkpoints.every is not None:
                 self.checkpointer.save(end, self.worker.log.losses, self.evaluations)
         self.context.heartbeat.enter("waiting for the last messages", meeting=True)
@@ -158,10 +159,10 @@ def save_weights(context: PipelineContext, path: Path) -> None:
         save_state(gathered, path)
 
 
-def _whole_stream(context: PipelineContext, first: int) -> Iterator[Instruction]:
-    """Yield the instructions of all segments: a receive may be posted one segment ahead of the one that takes it."""
+def _whole_stream(context: PipelineContext, first: int) -> Iterator[Iterator[Instruction]]:
+    """Yield the instructions of all segments."""
     for start, end in context.segments(first):
-        yield from context.stream(start, end)
+        yield context.stream(start, end)
 
 
 def _first_units(context: PipelineContext, first: int) -> Iterator[Unit]:

@@ -130,6 +130,10 @@ class PipelineWorker(Worker):
         for stage in self.stages.values():
             stage.versions.restart()
 
+    def settle(self) -> None:
+        """Wait for the checks of all messages received so far; the pipeline must be empty."""
+        self._links.settle()
+
     def drain(self) -> None:
         """Wait until all messages have left."""
         self._links.drain()

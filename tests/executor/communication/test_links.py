@@ -1,14 +1,18 @@
-"""Which process group a message takes."""
+"""Which process group a message takes, and the order in which groups are made and used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from planner.executor.communication.links import LinkGroups, route_of
-from planner.schedule.instructions import ReceiveActivation, ReceiveGradient, SendActivation, Unit
+from planner.devices.place import CPU
+from planner.executor.communication.groups import DataGroups, LinkGroups
+from planner.executor.communication.routes import lanes_of, route_of
+from planner.executor.run.assemble import all_streams
+from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
 from planner.schedule.interleaved import INTERLEAVED
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
@@ -17,32 +21,76 @@ CHUNKED = PipelineShape(
     ((0,), (1,)) * 2, tuple(Channel(stage, stage + 1) for stage in range(3)), INTERLEAVED, microbatches=2
 )
 STRAIGHT = PipelineShape(((0,), (1,)), (Channel(0, 1),), ONE_F_ONE_B)
+REPLICATED = PipelineShape(((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2), Channel(0, 2)), ONE_F_ONE_B)
 
 
-def make_groups(shape: PipelineShape, *, tags: bool) -> tuple[LinkGroups, list[list[int] | None]]:
-    """The groups, each a number in order of making, and what ranks each was made of."""
-    made: list[list[int] | None] = []
+class Made(DataGroups):
+    """Groups that are only written down, each a number in order of making."""
 
-    def new_group(ranks: Iterable[int] | None) -> Any:
-        made.append(None if ranks is None else list(ranks))
-        return f"group {len(made)}"
+    def __init__(self, *, tagged: bool) -> None:
+        super().__init__(CPU)
+        self.made: list[tuple[int, int] | None] = []
+        self.is_tagged = tagged
 
-    return LinkGroups.create(shape, new_group, tags=tags), made
+    @property
+    def tagged(self) -> bool:
+        return self.is_tagged
+
+    def of(self, ranks: object) -> Any:
+        assert ranks is None
+        return self._note(None)
+
+    def between(self, sender: int, receiver: int) -> Any:
+        return self._note((sender, receiver))
+
+    def _note(self, ranks: tuple[int, int] | None) -> str:
+        self.made.append(ranks)
+        return f"group {len(self.made)}"
 
 
-@pytest.mark.parametrize(("shape", "tags"), [(INTERLEAVED, True), (STRAIGHT, True), (STRAIGHT, False)])
-def test_two_groups_do_with_tags_or_one_pair_of_stages(shape: PipelineShape, tags: bool) -> None:
-    groups, made = make_groups(shape, tags=tags)
-    assert made == [None, None]
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    own = [0]
+    monkeypatch.setattr(dist, "get_rank", lambda: own[0])
+    return own
+
+
+@pytest.mark.parametrize("shape", [CHUNKED, STRAIGHT])
+def test_two_groups_do_with_tags(shape: PipelineShape) -> None:
+    made = Made(tagged=True)
+    groups = LinkGroups.create(made, lambda: all_streams(shape))
+    assert made.made == [None, None]
     activation = groups.of(route_of(ReceiveActivation(1, Unit(0), 0, 0)))
     assert activation == groups.activations != groups.of(route_of(ReceiveGradient(0, Unit(0), 1, 1)))
 
 
-def test_without_tags_each_pair_of_stages_of_the_same_workers_has_groups_of_its_own() -> None:
+def test_without_tags_each_direction_between_two_stages_of_two_workers_has_a_group(rank: list[int]) -> None:
     """Two workers exchange the values of stages 0-1, 1-2 and 2-3 in an order that only each pair agrees on."""
-    groups, made = make_groups(CHUNKED, tags=False)
-    assert made == [[0, 1]] * 6 + [None, None]
-    there = route_of(SendActivation(0, Unit(0), 1, 1))
-    here = route_of(ReceiveActivation(1, Unit(0), 0, 0))
-    assert groups.of(there) == groups.of(here)
-    assert groups.of(here) != groups.of(route_of(ReceiveActivation(2, Unit(0), 1, 1)))
+    made = Made(tagged=False)
+    groups = LinkGroups.create(made, lambda: all_streams(CHUNKED))
+    assert sorted(made.made, key=str) == [(0, 1)] * 3 + [(1, 0)] * 3
+    there = groups.of(route_of(SendActivation(0, Unit(0), 1, 1)))
+    rank[0] = 1
+    assert groups.of(route_of(ReceiveActivation(1, Unit(0), 0, 0))) == there
+    assert groups.of(route_of(ReceiveActivation(3, Unit(0), 2, 0))) != there
+
+
+@pytest.mark.parametrize("shape", [CHUNKED, STRAIGHT, REPLICATED])
+def test_every_message_of_a_long_run_has_its_lane(shape: PipelineShape) -> None:
+    """Replicas take turns, so which workers meet follows from the streams, and they repeat."""
+    lanes = set(lanes_of(all_streams(shape)))
+    for own, stage in shape.first_stages.items():
+        sends: Iterator[Instruction] = shape.schedule.stream(shape, stage, own, 40)
+        assert all(route_of(each).lane(own) in lanes for each in sends if isinstance(each, Send))
+
+
+def test_lanes_of_disjoint_workers_stand_side_by_side() -> None:
+    """In a chain of eight workers nobody waits for more than the few communicators of its neighbours."""
+    chain = PipelineShape(
+        tuple((stage,) for stage in range(8)), tuple(Channel(s, s + 1) for s in range(7)), ONE_F_ONE_B
+    )
+    done: dict[int, int] = {}
+    for lane in lanes_of(all_streams(chain)):
+        turn = max(done.get(lane.sender, 0), done.get(lane.receiver, 0)) + 1
+        done[lane.sender] = done[lane.receiver] = turn
+    assert max(done.values()) <= 6

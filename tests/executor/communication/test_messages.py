@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from planner.errors import WorkerError
-from planner.executor.communication.messages import layout_of, pack, unpack
+from planner.executor.communication.messages import Layout, check, header, layout_of, pack
+from planner.executor.communication.messages import unpack as values_in
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
 from planner.schedule.instructions import Unit
@@ -20,6 +21,12 @@ def make_spec(name: str, dtype: torch.dtype, rest: tuple[int, ...], order: tuple
     """A value of `rest` elements per sample, contiguous unless `order` says otherwise."""
     sizes = (BATCH, *rest)
     return ValueSpec(name, dtype, dtype.is_floating_point, sizes, order or tuple(range(len(sizes))))
+
+
+def unpack(layout: Layout, unit: Unit, buffer: torch.Tensor, sender: str) -> dict[str, torch.Tensor]:
+    """What a receiver does."""
+    check(layout, unit, header(buffer), sender)
+    return values_in(layout, buffer)
 
 
 SPECS = [make_spec("h", torch.float32, (3, 5)), make_spec("mask", torch.bool, (7,)), make_spec("ids", torch.int64, ())]

@@ -1,0 +1,156 @@
+"""Messages over NCCL: receives are posted when they are taken, together with the sends right before them.
+
+A posted receive is a kernel that stays on the device until its message comes, and so is a large send until its receiver
+posts. Whatever waits for the whole device waits for them: the allocator where memory is short, a kernel that is loaded
+at its first use. The host that waits posts nothing that its peers wait for, and two such workers wait for each other.
+
+So nothing is posted before the worker needs it. Consecutive messages of a worker's stream are a *run*: first sends,
+then receives. All memory of a run is allocated before any of it is posted, and then it is posted without a pause. A
+wait between two runs therefore never has a send behind it whose peer waits for the receive after it: with 1F1B, where a
+stage sends an activation and takes a gradient while its neighbour sends that gradient and takes the activation, both
+have posted both.
+
+Posted by the host is not begun by the device. The host is ahead of the device, and a receive may start as soon as its
+buffer is free: it is allocated one message ahead, and the transfer waits for what the device had to do until then, not
+for the computation in between. So transfers overlap computation, as they do with receives posted ahead, with as much
+memory.
+
+The host reads no header while it trains: the first message of each route is checked at once, the others by event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.devices.place import Place
+from planner.executor.communication.groups import LinkGroups
+from planner.executor.communication.later import Later
+from planner.executor.communication.links import LayoutOf, Links, Posted, Segments, SendLimits
+from planner.executor.communication.messages import header, pack
+from planner.executor.communication.routes import Route, route_of
+from planner.schedule.instructions import Instruction, Message, Receive, Send
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    memory: Tensor
+    free: torch.cuda.Event | None  # when the device has come to where the memory was allocated
+
+
+class PostedInRuns(Links):
+    """Posts each run of consecutive messages as a whole.
+
+    Args:
+        groups, layout_of, limits, place: as of `Links`.
+        instructions: returns an iterator over the worker's stream. Where it is not known in advance (none), each
+            message is a run of its own.
+    """
+
+    def __init__(
+        self,
+        groups: LinkGroups,
+        layout_of: LayoutOf,
+        limits: SendLimits,
+        place: Place,
+        instructions: Callable[[], Segments],
+    ) -> None:
+        super().__init__(groups, layout_of, limits, place)
+        self._runs = (run for segment in instructions() for run in _runs(segment, dist.get_rank()))
+        self._run: deque[Message] = deque()  # what is left of the present one
+        self._packed: list[tuple[Route, Tensor]] = []  # its sends so far
+        self._posted: deque[Posted] = deque()  # its receives
+        self._spare: dict[Route, _Buffer] = {}
+        self._checked: set[Route] = set()
+        self._later = Later(place.wire)
+        self._side: torch.cuda.Stream | None = None
+        if place.wire.type == "cuda":
+            self._side = torch.cuda.Stream(place.wire)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        self._later.flush()
+
+    def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
+        self._reach(send)
+        self._packed.append((route, pack(self._layout_of(send), send.unit, values, self._place.wire)))
+        if not (self._run and isinstance(self._run[0], Send)):
+            self._post()
+
+    def _take(self, receive: Receive) -> Posted:
+        self._reach(receive)
+        if not self._posted:
+            self._post(receive)
+        posted = self._posted.popleft()
+        assert posted.receive == receive, (posted.receive, receive)
+        posted.wait()
+        self._later.read(header(posted.buffer), posted.check)
+        route = route_of(receive)
+        if route not in self._checked:
+            # Before anything is computed with it: stages of different plans tell it by their first messages.
+            self._checked.add(route)
+            self._later.flush()
+        return posted
+
+    def _reach(self, message: Message) -> None:
+        """Go on to `message`, the worker's next."""
+        if not self._run:
+            self._run = deque(next(self._runs, (message,)))
+        expected = self._run.popleft()
+        assert expected == message, (expected, message)
+
+    def _post(self, first: Receive | None = None) -> None:
+        """Post the sends of the run, and its receives: `first` and those that follow."""
+        receives = [each for each in (first, *self._run) if isinstance(each, Receive)]
+        prepared = [self._prepared(receive) for receive in receives]
+        # From here to the last call nothing may be allocated.
+        for route, packed in self._packed:
+            self._post_send(route, packed)
+        self._packed.clear()
+        for receive, (buffer, spare) in zip(receives, prepared, strict=True):
+            with self._beside(buffer):
+                self._posted.append(self._post_receive(receive, self._layout_of(receive), buffer.memory))
+            if spare is not None:
+                self._spare[route_of(receive)] = spare
+
+    def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
+        """Return the buffer for a message, and one for the next of its route, if that is worth its memory."""
+        route, size = route_of(receive), self._layout_of(receive).size_bytes
+        kept = self._spare.pop(route, None)
+        buffer = kept if kept is not None and len(kept.memory) == size else self._allocated(size)
+        # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
+        return buffer, None if route.shared else self._allocated(size)
+
+    def _allocated(self, size_bytes: int) -> _Buffer:
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)
+        # The device may still work with what was in this memory, until it comes here.
+        return _Buffer(memory, None if self._side is None else torch.cuda.current_stream(memory.device).record_event())
+
+    def _beside(self, buffer: _Buffer) -> AbstractContextManager[object]:
+        """Return a context in which an operation waits for the buffer, and for nothing else on this device."""
+        if self._side is None or buffer.free is None:
+            return nullcontext()
+        self._side.wait_event(buffer.free)
+        return torch.cuda.stream(self._side)
+
+
+def _runs(segment: Iterable[Instruction], rank: int) -> Iterator[list[Message]]:
+    """Yield the runs of a segment; messages between two stages of one worker travel nowhere, and are left out."""
+    run: list[Message] = []
+    for each in segment:
+        if not isinstance(each, Message):
+            if run:
+                yield run
+            run = []
+        elif each.peer_rank != rank:
+            if run and isinstance(each, Send) and isinstance(run[-1], Receive):
+                yield run
+                run = []
+            run.append(each)
+    if run:
+        yield run
