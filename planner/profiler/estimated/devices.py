@@ -10,6 +10,19 @@ Peaks are dense (no sparsity), at boost clock. Sources:
     a100, a100-80gb NVIDIA A100 data sheet (2021), SXM: 19.5 single, 156 TF32, 312 half; 1,555 and 2,039 GB/s
     h100            NVIDIA H100 data sheet (2022), SXM: 67 single, 494.7 TF32, 989.4 half, 3,350 GB/s
     h200            NVIDIA H200 data sheet (2023), SXM: the H100's arithmetic, 4,800 GB/s, 141 GB
+    gh200           NVIDIA GH200 data sheet (2023), 96 GB: the H100's arithmetic, 4,000 GB/s
+    b200            NVIDIA Blackwell data sheet (2024), a GPU of HGX B200: 75 single, 1,125 TF32, 2,250 half, 7,700 GB/s
+    t4              NVIDIA T4 data sheet (2019): 8.1 single, 65 tensor (half), 320 GB/s
+    a10             NVIDIA A10 data sheet (2021): 31.2 single, 62.5 TF32, 125 half, 600 GB/s
+    a10g            NVIDIA A10G data sheet (2021, for AWS): 35 single, 35 TF32, 70 half, 600 GB/s
+    a40             NVIDIA A40 data sheet (2021): 37.4 single, 74.8 TF32, 149.7 half, 696 GB/s
+    a6000           NVIDIA RTX A6000 data sheet (2020): 38.7 single, 77.4 TF32, 154.8 half, 768 GB/s
+    l4              NVIDIA L4 data sheet (2023): 30.3 single, 60 TF32, 121 half, 300 GB/s
+    l40s            NVIDIA L40S data sheet (2023): 91.6 single, 183 TF32, 362 half, 864 GB/s
+    rtx-3090        NVIDIA GA102 white paper (2020): 35.6 single and TF32, 71 half summed in single, 936 GB/s
+    rtx-4090        NVIDIA Ada white paper (2022): 82.6 single and TF32, 165.2 half summed in single, 1,008 GB/s
+    rtx-5090        NVIDIA RTX Blackwell white paper (2025): 104.8 single and TF32, 209.5 half, 1,792 GB/s
+    mi300x          AMD Instinct MI300X data sheet (2023): 163.4 single, 653.7 TF32, 1,307.4 half, 5,300 GB/s
     cpu             one core with two AVX-512 multiply-add units at 4 GHz: 2 x 2 x 16 x 4e9 = 256 GFLOP/s
 
 "Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. The GPUs' shares are the
@@ -55,6 +68,8 @@ class DeviceSpec:
             definition does: Winograd's needs 2.25 times fewer multiplications for 3x3 (Lavin & Gray 2016).
         achieved_bandwidth: share of the bandwidth, by class. Above 1 where tensors stay in caches.
         launch_s: fixed time of one operation: kernel launch or dispatch.
+        processors: streaming multiprocessors or compute units, over which a GPU spreads the tiles of a product; None
+            for a CPU.
     """
 
     name: str
@@ -65,6 +80,7 @@ class DeviceSpec:
     achieved_arithmetic: ComputeShares
     achieved_bandwidth: Mapping[OpClass, float]
     launch_s: float
+    processors: int | None = None
 
     def peak(self, dtype: DType) -> float:
         """Return the arithmetic operations per second; TF32 is single precision where a device has no TF32."""
@@ -95,9 +111,12 @@ _CPU_LAUNCH_S = 7e-6
 _GIB = 2**30
 
 
-def _gpu(name: str, memory_gib: int, bandwidth: float, single: float, **others: float) -> DeviceSpec:
-    """Return a GPU, given its peaks in TFLOP/s and its bandwidth in GB/s."""
-    peaks = {"float32": single, "tf32": single, **others}
+def _gpu(name: str, processors: int, memory_gib: int, bandwidth: float, **peaks_tflops: float) -> DeviceSpec:
+    """Return a GPU, given its bandwidth in GB/s and its peaks in TFLOP/s; half stands for both types of 16 bits."""
+    single = peaks_tflops["single"]
+    peaks = {"float32": single, "tf32": single} | peaks_tflops
+    if "half" in peaks:
+        peaks |= dict.fromkeys(("bfloat16", "float16"), peaks["half"])
     return DeviceSpec(
         name=name,
         kind="cuda",
@@ -107,6 +126,7 @@ def _gpu(name: str, memory_gib: int, bandwidth: float, single: float, **others: 
         achieved_arithmetic=_GPU_ARITHMETIC,
         achieved_bandwidth=_GPU_BANDWIDTH,
         launch_s=_GPU_LAUNCH_S,
+        processors=processors,
     )
 
 
@@ -121,15 +141,28 @@ DEVICES: Mapping[str, DeviceSpec] = {
         achieved_bandwidth=_CPU_BANDWIDTH,
         launch_s=_CPU_LAUNCH_S,
     ),
-    "titan-x": _gpu("NVIDIA GeForce GTX Titan X 12 GB", 12, 336.5, 6.69),
-    "titan-x-pascal": _gpu("NVIDIA Titan X (Pascal) 12 GB", 12, 480, 10.97),
-    "p100": _gpu("NVIDIA Tesla P100 SXM2 16 GB", 16, 732, 10.6, float16=21.2),
-    "v100": _gpu("NVIDIA Tesla V100 SXM2 16 GB", 16, 900, 15.7, float16=125),
-    "v100-pcie": _gpu("NVIDIA Tesla V100 PCIe 16 GB", 16, 900, 14.0, float16=112),
-    "a100": _gpu("NVIDIA A100 SXM 40 GB", 40, 1555, 19.5, tf32=156, bfloat16=312, float16=312),
-    "a100-80gb": _gpu("NVIDIA A100 SXM 80 GB", 80, 2039, 19.5, tf32=156, bfloat16=312, float16=312),
-    "h100": _gpu("NVIDIA H100 SXM 80 GB", 80, 3350, 67, tf32=494.7, bfloat16=989.4, float16=989.4),
-    "h200": _gpu("NVIDIA H200 SXM 141 GB", 141, 4800, 67, tf32=494.7, bfloat16=989.4, float16=989.4),
+    "titan-x": _gpu("NVIDIA GeForce GTX Titan X 12 GB", 24, 12, 336.5, single=6.69),
+    "titan-x-pascal": _gpu("NVIDIA Titan X (Pascal) 12 GB", 28, 12, 480, single=10.97),
+    "p100": _gpu("NVIDIA Tesla P100 SXM2 16 GB", 56, 16, 732, single=10.6, float16=21.2),
+    "v100": _gpu("NVIDIA Tesla V100 SXM2 16 GB", 80, 16, 900, single=15.7, float16=125),
+    "v100-pcie": _gpu("NVIDIA Tesla V100 PCIe 16 GB", 80, 16, 900, single=14.0, float16=112),
+    "t4": _gpu("NVIDIA T4 16 GB", 40, 16, 320, single=8.1, float16=65),
+    "a100": _gpu("NVIDIA A100 SXM 40 GB", 108, 40, 1555, single=19.5, tf32=156, half=312),
+    "a100-80gb": _gpu("NVIDIA A100 SXM 80 GB", 108, 80, 2039, single=19.5, tf32=156, half=312),
+    "a10": _gpu("NVIDIA A10 24 GB", 72, 24, 600, single=31.2, tf32=62.5, half=125),
+    "a10g": _gpu("NVIDIA A10G 24 GB", 80, 24, 600, single=35, tf32=35, half=70),
+    "a40": _gpu("NVIDIA A40 48 GB", 84, 48, 696, single=37.4, tf32=74.8, half=149.7),
+    "a6000": _gpu("NVIDIA RTX A6000 48 GB", 84, 48, 768, single=38.7, tf32=77.4, half=154.8),
+    "l4": _gpu("NVIDIA L4 24 GB", 58, 24, 300, single=30.3, tf32=60, half=121),
+    "l40s": _gpu("NVIDIA L40S 48 GB", 142, 48, 864, single=91.6, tf32=183, half=362),
+    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090 24 GB", 82, 24, 936, single=35.6, half=71),
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090 24 GB", 128, 24, 1008, single=82.6, half=165.2),
+    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090 32 GB", 170, 32, 1792, single=104.8, half=209.5),
+    "h100": _gpu("NVIDIA H100 SXM 80 GB", 132, 80, 3350, single=67, tf32=494.7, half=989.4),
+    "h200": _gpu("NVIDIA H200 SXM 141 GB", 132, 141, 4800, single=67, tf32=494.7, half=989.4),
+    "gh200": _gpu("NVIDIA GH200 96 GB", 132, 96, 4000, single=67, tf32=494.7, half=989.4),
+    "b200": _gpu("NVIDIA B200 180 GB", 148, 180, 7700, single=75, tf32=1125, half=2250),
+    "mi300x": _gpu("AMD Instinct MI300X 192 GB", 304, 192, 5300, single=163.4, tf32=653.7, half=1307.4),
 }
 
 

@@ -1,0 +1,81 @@
+"""Compare estimates and prices with published runs on real GPUs. See README.md in this folder.
+
+python -m benchmarks.gpu_truth
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.gpu_truth import galvatron, mist, sailor, vtrain
+from benchmarks.gpu_truth.rows import ANCHORS, Row
+from benchmarks.gpu_truth.summary import scatter_svg, summary
+
+SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
+    "vtrain": vtrain.rows,
+    "mist": mist.mist_rows,
+    "aceso": mist.aceso_rows,
+    "galvatron": galvatron.rows,
+    "sailor": sailor.rows,
+}
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """Return the predicted rows."""
+    cells = []
+    for row in rows:
+        if row.predicted_s is not None:
+            times = [f"{seconds:.4g}" for seconds in (row.measured_s, row.predicted_s)]
+            cells.append([row.source, row.job, row.plan, *times, _share(row.error), _peaks(row)])
+    headers = ["source", "job", "plan", "measured s", "predicted s", "error", "memory, by stage"]
+    return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
+
+
+def _peaks(row: Row) -> str:
+    errors = [predicted / measured - 1 for predicted, measured in row.memory]
+    return f"{min(errors):+.0%} to {max(errors):+.0%}" if errors else ""
+
+
+def summary_table(rows: Sequence[Row]) -> str:
+    """Return a line per source."""
+    cells = []
+    for source in dict.fromkeys(row.source for row in rows):
+        found = summary([row for row in rows if row.source == source])
+        counts = [len(found.rows), sum(row.predicted_s is not None for row in found.rows)]
+        mean = "" if found.mean_error is None else f"{found.mean_error:.1%}"
+        tau = "" if found.tau is None else f"{found.tau:.2f}"
+        cells.append([source, *counts, mean, _share(found.bias), tau, _share(found.regret), _lacking(found.rows)])
+    headers = ["source", "rows", "predicted", "mean absolute error", "bias", "tau", "regret", "the others need"]
+    return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
+
+
+def _lacking(rows: Sequence[Row]) -> str:
+    counts = Counter(need for row in rows for need in row.needs)
+    return ", ".join(f"{need} ({count})" for need, count in counts.items())
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1%}"
+
+
+def main() -> None:
+    """Print the tables as Markdown, and draw the scatter plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", choices=SOURCES, action="append", help="only these; may be repeated")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw predicted against measured times here")
+    arguments = parser.parse_args()
+    if not ANCHORS.is_dir():
+        raise SystemExit(f"there are no measurements: '{ANCHORS}' is no folder")
+    rows = [row for source in arguments.source or SOURCES for row in SOURCES[source]()]
+    print(f"{rows_table(rows)}\n\n{summary_table(rows)}")
+    if arguments.svg is not None:
+        arguments.svg.write_text(scatter_svg(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Estimate a transformer by its kinds of layers, and make the profile of one with any number of them.
+
+A layer of the profile is the embedding, one transformer layer, or the head with the loss: the parts of which plans of
+such models are made. A model of two layers is traced, however many the model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from benchmarks.gpu_truth.gpt import Gpt
+from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+
+_SUMS = (
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "accumulate_s",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "buffer_bytes",
+    "saved_bytes",
+    "workspace_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Estimated costs of a model's kinds of layers, for one microbatch.
+
+    Attributes:
+        embedding, layer, head: summed over their operations; the head has the loss.
+        operators: of the layer, as they were captured.
+        boundary_bytes: that one layer sends to the next, and as much comes back.
+        microbatch_size: samples.
+        device: estimated for.
+    """
+
+    embedding: Layer
+    layer: Layer
+    head: Layer
+    operators: tuple[Layer, ...]
+    boundary_bytes: int
+    microbatch_size: int
+    device: Device
+
+    def recomputed(self, layer: Layer, share: float = 1.0) -> Layer:
+        """Return the layer with this share of its forward run again in the backward, keeping the rest."""
+        kept = min(layer.saved_bytes, self.boundary_bytes)
+        return layer.model_copy(
+            update={
+                "backward_s": layer.backward_s + share * layer.forward_s,
+                "saved_bytes": round(share * kept + (1 - share) * layer.saved_bytes),
+                "workspace_bytes": round(share * (layer.saved_bytes - kept)),
+            }
+        )
+
+
+def parts_of(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:
+    """Estimate the kinds of layers of `gpt`."""
+    traced = replace(gpt, layers=2)
+    profile = estimate_profile(traced.training_spec(), microbatch_size, options)
+    inner = [number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.1.")]
+    first = next(number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.0."))
+    operators = profile.layers[inner[0] : inner[-1] + 1]
+    return Parts(
+        embedding=summed("embedding", profile.layers[:first]),
+        layer=summed("layer", operators),
+        operators=operators,
+        head=summed("head", profile.layers[inner[-1] + 1 :]),
+        boundary_bytes=microbatch_size * gpt.seq * gpt.hidden * (2 if gpt.half or options.dtype != "float32" else 4),
+        microbatch_size=microbatch_size,
+        device=profile.device,
+    )
+
+
+def summed(name: str, layers: Sequence[Layer]) -> Layer:
+    """Return one layer with the costs of all."""
+    sums = {field: sum(getattr(layer, field) for layer in layers) for field in _SUMS}
+    return Layer(name=name, op=name, **sums)
+
+
+def divided(layer: Layer, count: int) -> list[Layer]:
+    """Return equal parts of a layer."""
+    costs = {field: getattr(layer, field) for field in _SUMS}
+    part = {field: round(cost / count) if field.endswith("bytes") else cost / count for field, cost in costs.items()}
+    return [layer.model_copy(update=part)] * count
+
+
+def chain(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:
+    """Return the profile of a chain of layers, named anew in their order."""
+    size = parts.boundary_bytes
+    named = [
+        layer.model_copy(
+            update={
+                "name": f"{layer.op}{number}",
+                "outputs": (Value(name=f"{layer.op}{number}", output_bytes=size, gradient_bytes=size),)
+                if number < len(layers) - 1
+                else (),
+            }
+        )
+        for number, layer in enumerate(layers)
+    ]
+    edges = [Edge(source=a.name, value=a.name, target=b.name) for a, b in pairwise(named)]
+    return Profile(
+        model=model,
+        device=parts.device,
+        microbatch_size=parts.microbatch_size,
+        layers=tuple(named),
+        edges=tuple(edges),
+        provenance=Provenance(tool="benchmarks.gpu_truth", source="estimated"),
+    )

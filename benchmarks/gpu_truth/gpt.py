@@ -1,0 +1,179 @@
+"""GPT and Llama as Megatron-like programs run them, described by a few numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from planner.model.spec import TrainingSpec
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """A transformer that predicts tokens.
+
+    Attributes:
+        name: of the model.
+        layers, hidden, heads, ffn, vocab, seq: its sizes; ffn is the hidden width of the MLP.
+        dropout: in attention, after both parts of a layer, and after the embedding.
+        biases: whether linear layers have them.
+        gated: the MLP multiplies by a gate (SwiGLU), norms are RMS norms and positions are rotary, as in Llama.
+        flash: attention is one fused kernel.
+        half: weights and gradients in float16; otherwise float32.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    dropout: float = 0.0
+    biases: bool = True
+    gated: bool = False
+    flash: bool = False
+    half: bool = True
+
+    def training_spec(self) -> TrainingSpec:
+        """Return the model with its loss, AdamW and batches of random tokens."""
+        functions: dict[str, Any] = {
+            "build_model": lambda: _Model(self).half() if self.half else _Model(self),
+            "example_batch": self._batch,
+            "loss": _loss,
+            "optimizer": _optimizer,
+        }
+        return TrainingSpec(self.name, functions)
+
+    def _batch(self, batch_size: int) -> tuple[tuple[Tensor], Tensor]:
+        tokens = torch.zeros(batch_size, self.seq, dtype=torch.long)
+        return (tokens,), tokens
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    # Megatron's loss is in single precision.
+    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+
+def _optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
+    return AdamW(parameters, lr=1e-4)
+
+
+class _Norm(nn.Module):
+    """RMS norm (Zhang & Sennrich 2019), written as in Llama's published code."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        result: Tensor = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x)
+        return result
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+class _Attention(nn.Module):
+    """Causal self-attention, (batch, tokens, width) -> the same."""
+
+    mask: Tensor
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, gpt: Gpt) -> None:
+        super().__init__()
+        self.gpt = gpt
+        self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden, bias=gpt.biases)
+        self.dense = nn.Linear(gpt.hidden, gpt.hidden, bias=gpt.biases)
+        self.register_buffer("mask", torch.ones(gpt.seq, gpt.seq, dtype=torch.bool).triu(1))
+        self.register_buffer("cosine", torch.zeros(gpt.seq, gpt.hidden // gpt.heads))
+        self.register_buffer("sine", torch.zeros(gpt.seq, gpt.hidden // gpt.heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gpt, (batch, tokens, width) = self.gpt, x.shape
+        depth = width // gpt.heads
+        q, k, v = (
+            part.view(batch, tokens, gpt.heads, depth).transpose(1, 2) for part in self.qkv(x).split(width, dim=2)
+        )
+        if gpt.gated:
+            q, k = _rotated(q, self.cosine, self.sine), _rotated(k, self.cosine, self.sine)
+        dropout = gpt.dropout if self.training else 0.0
+        if gpt.flash:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(depth)
+            weights = torch.softmax(scores.masked_fill(self.mask, -10000.0), dim=-1)
+            y = torch.matmul(F.dropout(weights, dropout), v)
+        result: Tensor = self.dense(y.transpose(1, 2).reshape(batch, tokens, width))
+        return result
+
+
+class _Mlp(nn.Module):
+    """Two linear layers with a GELU between them, or three with a gate."""
+
+    def __init__(self, gpt: Gpt) -> None:
+        super().__init__()
+        self.gate = nn.Linear(gpt.hidden, gpt.ffn, bias=gpt.biases) if gpt.gated else None
+        self.up = nn.Linear(gpt.hidden, gpt.ffn, bias=gpt.biases)
+        self.down = nn.Linear(gpt.ffn, gpt.hidden, bias=gpt.biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        result: Tensor = self.down(hidden)
+        return result
+
+
+class _Layer(nn.Module):
+    def __init__(self, gpt: Gpt) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (_Norm(gpt.hidden) if gpt.gated else nn.LayerNorm(gpt.hidden) for _ in range(2))
+        self.attention, self.mlp = _Attention(gpt), _Mlp(gpt)
+        self.dropout1, self.dropout2 = nn.Dropout(gpt.dropout), nn.Dropout(gpt.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout1(self.attention(self.norm1(x)))
+        result: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
+        return result
+
+
+class _Embedding(nn.Module):
+    def __init__(self, gpt: Gpt) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(gpt.vocab, gpt.hidden)
+        self.positions = None if gpt.gated else nn.Embedding(gpt.seq, gpt.hidden)
+        self.register_buffer("numbers", torch.arange(gpt.seq))
+        self.dropout = nn.Dropout(gpt.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(self.numbers)
+        result: Tensor = self.dropout(x)
+        return result
+
+
+class _Model(nn.Module):
+    def __init__(self, gpt: Gpt) -> None:
+        super().__init__()
+        self.embedding = _Embedding(gpt)
+        self.layers = nn.ModuleList(_Layer(gpt) for _ in range(gpt.layers))
+        self.norm = _Norm(gpt.hidden) if gpt.gated else nn.LayerNorm(gpt.hidden)
+        self.head = nn.Linear(gpt.hidden, gpt.vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(self.norm(x))
+        return result

@@ -1,0 +1,91 @@
+"""What the rows of a source say together: errors, order, and what choosing by the prediction costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from benchmarks.gpu_truth.rows import Row
+from planner.report.svg.shapes import Font, document, line, text
+from planner.report.svg.sweep import COLOURS
+
+_SIZE, _MARGIN, _LEGEND = 520, 60, 150
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The predicted rows of one source.
+
+    Attributes:
+        rows: all; those without a prediction are only counted.
+        mean_error: mean absolute relative error.
+        bias: mean relative error.
+        tau: Kendall's rank correlation over the pairs of rows of the same job; None without such pairs.
+        regret: mean over jobs with several rows of how much slower the row is that has the least prediction than the
+            one that was measured fastest; None without such jobs.
+    """
+
+    rows: Sequence[Row]
+    mean_error: float | None
+    bias: float | None
+    tau: float | None
+    regret: float | None
+
+
+def summary(rows: Sequence[Row]) -> Summary:
+    """Summarise the rows of one source."""
+    errors = [row.error for row in rows if row.error is not None]
+    jobs = list(_jobs(rows))
+    pairs = [pair for job in jobs for pair in combinations(job, 2)]
+    signs = [math.copysign(1, (a.measured_s - b.measured_s) * (_s(a) - _s(b))) for a, b in pairs]
+    regrets = [min(job, key=_s).measured_s / min(row.measured_s for row in job) - 1 for job in jobs]
+    return Summary(rows, _mean([abs(error) for error in errors]), _mean(errors), _mean(signs), _mean(regrets))
+
+
+def _jobs(rows: Sequence[Row]) -> Iterable[list[Row]]:
+    for name in dict.fromkeys(row.job for row in rows):
+        job = [row for row in rows if row.job == name and row.predicted_s is not None]
+        if len(job) > 1:
+            yield job
+
+
+def _s(row: Row) -> float:
+    assert row.predicted_s is not None
+    return row.predicted_s
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def scatter_svg(rows: Sequence[Row]) -> str:
+    """Draw predicted against measured seconds, both logarithmic; the diagonal is a perfect prediction."""
+    shown = [row for row in rows if row.predicted_s is not None]
+    times = [time for row in shown for time in (row.measured_s, _s(row))]
+    low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
+
+    def at(seconds: float) -> float:
+        return (math.log10(seconds) - low) / (high - low) * (_SIZE - 2 * _MARGIN)
+
+    colours = dict(zip(dict.fromkeys(row.source for row in shown), COLOURS, strict=False))
+    end = _SIZE - _MARGIN
+    small = Font(11, anchor="middle")
+    parts = [line((_MARGIN, end), (end, _MARGIN), "#999999")]
+    for power in range(low, high + 1):
+        place, label = at(10.0**power), f"{10.0**power:g} s"
+        parts += [
+            line((_MARGIN + place, _MARGIN), (_MARGIN + place, end), "#eeeeee"),
+            line((_MARGIN, end - place), (end, end - place), "#eeeeee"),
+            text(_MARGIN + place, end + 16, label, small),
+            text(_MARGIN - 6, end - place + 4, label, Font(11, anchor="end")),
+        ]
+    for row in shown:
+        x, y = _MARGIN + at(row.measured_s), end - at(_s(row))
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colours[row.source]}" fill-opacity="0.7"/>')
+    for number, (source, colour) in enumerate(colours.items()):
+        parts.append(text(_SIZE - 10, _MARGIN + 18 * number, source, Font(12, fill=colour, weight="bold")))
+    parts.append(text(_SIZE / 2, _SIZE - 12, "measured", Font(13, anchor="middle")))
+    parts.append(text(_MARGIN, _MARGIN - 16, "predicted", Font(13)))
+    return document(_SIZE + _LEGEND, _SIZE, parts)

@@ -1,0 +1,45 @@
+"""vTrain's measured iterations: Megatron-DeepSpeed GPT on 64 to 512 A100."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+
+from benchmarks.gpu_truth.by_layers import chain
+from benchmarks.gpu_truth.gpt import Gpt
+from benchmarks.gpu_truth.rows import ANCHORS, Row, Stages, parts, price
+from planner.formats.cluster import hierarchical_cluster
+from planner.profiler.estimated.estimate import EstimateOptions
+
+_OPTIONS = EstimateOptions("a100-80gb")
+_PER_NODE = 8
+_NVLINK = 300e9  # data sheet: NVLink 3, 600 GB/s both ways
+_NODE = 100e9  # README of the anchors: 800 Gbit/s
+
+
+def rows() -> Iterator[Row]:
+    """Yield all rows; those with tensor parallelism have no prediction."""
+    with (ANCHORS / "vtrain-multi.csv").open(encoding="utf-8") as file:
+        for record in csv.DictReader(file):
+            yield _row({name: float(value) for name, value in record.items()})
+
+
+def _row(record: dict[str, float]) -> Row:
+    gpus, micro, tp, dp, pp = (int(record[name]) for name in ("gpus", "micro_batch", "tp", "dp", "pp"))
+    billion, measured_s = record["params_billion"], record["measured_ms"] / 1e3
+    job = f"GPT {billion:g}B, {gpus} GPUs"
+    plan = f"pp {pp}, dp {dp}, tp {tp}, microbatch {micro}"
+    if tp > 1:
+        return Row("vtrain", job, plan, measured_s, needs=("tensor parallelism",))
+    hidden, layers = int(record["hidden"]), int(record["layers"])
+    gpt = Gpt(f"gpt-{billion:g}b", layers, hidden, int(record["heads"]), 4 * hidden, 51200, 2048, dropout=0.1)
+    costs = parts(gpt, micro, _OPTIONS)
+    each = [costs.embedding, *[costs.recomputed(costs.layer)] * layers, costs.head]
+    profile = chain(gpt.name, costs, each)
+    nodes = gpus // _PER_NODE
+    cluster = hierarchical_cluster((_PER_NODE, nodes), (_NVLINK, _NODE))
+    counts = [layers // pp] * pp
+    counts[0] += 1
+    counts[-1] += 1
+    evaluation = price(profile, cluster, Stages(counts, [dp] * pp), int(record["global_batch"]) // micro)
+    return Row("vtrain", job, plan, measured_s, evaluation.seconds)

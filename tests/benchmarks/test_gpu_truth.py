@@ -1,0 +1,55 @@
+"""Rows of published runs: how they are summarised, and that the planner expresses those that it can."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu_truth import sailor, vtrain
+from benchmarks.gpu_truth.rows import ANCHORS, Row
+from benchmarks.gpu_truth.summary import scatter_svg, summary
+
+needs_anchors = pytest.mark.skipif(not ANCHORS.is_dir(), reason="the measurements are not here")
+
+
+def test_summary() -> None:
+    rows = [
+        Row("s", "a", "1", 1.0, 1.1),
+        Row("s", "a", "2", 2.0, 1.0),  # chosen, and twice as slow as the first
+        Row("s", "b", "1", 4.0, 3.0),
+        Row("s", "b", "2", 5.0, 6.0),
+        Row("s", "c", "1", 1.0, needs=("tensor parallelism",)),
+    ]
+    found = summary(rows)
+    assert found.mean_error == pytest.approx((0.1 + 0.5 + 0.25 + 0.2) / 4)
+    assert found.bias == pytest.approx((0.1 - 0.5 - 0.25 + 0.2) / 4)
+    assert found.tau == 0.0  # one pair in order, one not
+    assert found.regret == pytest.approx(0.5)
+    assert scatter_svg(rows).count("<circle") == 4
+
+
+def test_summary_of_rows_without_prediction() -> None:
+    found = summary([Row("s", "a", "1", 1.0, needs=("offload",))])
+    assert (found.mean_error, found.bias, found.tau, found.regret) == (None, None, None, None)
+
+
+@needs_anchors
+def test_sailor_is_priced_from_its_own_layers() -> None:
+    rows = list(sailor.rows())
+    assert len(rows) == 9
+    found = summary(rows)
+    assert found.tau is not None
+    assert found.tau >= 0.8
+
+
+@needs_anchors
+def test_rows_with_tensor_parallelism_are_counted() -> None:
+    needing = [row for row in map(vtrain._row, _records()) if row.needs]
+    assert len(needing) == 43
+    assert all(row.predicted_s is None for row in needing)
+
+
+def _records() -> list[dict[str, float]]:
+    lines = (ANCHORS / "vtrain-multi.csv").read_text(encoding="utf-8").split()
+    names = lines[0].split(",")
+    records = [dict(zip(names, map(float, line.split(",")), strict=True)) for line in lines[1:]]
+    return [record for record in records if record["tp"] > 1]
