@@ -18,12 +18,20 @@ TIMEOUT_S = 240
 
 MODEL = """
 import os
+import signal
 import time
 
 import torch
 from torch import nn
 
 FAULT = os.environ.get("FAULT")
+
+if FAULT and FAULT != "once":
+    # After an error NCCL waits for kernels that wait for a peer: what leaves a process group may never return.
+    def block(*_):
+        time.sleep(10_000)
+    torch.distributed.ProcessGroup.abort = torch.distributed.ProcessGroup.shutdown = block
+    torch.distributed.destroy_process_group = torch.distributed.distributed_c10d._abort_process_group = block
 
 def build_model():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -40,6 +48,8 @@ class Data(torch.utils.data.Dataset):
             raise KeyError("no file 77")
         if index == 77 and FAULT == "sleep":
             time.sleep(10_000)
+        if index == 77 and FAULT == "memory":
+            torch.empty(2**50, dtype=torch.uint8)
         x = torch.full((8,), float("nan") if index == 77 and FAULT == "nan" else 0.1)
         return (x,), torch.tensor(9 if index == 77 and FAULT == "target" else index % 4)
 
@@ -59,6 +69,12 @@ class Optimizer(torch.optim.SGD):
         if FAULT == "once" and self.steps == 15 and not os.path.exists("failed"):
             open("failed", "w").close()
             raise ValueError("failed once")
+        if FAULT in ("raised", "killed") and self.steps == 4 + int(os.environ["RANK"]):
+            if os.environ["RANK"] == "0":  # as in a call of CUDA that waits for the other worker
+                time.sleep(10_000)
+            if FAULT == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("fifth")
         super().step()
 
 def optimizer(parameters):
@@ -154,6 +170,7 @@ def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Pat
     [
         ("target", "worker 1 (stage 1), in the forward of minibatch ", f"IndexError: Target 9 is out of bounds. (loss() at model.py:{line_of('def loss')})"),  # noqa: E501
         ("step", "worker ", f"in the update after minibatch 4: ValueError: no step (model.py:{line_of('no step')})"),
+        ("memory", "worker 0 (stage 0), in the forward of minibatch ", f": out of memory when 1126 TB more were needed (model.py:{line_of('torch.empty')})"),  # noqa: E501
         ("nan", "worker 1 (stage 1), in the backward of minibatch ", " is nan"),
     ],
 )  # fmt: skip
@@ -173,6 +190,41 @@ def test_under_torchrun_code_that_blocks_is_named_with_its_line(folder: Path) ->
     (told,) = (line for line in lines if line.startswith("error: "))
     assert told.startswith("error: worker 0 (stage 0): has not moved for ")
     assert told.endswith(f", at model.py:{line_of('time.sleep')} in __getitem__()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raised", f", in the update after minibatch 4: ValueError: fifth (model.py:{line_of('fifth')})"),
+        ("killed", ": its process is gone and left no reason; last heard of "),
+    ],
+)
+def test_a_worker_that_waits_ends_with_the_cause_that_another_host_reports(folder: Path, fault: str, told: str) -> None:
+    """Each torchrun stands for a host. Nothing but the watch's thread can end the first worker before the time-out."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    arguments = ["-m", "planner", "train", "model.py", "--steps", "24", "--hang-timeout", "100000"]
+    environment = {**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    hosts = [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", *arguments],
+            cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [host.communicate(timeout=TIMEOUT_S) for host in hosts]
+    finally:
+        for host in hosts:
+            host.terminate()
+    assert all(host.returncode for host in hosts)
+    errors = [[line for line in err.splitlines() if line.startswith("error: ")] for _, err in outputs]
+    said = f"error: worker 1 (stage 1){told}"
+    assert [len(told) for told in errors] == [1, 1 if fault == "raised" else 0], outputs
+    assert all(line.startswith(said) for lines in errors for line in lines), outputs
 
 
 def test_a_failed_run_goes_on_from_its_last_checkpoint(folder: Path) -> None:

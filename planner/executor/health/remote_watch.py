@@ -183,8 +183,8 @@ class RemoteWatch:
         return Failure(
             rank=rank,
             stage=stage_of(self._job, rank, beat),
-            activity="while starting" if beat is None else beat.describe(),
-            message="its process is gone and left no reason",
+            message="its process is gone and left no reason; last heard of "  # its page may be seconds old
+            + ("while starting" if beat is None else beat.describe()),
             hint="it was killed, or its host went down; the system ends processes that exhaust its memory: see the "
             "kernel's log",
             exit_code=WorkerError.exit_code,

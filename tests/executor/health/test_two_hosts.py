@@ -133,7 +133,7 @@ def test_a_worker_killed_on_the_second_host_ends_both(folder: Path) -> None:
         os.kill(worker, signal.SIGKILL)
         ended(processes)
         assert_nothing_left(hosts)
-        assert re.match(r"error: worker 0 \(stage 0\), .* minibatch \d+.*", error_of(folder, 0))
+        assert re.match(r"error: worker 1 \(stage 1\): its process is gone .* minibatch \d+", error_of(folder, 0))
 
 
 @pytest.mark.slow
