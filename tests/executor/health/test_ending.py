@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.executor.health.ending import abort_groups, within
 from planner.executor.health.out_of_memory import memory_failure
@@ -94,7 +95,7 @@ def test_what_blocks_or_raises_is_left_behind() -> None:
 
 
 def test_an_abort_forgets_the_groups() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.new_group([0])
     abort_groups()
     assert not dist.is_initialized()
