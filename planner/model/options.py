@@ -22,11 +22,14 @@ class ModuleOptions:
         autocast: the dtype that modules run under torch.autocast with; None for none.
         channels_last: whether weights and images are in channels-last order (see `memory_format`).
         compiled: whether each stage goes through torch.compile.
+        device: the kind of device that modules run on, "cpu" or "cuda": its rules say which dtypes values have under
+            autocast.
     """
 
     autocast: torch.dtype | None = None
     channels_last: bool = False
     compiled: bool = False
+    device: str = "cpu"
 
 
 PLAIN = ModuleOptions()
@@ -35,4 +38,4 @@ PLAIN = ModuleOptions()
 def module_options(record: Profile | Plan) -> ModuleOptions:
     """Return the options that `record` was measured with, or is to be trained with."""
     channels_last = record.memory_format == "channels-last"
-    return ModuleOptions(autocast_dtype(record.autocast), channels_last, bool(record.compiled))
+    return ModuleOptions(autocast_dtype(record.autocast), channels_last, bool(record.compiled), record.device.kind)

@@ -102,7 +102,7 @@ class BlockGraph:
             options=self._options,
             blocks=BlockChain(tuple(layers), self._loss, self._model.training),
         )
-        return replace(result, hash=graph_digest(result))
+        return replace(result, hash=graph_digest(result, result.specs))
 
     def _input(self, index: int, leaf: Any, doubled: Any) -> Input:
         node = self._graph.placeholder(f"batch_{index}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_map
 
-from planner.errors import CaptureError
-from planner.model.autocast import autocasting
+from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
+from planner.model.capture.devices import is_check
 from planner.model.capture.digest import graph_digest
 from planner.model.capture.failure import (
     capture_failure,
@@ -31,9 +32,6 @@ from planner.model.loss import LossFunction, loss_of
 from planner.model.memory_format import lay_out
 from planner.model.options import PLAIN, ModuleOptions
 
-# The tracer's checks of its assumptions pin a device or cost time. A stage checks its inputs itself.
-_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
-
 
 def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, options: ModuleOptions = PLAIN) -> LayerGraph:
     """Return the graph of `model` on batches like `batch`, up to the loss.
@@ -43,8 +41,8 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
             are not copied: the training and the evaluation graph of one model share them.
         batch: example; the graph is valid for other numbers of samples too, unless the model pins it.
         loss: (output, target) -> 0-dimensional loss; None where the model's output has a `.loss` or ["loss"].
-        options: of the stages. Under autocast, values between layers are of its dtype, too; for channels-last, the
-            model's weights are laid out so, in place.
+        options: of the stages. Under autocast, values between layers have the dtypes that they will have on its kind of
+            device; for channels-last, the model's weights are laid out so, in place.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
@@ -58,13 +56,14 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
     forward = _ForwardToLoss(model, loss)
     module = _export(forward, example)
     _clean(module)
-    facts = _facts(module, model, example, options.autocast)
+    facts, on_cpu = _facts(module, model, example, options)
     names = Names(model, module)
     _check_weights_unchanged(module, names, facts)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     reader = SizeReader(placeholders)
     operations = [node for node in module.graph.nodes if node.op == "call_function" and not _is_number(node, reader)]
-    specs = {node: spec for node in (*placeholders, *operations) if (spec := _spec(node, reader, facts)) is not None}
+    values = [*placeholders, *operations]
+    specs = _specs(values, reader, facts)
     loss_node, outputs = _outputs(module, forward, specs)
     graph = LayerGraph(
         model=model,
@@ -82,7 +81,8 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
         batch_size=None if reader.dynamic else example.size,
         options=options,
     )
-    return dataclasses.replace(graph, hash=graph_digest(graph))
+    # The hash is the same for each device that the model may train on, whose values differ under autocast.
+    return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
 
 class _ForwardToLoss(nn.Module):
@@ -137,12 +137,31 @@ def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:
     return module
 
 
-def _facts(module: fx.GraphModule, model: nn.Module, example: Batch, autocast: torch.dtype | None) -> TensorFacts:
+def _facts(
+    module: fx.GraphModule, model: nn.Module, example: Batch, options: ModuleOptions
+) -> tuple[TensorFacts, TensorFacts]:
+    """Return the facts on the device that trains, and those on a CPU."""
+    leaves = example.flatten()[0]
     try:
-        with autocasting(example.device_type, autocast):
-            return fake_run(module, example.flatten()[0])
+        # Without autocast nothing depends on the device but the layout that its kernels choose, if it is there to ask.
+        if options.device == "cpu" or (options.autocast is None and not torch.cuda.is_available()):
+            facts = fake_run(module, leaves, "cpu", options.autocast)
+            return facts, facts
+        facts = fake_run(module, leaves, options.device, options.autocast)
+        on_cpu = _facts_on_cpu(module, leaves, options.autocast)
+    except PlannerError:
+        raise
     except Exception as cause:  # whatever the tracer's operations raise on tensors without data
         raise capture_failure(cause, model) from cause
+    return facts.sharing_as(on_cpu), on_cpu
+
+
+def _facts_on_cpu(module: fx.GraphModule, leaves: list[Any], autocast: torch.dtype | None) -> TensorFacts:
+    try:
+        return fake_run(module, leaves, "cpu", autocast)
+    except RuntimeError:
+        # Some operations refuse the mixed dtypes that autocast leaves on a CPU, and take those that it leaves on CUDA.
+        return fake_run(module, leaves, "cpu", None)
 
 
 def _clean(module: fx.GraphModule) -> None:
@@ -150,10 +169,7 @@ def _clean(module: fx.GraphModule) -> None:
     graph = module.graph
     # Backwards, so that the arguments of a removed check have no users when it is their turn.
     for node in reversed(list(graph.nodes)):
-        check = node.op == "call_module" or (
-            node.op == "call_function" and any(word in str(node.target) for word in _CHECKS)
-        )
-        if check or (node.op == "get_attr" and not node.users):
+        if is_check(node) or (node.op == "get_attr" and not node.users):
             graph.erase_node(node)
     for node in graph.nodes:
         if node.name == LOSS:
@@ -164,6 +180,10 @@ def _is_number(node: fx.Node, reader: SizeReader) -> bool:
     """Return whether `node` computes a number from the batch size alone, which every stage can do itself."""
     value = node.meta.get("val")
     return is_symbolic(value) and reader.expression(value) is not None
+
+
+def _specs(nodes: Sequence[fx.Node], reader: SizeReader, facts: TensorFacts) -> dict[fx.Node, ValueSpec]:
+    return {node: spec for node in nodes if (spec := _spec(node, reader, facts)) is not None}
 
 
 def _spec(node: fx.Node, reader: SizeReader, facts: TensorFacts) -> ValueSpec | None:

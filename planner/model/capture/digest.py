@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,21 +13,25 @@ from torch.utils._pytree import tree_map
 from planner.model.capture.size import is_symbolic
 
 if TYPE_CHECKING:
-    from planner.model.capture.graph import LayerGraph
+    from planner.model.capture.graph import LayerGraph, ValueSpec
 
 
-def graph_digest(graph: LayerGraph) -> str:
+def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
     """Return the SHA-256 of operations, arguments, shapes, dtypes, parameter names and layers.
 
     It does not depend on the process, the device or, unless the model pins it, the batch size.
+
+    Args:
+        graph: captured for any device.
+        specs: of its values on a CPU.
     """
     sha = hashlib.sha256()
-    for line in _lines(graph):
+    for line in _lines(graph, specs):
         sha.update(line.encode() + b"\n")
     return sha.hexdigest()
 
 
-def _lines(graph: LayerGraph) -> list[str]:
+def _lines(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> list[str]:
     lines = [
         f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
         for name, parameter in graph.model.named_parameters(remove_duplicate=False)
@@ -41,7 +46,7 @@ def _lines(graph: LayerGraph) -> list[str]:
     lines += ["channels-last"] if graph.options.channels_last else []
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
-        spec = graph.specs.get(node)
+        spec = specs.get(node)
         value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}" if spec else ""
         value += f" {spec.expanded}" if spec and spec.expanded else ""
         lines.append(f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}")

@@ -1,13 +1,14 @@
-"""Find what torch.export does not record, by one run of the graph on tensors without data.
+"""Find what torch.export does not record, by a run of the graph on tensors without data.
 
 Export traces under no_grad, so the graph does not tell which values need a gradient. Nor does it tell which values
-share memory, without which a cut could separate an in-place operation from the value that it changes.
+share memory, without which a cut could separate an in-place operation from the value that it changes. And it was traced
+without autocast, whose rules differ between devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
+from planner.model.autocast import autocasting
+from planner.model.capture.absent_device import fake_device, pretended
+from planner.model.capture.devices import movable, moved, place_nested
 from planner.model.capture.graph import expanded_dimensions, memory_order
 from planner.model.capture.names import nested_graph
 
@@ -43,16 +47,34 @@ class TensorFacts:
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
+    def sharing_as(self, other: TensorFacts) -> TensorFacts:
+        """Return the same facts, with memory counted as shared or written also where it is so in `other`."""
 
-def fake_run(module: fx.GraphModule, leaves: list[Any]) -> TensorFacts:
+        def joined(mine: dict[fx.Node, frozenset[int]], others: dict[fx.Node, frozenset[int]]) -> Any:
+            # Complements are negative: the numbers of one run stay apart from those of the other.
+            return {node: mine[node] | {~storage for storage in others[node]} for node in mine}
+
+        storages, writes = joined(self.storages, other.storages), joined(self.writes, other.writes)
+        return replace(self, storages=storages, writes=writes)
+
+
+def fake_run(module: fx.GraphModule, leaves: list[Any], kind: str, autocast: torch.dtype | None) -> TensorFacts:
     """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects.
 
-    The module's weights may be FakeTensors already, those of a model that is never built.
+    Args:
+        module: its weights may be FakeTensors already, those of a model that is never built.
+        leaves: on any device.
+        kind: of the device to run on, "cpu" or "cuda", which need not be there.
+        autocast: the dtype to run under torch.autocast with; None for none.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
-        run = _FakeRun(module, mode)
-        fake = [_fake(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    device = fake_device(kind)
+    with (
+        pretended(kind),
+        FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode,
+    ):
+        run = _FakeRun(module, mode, device)
+        fake = [_fake(leaf, mode, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), autocasting(kind, autocast):
             run.run(*fake, enable_io_processing=False)
     # Read at the end: an in-place operation can make a value made before it need a gradient.
     run.facts.requires_grad = {
@@ -63,12 +85,16 @@ def fake_run(module: fx.GraphModule, leaves: list[Any]) -> TensorFacts:
 
 
 class _FakeRun(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
         # All values are kept to the end, because freed memory would be given to another value, and look shared.
         super().__init__(module, garbage_collect_values=False)
-        self._mode = mode
-        self._attributes: dict[int, Tensor] = {}
+        self._mode, self._device = mode, device
+        self._attributes: dict[int, Any] = {}
         self.facts = TensorFacts()
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -83,17 +109,23 @@ class _FakeRun(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        if not isinstance(value, Tensor):
-            return value
-        # Tied parameters must stay one tensor.
-        return self._attributes.setdefault(id(value), _fake(value, self._mode))
+        if id(value) not in self._attributes:  # tied parameters must stay one tensor
+            self._attributes[id(value)] = self._placed(value)
+        return self._attributes[id(value)]
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, fx.GraphModule):
+            nested = movable(value)
+            place_nested(nested, torch.empty((), device=self._device))
+            return nested
+        return _fake(value, self._mode, self._device) if isinstance(value, Tensor) else value
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    if not isinstance(tensor, FakeTensor):
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    if not isinstance(tensor, FakeTensor) and tensor.device == device:
         return mode.from_tensor(tensor, static_shapes=True)
     # A FakeTensor of another mode cannot be converted, so an equal one is made in this mode.
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return empty.requires_grad_(tensor.requires_grad)
 
 

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from planner.errors import CaptureError
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.batch_limits import least_batch_size
+from planner.model.capture.devices import enters_autocast, movable, moved
 from planner.model.capture.failure import operation_failure, user_place
 from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
 from planner.model.capture.size import evaluate_number, is_symbolic
@@ -201,6 +201,7 @@ class _Builder:
         self._reseed = uncompiled(reseed) if variant.compiled else reseed
         self._weights = weights_of(graph, self._layers)
         self._new = fx.Graph()
+        self._kind: fx.Node | None = None  # of the device, for the graphs nested within that run under autocast
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
         self._deferred: dict[fx.Node, RunningStatistics] = {}
@@ -264,11 +265,11 @@ class _Builder:
         if node in self._deferred:
             self._copies[node] = self._deferred_norm(node)
             return
+        if enters_autocast(node.target) and self._kind is None:
+            self._kind = self._new.call_function(getattr, (self._device, "type"))
         copy = self._new.node_copy(node, self._copies.__getitem__)
-        # The tracer recorded the device that it ran on; the stage runs where its inputs are.
-        copy.args, copy.kwargs = tree_map(
-            lambda leaf: self._device if isinstance(leaf, torch.device) else leaf, (copy.args, copy.kwargs)
-        )
+        # The stage runs where its inputs are.
+        copy.args, copy.kwargs = moved(node.target, copy.args, copy.kwargs, self._device, self._kind)
         if not self._variant.compiled:
             copy.target = FUNCTIONS.get(copy.target, copy.target)
         self._copies[node] = copy
@@ -299,5 +300,5 @@ class _Builder:
         if isinstance(constant, Tensor):
             self._weights.register_buffer(place, constant, persistent=False)
         else:
-            self._weights.add_module(place, constant)
+            self._weights.add_module(place, movable(constant))
         return place

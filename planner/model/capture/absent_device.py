@@ -1,0 +1,85 @@
+"""Let fake tensors pretend to be on CUDA where PyTorch was built without it.
+
+PyTorch's own rules for autocast are then observed, instead of a copy of its tables. Three things are in the way:
+autograd and some operations ask for the device's guard and end the process if there is none, torch.autocast refuses,
+and a few kernels of CUDA have no fake implementation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from planner.errors import CaptureError
+
+_CUDA, _META = 1, 14  # c10::DeviceType
+_DEVICE_TYPES = 21  # at least, since PyTorch 1.12
+# std::atomic<const DeviceGuardImplInterface*> c10::impl::device_guard_impl_registry[]
+_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+def fake_device(kind: str) -> torch.device:
+    """Return the device of `kind`, "cpu" or "cuda", for fake tensors."""
+    if kind != "cuda":
+        return torch.device(kind)
+    # With a number, or PyTorch asks the guard for it. The current one, for fake tensors open a context on theirs.
+    return torch.device(kind, torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
+@contextmanager
+def pretended(kind: str) -> Iterator[None]:
+    """Let fake tensors within run on devices of `kind`, "cpu" or "cuda"; no effect where such a device is there.
+
+    Raises:
+        CaptureError: where this build of PyTorch cannot.
+    """
+    if kind != "cuda" or torch.cuda.is_available():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_guard())
+        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
+        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
+        yield
+
+
+@contextmanager
+def _guard() -> Iterator[None]:
+    # As FakeTensorMode does where PyTorch has CUDA but the machine has no GPU: a guard that does nothing. The one of
+    # the meta device is such a guard.
+    guards = _guards()
+    absent = not guards[_CUDA]
+    if absent:
+        guards[_CUDA] = guards[_META]
+    try:
+        yield
+    finally:
+        if absent:
+            guards[_CUDA] = None
+
+
+@cache
+def _guards() -> ctypes.Array[ctypes.c_void_p]:
+    try:
+        (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
+        return (ctypes.c_void_p * _DEVICE_TYPES).in_dll(ctypes.CDLL(str(library)), _GUARDS)
+    except ValueError as cause:  # no such library or symbol
+        raise CaptureError(
+            "this build of PyTorch cannot tell which dtypes values have under autocast on CUDA",
+            hint="profile in float32, or on a machine with a GPU",
+        ) from cause
+
+
+def _gru_cell(
+    _input_gates: Tensor, _hidden_gates: Tensor, hx: Tensor, _bias: Tensor | None = None, _hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
