@@ -83,7 +83,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     model = spec.build_model()
     example = spec.example_batch(MICROBATCH_SIZE)
-    options = ModuleOptions(autocast_dtype(AUTOCAST), CHANNELS_LAST, COMPILED)
+    options = ModuleOptions(autocast_dtype(AUTOCAST), CHANNELS_LAST, COMPILED, device.type)
     graph = capture_file(spec, example, model, options=options)
     if graph.hash != GRAPH_HASH:
         raise SystemExit(f"the plan was made for another model than {MODEL}")

@@ -108,7 +108,8 @@ def pipeline_context(
         PlannerError: when the model, the plan and the options do not fit together.
     """
     plan, rank = job.plan, int(os.environ["RANK"])
-    built = build_modules(job, [number for number, stage in enumerate(plan.stages) if rank in stage.ranks], spec)
+    numbers = [number for number, stage in enumerate(plan.stages) if rank in stage.ranks]
+    built = build_modules(job, numbers, spec, place.compute.type)
     transfers = transferred(plan, built.training)
     for module in built.training.values():
         module.to(place.compute)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,13 +33,14 @@ class Modules:
     shared: SharedNames  # of all stages of the plan, on this worker or not
 
 
-def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec) -> Modules:
+def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> Modules:
     """Build the model, capture it, and keep the layers of `stages`.
 
     Args:
         job: with the plan, whose model it must be.
         stages: of this worker.
         spec: the user's.
+        kind: of the device that trains, "cpu" or "cuda".
 
     Raises:
         PlanError: when the plan has no model, when the captured model is not the one that was profiled, or when
@@ -53,7 +54,7 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec) -> Module
         )
     # All workers build from the same seed, so replicas of a stage begin with equal weights.
     torch.manual_seed(job.seed)
-    defer, options = job.defer_weights, module_options(plan)
+    defer, options = job.defer_weights, replace(module_options(plan), device=kind)
     model = build_deferred(spec.build_model, job.seed) if defer else spec.build_model()
     example = spec.example_batch(plan.microbatch_size)
     graph = capture_file(spec, example, model, options=options)

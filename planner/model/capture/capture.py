@@ -144,7 +144,7 @@ def _facts(
     leaves = example.flatten()[0]
     try:
         # Without autocast nothing depends on the device but the layout that its kernels choose, if it is there to ask.
-        if options.device == "cpu" or (options.autocast is None and not torch.cuda.is_available()):
+        if options.device != "cuda" or (options.autocast is None and not torch.cuda.is_available()):
             facts = fake_run(module, leaves, "cpu", options.autocast)
             return facts, facts
         facts = fake_run(module, leaves, options.device, options.autocast)

@@ -52,7 +52,7 @@ def moved(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device:
 
 def enters_autocast(target: Any) -> bool:
     """Return whether an operation runs a nested graph under torch.autocast."""
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == _AUTOCAST
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ == _AUTOCAST
 
 
 def movable(graph: fx.GraphModule) -> fx.GraphModule:

@@ -76,7 +76,13 @@ def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
     profile = calibration.profile
     # The type it was measured with. Whether float32 products used TF32 on a GPU is not recorded, so the user says it.
     of_profile: DType = profile.autocast or ("tf32" if dtype == "tf32" else "float32")
-    trace = trace_step(calibration.training_spec, profile.microbatch_size or 1, of_profile, profile.memory_format)
+    trace = trace_step(
+        calibration.training_spec,
+        profile.microbatch_size or 1,
+        of_profile,
+        profile.memory_format,
+        profile.device.kind,
+    )
     if trace.graph.hash != profile.graph_hash:
         raise InputError(
             f"the profile of '{profile.model}' is not of the model in '{calibration.training_spec.origin}'",

@@ -48,7 +48,7 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     """
     dtype = options.dtype
     spec = calibrated(device_spec(options.device, dtype), options.calibration, dtype)
-    return profile_of_trace(trace_step(training_spec, batch_size, dtype, options.memory_format), spec)
+    return profile_of_trace(trace_step(training_spec, batch_size, dtype, options.memory_format, spec.kind), spec)
 
 
 def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:

@@ -77,7 +77,11 @@ class StepTrace:
 
 
 def trace_step(
-    training_spec: TrainingSpec, batch_size: int, dtype: DType = "float32", memory_format: MemoryFormat | None = None
+    training_spec: TrainingSpec,
+    batch_size: int,
+    dtype: DType = "float32",
+    memory_format: MemoryFormat | None = None,
+    kind: str = "cpu",
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and weights and activations need no memory.
 
@@ -89,13 +93,14 @@ def trace_step(
         batch_size: samples of the (micro)batch.
         dtype: "bfloat16" and "float16" run the forward under autocast.
         memory_format: of weights and images.
+        kind: of the device, "cpu" or "cuda", whose autocast says in which dtypes values cross between stages.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: when the batch makes no sense, or the optimizer looks at numbers.
     """
     check_positive("batch_size", batch_size)
-    options = ModuleOptions(_HALF.get(dtype), memory_format == "channels-last")
+    options = ModuleOptions(_HALF.get(dtype), memory_format == "channels-last", device=kind)
     tracer = _Tracer(training_spec, batch_size, dtype)
     # Without GPUs in the list, fork_rng does not touch them: an estimate needs none.
     with torch.random.fork_rng(devices=[]):

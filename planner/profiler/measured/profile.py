@@ -111,7 +111,8 @@ def profile_model(
         torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
         effort.progress("capturing", 0.0)
         batch = spec.example_batch(batch_size)
-        graph = capture_file(spec, batch, options=options.stage)
+        # For the device itself: `options.device` may have the number of a GPU.
+        graph = capture_file(spec, batch, options=replace(options.stage, device=device.type))
         steps = StepMeasurement(spec, graph, batch, device)
         others = options.processes - 1
         with contention(spec, batch_size, others, threads=options.threads, options=options.stage):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -94,7 +94,7 @@ def _measured_s(
     with thread_count(threads), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = spec.example_batch(profile.microbatch_size)
-        options = module_options(profile)
+        options = replace(module_options(profile), device=target.type)
         if options.compiled:
             check_compiler(target.type)
         graph = capture_file(spec, batch, options=options)
