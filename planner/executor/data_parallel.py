@@ -206,7 +206,7 @@ class DataParallelWorker(Worker):
     """
 
     def __init__(self, context: Context, rounds: Rounds, model: nn.Module, observers: Observers) -> None:
-        super().__init__(observers, stop_on_nan=context.job.run_options.stop_on_nan)
+        super().__init__(observers, context.place.compute, stop_on_nan=context.job.run_options.stop_on_nan)
         self._context = context
         self._rounds = rounds
         self._options = module_options(context.plan)
@@ -246,7 +246,7 @@ class DataParallelWorker(Worker):
             case Backward(unit=unit):
                 part, loss, scaler = self._parts[unit], self._losses.pop(unit), self._optimizer.scaler
                 torch.autograd.backward(loss * (part.factor * (1.0 if scaler is None else scaler.scale)))
-                self._log_loss(unit, float(loss.detach()) * part.share)
+                self._log_loss(unit, loss.detach().double() * part.share)
             case Update(round=round_):
                 self._optimizer.step(None)
                 self._optimizer.advance(self._rounds.planned_minibatches(round_))

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import get_args
 
 from planner.schedule.instructions import (
     AddShared,
@@ -37,8 +38,9 @@ _PAGE = struct.Struct("<qqiiiiqid40s")
 _SENT = struct.Struct("<iiqq")
 _SENT_START = 128
 _NONE = -1
-_EVALUATION = "Evaluation:"
+_EVALUATION = b"Evaluation:"
 _FIRST = Unit(0)
+_NO_PEER = (_NONE, _NONE)
 
 
 class State(IntEnum):
@@ -50,6 +52,16 @@ class State(IntEnum):
     RECEIVING = 3
     SENDING = 4
     REDUCING = 5
+
+
+def _state_of(kind: type[Instruction]) -> State:
+    if issubclass(kind, Message):
+        return State.RECEIVING if issubclass(kind, Receive) else State.SENDING
+    return State.REDUCING if kind is AllReduce else State.COMPUTING
+
+
+# By class, so that a beat looks its state and name up: there is one for every instruction.
+_DESCRIBED = {kind: (_state_of(kind), kind.__name__.encode()) for kind in get_args(Instruction)}
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class Beat:
 
     def describe(self) -> str:
         """Return it as part of a sentence: "in the forward of minibatch 17", "waiting for ... from worker 0"."""
-        of_evaluation = self.activity.startswith(_EVALUATION)
+        of_evaluation = self.activity.startswith(_EVALUATION.decode())
         unit = f"minibatch {self.unit.minibatch}" + (" of the evaluation" if of_evaluation else "")
         if self.unit.microbatch:
             unit += f", microbatch {self.unit.microbatch}"
@@ -114,7 +126,7 @@ class Beat:
                     return f"adding up the shared weights' gradients of round {self.unit.minibatch}"
                 if self.activity == "Update":
                     return f"in the update after minibatch {self.unit.minibatch}"
-                name = self.activity.removeprefix(_EVALUATION)
+                name = self.activity.removeprefix(_EVALUATION.decode())
                 words = "".join(f" {c.lower()}" if c.isupper() else c for c in name)
                 return f"in the{words} of {unit}"
 
@@ -148,26 +160,22 @@ class Heartbeat:
 
     def begin(self, instruction: Instruction, *, evaluating: bool = False) -> None:
         """Record that the worker starts `instruction`; those of an evaluation count its minibatches, not training's."""
-        self._end_last()
-        peer = (_NONE, _NONE)
-        state = State.COMPUTING
-        if isinstance(instruction, Message):
-            state = State.RECEIVING if isinstance(instruction, Receive) else State.SENDING
-            peer = (instruction.peer_rank, instruction.peer_stage)
-        elif isinstance(instruction, AllReduce):
-            state = State.REDUCING
+        now_s = time.perf_counter()
+        if self._began_s is not None and now_s - self._began_s > self._slowest_s:
+            self._slowest_s = now_s - self._began_s
+        self._began_s = now_s
         if isinstance(instruction, (AllReduce, AddShared)):
             unit = (instruction.round, 0)
         elif isinstance(instruction, Update):
             # A round has a minibatch for each replica: the worker's own last one tells more than the round's number.
             unit = (self._last_backward, 0)
         else:
-            unit = (instruction.unit.minibatch, instruction.unit.microbatch)
-        if isinstance(instruction, (Backward, BackwardInput)):
-            self._last_backward = unit[0]
-        activity = (_EVALUATION if evaluating else "") + type(instruction).__name__
-        self._write(state, activity, instruction.stage, unit, peer)
-        self._began_s = time.perf_counter()
+            unit = instruction.unit
+            if isinstance(instruction, (Backward, BackwardInput)):
+                self._last_backward = unit[0]
+        peer = (instruction.peer_rank, instruction.peer_stage) if isinstance(instruction, Message) else _NO_PEER
+        state, name = _DESCRIBED[type(instruction)]
+        self._write(state, _EVALUATION + name if evaluating else name, instruction.stage, unit, peer)
         if isinstance(instruction, (SendActivation, SendGradient)) and not evaluating:
             activation = isinstance(instruction, SendActivation)
             place = self._sent_at.get((instruction.stage, activation))
@@ -181,8 +189,10 @@ class Heartbeat:
             activity: what follows "while" in a sentence: "writing a checkpoint".
             meeting: the phase needs all workers, so each waits for the last one.
         """
-        self._end_last()
-        self._write(State.MEETING if meeting else State.PREPARING, activity, _NONE, (0, 0), (_NONE, _NONE))
+        if self._began_s is not None:
+            self._slowest_s = max(self._slowest_s, time.perf_counter() - self._began_s)
+            self._began_s = None
+        self._write(State.MEETING if meeting else State.PREPARING, activity.encode(), _NONE, _FIRST, _NO_PEER)
 
     def read(self) -> Beat:
         """Return what was written last."""
@@ -194,15 +204,8 @@ class Heartbeat:
         """A copy of the page, for `Beat.read`."""
         return self._page[:]
 
-    def _end_last(self) -> None:
-        if self._began_s is not None:
-            self._slowest_s = max(self._slowest_s, time.perf_counter() - self._began_s)
-            self._began_s = None
-
-    def _write(self, state: State, activity: str, stage: int, unit: tuple[int, int], peer: tuple[int, int]) -> None:
+    def _write(self, state: State, activity: bytes, stage: int, unit: tuple[int, int], peer: tuple[int, int]) -> None:
         # Counted, so that an instruction that is repeated is told from one that does not end. A reader may see half a
         # write, which does no harm: only a page that has stopped changing is judged.
         self._beats += 1
-        _PAGE.pack_into(
-            self._page, 0, self._pid, self._beats, state, stage, *peer, *unit, self._slowest_s, activity.encode()[:40]
-        )
+        _PAGE.pack_into(self._page, 0, self._pid, self._beats, state, stage, *peer, *unit, self._slowest_s, activity)

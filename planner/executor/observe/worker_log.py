@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Completion:
+class Completion(NamedTuple):
     """The end of a backward, and how long the worker had computed until then."""
 
     ended_s: float

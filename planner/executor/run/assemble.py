@@ -63,7 +63,9 @@ def make_worker(
     links = connect(groups.links, layouts.of, SendLimits(in_flight, context.shape.lag), context.place, instructions)
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
     stop_on_nan = context.job.run_options.stop_on_nan
-    return PipelineWorker(stages, links, observers, stop_on_nan=stop_on_nan, joint_norm=_joint_norm(context))
+    return PipelineWorker(
+        stages, links, observers, context.place.compute, stop_on_nan=stop_on_nan, joint_norm=_joint_norm(context)
+    )
 
 
 def _joint_norm(context: PipelineContext) -> JointNorm | None:

@@ -41,12 +41,17 @@ class BatchSource(ABC):
 
     def size(self, unit: Unit) -> int:
         """Return the number of samples of one microbatch; 0 if a last minibatch has fewer samples than microbatches."""
-        return even_sizes(self.minibatch_size(unit.minibatch), self.microbatches)[unit.microbatch]
+        return even_size(self.minibatch_size(unit.minibatch), self.microbatches, unit.microbatch)
 
 
 def even_sizes(samples: int, parts: int) -> list[int]:
     """Divide `samples` into sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2, 1]."""
-    return [samples // parts + (part < samples % parts) for part in range(parts)]
+    return [even_size(samples, parts, part) for part in range(parts)]
+
+
+def even_size(samples: int, parts: int, part: int) -> int:
+    """Return the size of one of the parts of `even_sizes`."""
+    return samples // parts + (part < samples % parts)
 
 
 def make_batches(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -21,11 +21,11 @@ from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import Unit
 
 
-@dataclass
+@dataclass(slots=True)
 class _InFlight:
     """What a forward keeps for its backward."""
 
-    received: dict[str, Tensor]
+    received: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the outputs, from later stages
     batch: Batch | None = None  # with recomputation, the samples
@@ -63,9 +63,9 @@ class StageReplica:
 
     def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
         """Store the inputs of `unit` that stage `source` sent."""
-        for spec in self._values(source, self.index):
-            values[spec.name].requires_grad_(spec.requires_grad)
-        self._units.setdefault(unit, _InFlight({})).received.update(values)
+        for name in self._with_gradient(source, self.index):
+            values[name].requires_grad_()
+        self._record(unit).received.update(values)
 
     def forward(self, unit: Unit, version: int | None = None) -> None:
         """Run the layers on `unit` and keep what its backward needs.
@@ -74,7 +74,7 @@ class StageReplica:
             unit: a microbatch.
             version: of the weights, by the number of updates it has had; None for the newest.
         """
-        record = self._units.setdefault(unit, _InFlight({}))
+        record = self._record(unit)
         if self._data.size(unit) == 0:
             record.outputs = {spec.name: self._nothing(spec) for spec in self.module.sent}
             return
@@ -94,22 +94,19 @@ class StageReplica:
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         """Return the outputs of `unit` that stage `target` needs."""
-        outputs, names = self._units[unit].outputs, [spec.name for spec in self._values(self.index, target)]
-        values = {name: outputs[name] for name in names}
-        if self._recompute:
-            for name in names:
-                outputs.pop(name)  # each value is sent once, and the backward makes it again
-        return values
+        outputs = self._units[unit].outputs
+        # With recomputation the backward makes the values again, and each is sent once.
+        take = outputs.pop if self._recompute else outputs.__getitem__
+        return {spec.name: take(spec.name) for spec in self._transfers[self.index, target]}
 
     def accept_gradient(self, unit: Unit, values: dict[str, Tensor]) -> None:
         """Store the gradients that a later stage returned for outputs of `unit`, at this stage's loss scale."""
         if self.optimizer.scaler is not None:
-            ratio = self.optimizer.scaler.scale / float(values.pop(SCALE))
-            if ratio != 1:
-                values = {name: value * ratio for name, value in values.items()}
+            # A power of two, mostly 1, which on a GPU the host does not know: the product is exact.
+            torch._foreach_mul_(list(values.values()), self.optimizer.scaler.scale / values.pop(SCALE))
         self._units[unit].gradients.update(values)
 
-    def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> float | None:
+    def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> Tensor | None:
         """Run the backward of `unit` with the weights that its forward saw.
 
         Args:
@@ -118,7 +115,7 @@ class StageReplica:
             split: leave the gradients of the weights to `backward_weight`.
 
         Returns:
-            The unit's part of the minibatch's loss, on the stage that has it; None elsewhere.
+            The unit's part of the minibatch's loss, on the device, on the stage that has it; None elsewhere.
         """
         record = self._units[unit]
         if self._data.size(unit) == 0:
@@ -128,7 +125,7 @@ class StageReplica:
         with self.versions.restored(unit), self._buffers.restored(record.buffers):
             if self._recompute:
                 record.outputs = self._run(unit, record)
-            loss = record.outputs["loss"] * self._share(unit) if self.module.has_loss else None
+            loss = self._weighed(unit, record.outputs["loss"]) if self.module.has_loss else None
             scaled = loss if loss is None or self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
             roots, gradients = _roots(scaled, record)
             if self._averager is not None and last_of_round:
@@ -144,7 +141,7 @@ class StageReplica:
         record.buffers.clear()
         record.batch = None
         self._forget_if_done(unit, record)
-        return None if loss is None else float(loss.detach())
+        return None if loss is None else loss.detach()
 
     def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
         """Run the part of a backward that `split` left."""
@@ -159,14 +156,13 @@ class StageReplica:
         """Return the gradients, after the backward of `unit`, of the values that stage `source` sent."""
         record = self._units[unit]
         values: dict[str, Tensor] = {}
-        for spec in self._values(source, self.index):
-            if spec.requires_grad:
-                value = record.received.pop(spec.name)
-                values[spec.name] = value.grad if value.grad is not None else torch.zeros_like(value)
+        for name in self._with_gradient(source, self.index):
+            value = record.received.pop(name)
+            values[name] = value.grad if value.grad is not None else torch.zeros_like(value)
         self._forget_if_done(unit, record)
         self.optimizer.note_sent(values.values())
         if self.optimizer.scaler is not None:
-            values[SCALE] = torch.tensor(self.optimizer.scaler.scale)
+            values[SCALE] = torch.full((), self.optimizer.scaler.scale, device=self._device)
         return values
 
     def average(self, divisor: int) -> None:
@@ -212,16 +208,25 @@ class StageReplica:
         self._averaged = 1
         self._statistics.commit(round_)
 
-    def _share(self, unit: Unit) -> float:
-        """Return the unit's share of the minibatch's samples, which weights its loss: all samples count the same."""
-        return self._data.size(unit) / self._data.minibatch_size(unit.minibatch)
+    def _record(self, unit: Unit) -> _InFlight:
+        """Return what is kept for `unit`, from its first message on."""
+        record = self._units.get(unit)
+        if record is None:
+            record = self._units[unit] = _InFlight()
+        return record
+
+    def _weighed(self, unit: Unit, loss: Tensor) -> Tensor:
+        """Weight a loss by the unit's share of the minibatch's samples: all samples count the same."""
+        samples, of = self._data.size(unit), self._data.minibatch_size(unit.minibatch)
+        return loss if samples == of else loss * (samples / of)
 
     def _nothing(self, spec: ValueSpec) -> Tensor:
         """Make a value of no samples."""
         return torch.zeros(spec.shape(0), dtype=spec.dtype, device=self._device)
 
-    def _values(self, source: int, target: int) -> Sequence[ValueSpec]:
-        return self._transfers[source, target]
+    def _with_gradient(self, source: int, target: int) -> list[str]:
+        """Return the values from stage `source` to `target` whose gradients go back."""
+        return [spec.name for spec in self._transfers[source, target] if spec.requires_grad]
 
     def _run(self, unit: Unit, record: _InFlight) -> dict[str, Tensor]:
         self.module.set_random_key(self._seed, unit.minibatch, unit.microbatch)
@@ -230,8 +235,10 @@ class StageReplica:
 
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
         """Drop the unit after its backward, unless gradients of received values have yet to be sent."""
-        if not any(value.requires_grad for value in record.received.values()):
-            del self._units[unit]
+        for value in record.received.values():
+            if value.requires_grad:
+                return
+        del self._units[unit]
 
 
 def _roots(loss: Tensor | None, record: _InFlight) -> tuple[list[Tensor], list[Tensor | None]]:

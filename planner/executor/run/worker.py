@@ -7,14 +7,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
+import torch
+from torch import Tensor
 from typing_extensions import assert_never
 
+from planner.executor.communication.later import Later
 from planner.executor.communication.links import Links
 from planner.executor.health.failures import LossNotFiniteError
 from planner.executor.health.heartbeat import Heartbeat
+from planner.executor.observe.busy_time import busy_time
 from planner.executor.observe.recording import TraceRecorder
-from planner.executor.observe.worker_log import Completion, WorkerLog
+from planner.executor.observe.worker_log import WorkerLog
 from planner.executor.run.replica import StageReplica
 from planner.executor.stage.optimizer import JointNorm
 from planner.schedule.instructions import (
@@ -36,6 +41,9 @@ from planner.schedule.instructions import (
     Update,
 )
 
+_COMPUTE = frozenset(get_args(Compute))
+_COMPLETES = frozenset((Backward, BackwardWeight))  # the end of a unit at a stage
+
 
 @dataclass(frozen=True)
 class Observers:
@@ -51,42 +59,52 @@ class Worker(ABC):
 
     Args:
         observers: are told what it does.
+        device: that computes.
         stop_on_nan: raise when a loss is not finite.
     """
 
-    def __init__(self, observers: Observers, *, stop_on_nan: bool = False) -> None:
+    def __init__(self, observers: Observers, device: torch.device, *, stop_on_nan: bool = False) -> None:
         self.log = WorkerLog()
         self._observers = observers
         self._stop_on_nan = stop_on_nan
+        self._busy = busy_time(device, self.log)
+        self._later = Later(device)
+        self._newest_loss: Tensor | None = None
 
     def run(self, instructions: Iterable[Instruction]) -> None:
-        """Execute `instructions` in order.
+        """Execute `instructions` in order, and wait for their losses.
 
         Raises:
             LossNotFiniteError: when a loss is not finite, with `stop_on_nan`.
         """
-        recorder = self._observers.recorder
+        beat, recorder = self._observers.heartbeat.begin, self._observers.recorder
+        busy, execute = self._busy, self._execute
         for instruction in instructions:
-            self._observers.heartbeat.begin(instruction)
-            start_s = time.perf_counter()
-            self._execute(instruction)
+            beat(instruction)
+            start_s = 0.0 if recorder is None else time.perf_counter()
+            kind = type(instruction)
+            if kind in _COMPUTE:
+                busy.begin()
+                execute(instruction)
+                busy.end(completes=kind in _COMPLETES)
+            else:
+                execute(instruction)
             if recorder is not None:
                 recorder.settle(instruction)
-            end_s = time.perf_counter()
-            if isinstance(instruction, Compute):
-                self.log.busy_s += end_s - start_s
-            if isinstance(instruction, (Backward, BackwardWeight)):
-                self.log.completions.append(Completion(end_s - self.log.paused_s, self.log.busy_s))
-            if recorder is not None:
-                recorder.record(instruction, start_s, end_s)
+                recorder.record(instruction, start_s, time.perf_counter())
+        self._later.flush()
 
     @abstractmethod
     def _execute(self, instruction: Instruction) -> None: ...
 
-    def _log_loss(self, unit: Unit, loss: float | None) -> None:
-        """Log the part of a minibatch's loss that a backward returned; None on stages that do not have it."""
+    def _log_loss(self, unit: Unit, loss: Tensor | None) -> None:
+        """Log the part of a minibatch's loss that a backward returned, once it is known; None on other stages."""
         if loss is None:
             return
+        self._newest_loss = loss
+        self._later.read(loss, lambda value: self._note_loss(unit, float(value)))
+
+    def _note_loss(self, unit: Unit, loss: float) -> None:
         if self._stop_on_nan and not math.isfinite(loss):
             raise LossNotFiniteError(
                 f"the loss of minibatch {unit.minibatch} is {loss}",
@@ -95,8 +113,14 @@ class Worker(ABC):
         self.log.losses.append((unit.minibatch, loss))
 
     def _note_update(self, update: Update) -> None:
-        if self._observers.on_update is not None:
-            self._observers.on_update(update, self.log)
+        on_update = self._observers.on_update
+        if on_update is None:
+            return
+        if self._newest_loss is None:
+            on_update(update, self.log)
+        else:
+            # Behind the losses of its minibatches, so that they are in the log.
+            self._later.read(self._newest_loss, lambda _: on_update(update, self.log))
 
 
 class PipelineWorker(Worker):
@@ -106,6 +130,7 @@ class PipelineWorker(Worker):
         stages: by number.
         links: send and receive.
         observers: are told what the worker does.
+        device: that computes.
         stop_on_nan: raise when a loss is not finite.
         joint_norm: sums the norm over all stages, where they clip or skip an update together.
     """
@@ -115,11 +140,12 @@ class PipelineWorker(Worker):
         stages: Mapping[int, StageReplica],
         links: Links,
         observers: Observers,
+        device: torch.device,
         *,
         stop_on_nan: bool = False,
         joint_norm: JointNorm | None = None,
     ) -> None:
-        super().__init__(observers, stop_on_nan=stop_on_nan)
+        super().__init__(observers, device, stop_on_nan=stop_on_nan)
         self.stages = stages
         self._links = links
         self._joint_norm = joint_norm
@@ -135,8 +161,9 @@ class PipelineWorker(Worker):
         self._links.settle()
 
     def drain(self) -> None:
-        """Wait until all messages have left."""
+        """Wait until all messages have left and all computations have ended."""
         self._links.drain()
+        self._busy.flush()
 
     def _execute(self, instruction: Instruction) -> None:
         stage = self.stages[instruction.stage]

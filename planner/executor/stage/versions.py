@@ -13,8 +13,8 @@ a unit in flight uses is never written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -60,27 +60,13 @@ class WeightVersions:
         self._versions[number].users += 1
         self._used[unit] = number
 
-    @contextmanager
-    def at(self, unit: object) -> Iterator[None]:
+    def at(self, unit: object) -> AbstractContextManager[None]:
         """Let the parameters hold the version stashed for `unit`, while its forward or backward runs."""
-        number = self._used[unit]
-        if number != self._newest:
-            self._point_at(number)
-        try:
-            yield
-        finally:
-            if number != self._newest:
-                self._point_at(self._newest)
+        return _Pointed(self, self._used[unit])
 
-    @contextmanager
-    def restored(self, unit: object) -> Iterator[None]:
+    def restored(self, unit: object) -> AbstractContextManager[None]:
         """Let the parameters hold what the forward of `unit` saw, while its backward runs; then forget the unit."""
-        try:
-            with self.at(unit):
-                yield
-        finally:
-            self._versions[self._used.pop(unit)].users -= 1
-            self._drop_unneeded()
+        return _Pointed(self, self._used.pop(unit), last_use=True)
 
     def update(self, step: Callable[[], object], kept: Collection[int] = ()) -> None:
         """Run `step`, which writes the parameters in place, on storage that nothing else needs.
@@ -111,6 +97,34 @@ class WeightVersions:
         for number in [n for n, version in self._versions.items() if not version.users and n not in needed]:
             self._free.append(self._versions.pop(number).data)
 
+    def _release(self, number: int) -> None:
+        version = self._versions[number]
+        version.users -= 1
+        if not version.users and number != self._newest and number not in self._kept:
+            self._free.append(self._versions.pop(number).data)
+
     def _point_at(self, number: int) -> None:
         for parameter, tensor in zip(self._parameters, self._versions[number].data, strict=True):
             parameter.data = tensor
+
+
+class _Pointed:
+    """Points the parameters at version `number` inside; a class, because a generator takes longer for every unit."""
+
+    __slots__ = ("_last_use", "_number", "_versions")
+
+    def __init__(self, versions: WeightVersions, number: int, *, last_use: bool = False) -> None:
+        self._versions = versions
+        self._number = number
+        self._last_use = last_use
+
+    def __enter__(self) -> None:
+        if self._number != self._versions._newest:
+            self._versions._point_at(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        versions = self._versions
+        if self._number != versions._newest:
+            versions._point_at(versions._newest)
+        if self._last_use:
+            versions._release(self._number)
