@@ -10,17 +10,21 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
 from benchmarks.overhead.cases import CASES, MODEL, WORKERS, Case, bare_unit, bare_update, plan_of
-from benchmarks.overhead.parts import OPERATIONS, parts_timed
+from benchmarks.overhead.parts import NETWORK, OPERATIONS, Stopwatch, parts_timed
 from benchmarks.overhead.stand_in import build, lone_rank
+from planner.executor.run.worker import Worker
 from planner.model.spec import TrainingSpec
+from planner.schedule.instructions import Instruction
 
 README, MARKER = Path(__file__).with_name("README.md"), "<!-- result -->"
 AIM_US = 100.0
@@ -62,16 +66,14 @@ def measure(case: Case, pairs: int, units: int) -> Result:
     plan, spec = plan_of(case), TrainingSpec.from_file(MODEL)
     per_window = units // case.microbatches
     with lone_rank(case.stage, WORKERS):
-        context, worker, neighbours = build(plan, spec, per_window * (2 * pairs + 2))
+        context, worker, neighbours = build(plan, spec, per_window * (2 * pairs + 3))
         held = context.stages[case.stage]
-        first = 0
+        stream = context.stream(0, context.minibatches)
+        two, one = (sum(1 for _ in context.stream(0, windows * per_window)) for windows in (2, 1))
 
-        def work(stream: Callable[..., object] = worker.run) -> float:
-            nonlocal first
-            worker.restart()
+        def work(run: Callable[[Iterable[Instruction]], object] = worker.run) -> float:
             neighbours.spent_s, began_s = 0.0, time.thread_time()
-            stream(context.stream(first, first + per_window))
-            first += per_window
+            run(islice(stream, two - one))
             return time.thread_time() - began_s - neighbours.spent_s
 
         with neighbours.reached():
@@ -98,15 +100,19 @@ def measure(case: Case, pairs: int, units: int) -> Result:
             told = []
             for _ in range(pairs):
                 with parts_timed(held.module) as watch:
-                    work(lambda stream, watch=watch: worker.run(watch.items("instruction stream", stream)))
+                    work(partial(_run_timed, worker, watch))
                 told.append(watch.microseconds(per_window * case.microbatches))
     parts_us = {part: statistics.median(window[part] for window in told) for part in told[0]}
     return Result(case, statistics.median(bares), found, parts_us)
 
 
+def _run_timed(worker: Worker, watch: Stopwatch, instructions: Iterable[Instruction]) -> None:
+    worker.run(watch.items("instruction stream", instructions))
+
+
 def table(results: list[Result]) -> str:
     """Return a row per part, in microseconds per microbatch."""
-    found = dict.fromkeys(part for result in results for part in result.parts_us if part != OPERATIONS)
+    found = dict.fromkeys(part for result in results for part in result.parts_us if part not in (OPERATIONS, NETWORK))
     parts = sorted(found, key=lambda part: -results[0].parts_us.get(part, 0))
     rows = [[part, *(f"{result.parts_us.get(part, 0):.1f}" for result in results)] for part in parts]
     sums = [sum(result.parts_us.get(part, 0) for part in parts) for result in results]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.overhead.stand_in import Neighbours
 from planner.executor.communication.links import Links
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.run.replica import StageReplica
@@ -22,7 +23,7 @@ from planner.model.stage.randomness import RandomKey
 from planner.model.stage.stage import StageModule
 
 _CALLS = 1000  # to find out what the watch itself takes
-OPERATIONS = "the stage's operations"
+OPERATIONS, NETWORK = "the stage's operations", "the network"  # are no overhead
 Place = tuple[Any, str]
 
 PARTS: dict[str, Sequence[Place]] = {
@@ -42,6 +43,7 @@ PARTS: dict[str, Sequence[Place]] = {
     "losses": [(PipelineWorker, "_log_loss")],
     "heartbeat": [(Heartbeat, "begin")],
     "dispatch": [(PipelineWorker, "_execute")],
+    NETWORK: [(Neighbours, "hand_over")],
     OPERATIONS: [(torch.autograd, "backward"), (torch.optim.SGD, "step")],
 }
 

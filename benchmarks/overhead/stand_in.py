@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.devices.place import CPU
+from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.messages import pack
 from planner.executor.communication.routes import route_of
@@ -28,15 +29,15 @@ from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Instruction, Receive
 
 FAKE = "fake"  # the backend of torch.distributed that does nothing
-_From = tuple[int, int, bool]  # peer's rank, tag, whether the message goes forward
+_Lane = tuple[int, int, dist.ProcessGroup]  # peer's rank, tag, group
 
 
 @dataclass
 class Neighbours:
     """The other workers' messages, in the order of this worker's receives, handed over when a receive is posted."""
 
-    forward: dist.ProcessGroup | None  # group of the messages that go forward
-    waiting: defaultdict[_From, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
+    groups: LinkGroups
+    waiting: defaultdict[_Lane, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
     spent_s: float = 0.0  # on handing over, which is the network's work and not the worker's
 
     def expect(self, instructions: Iterable[Instruction], layouts: Layouts) -> None:
@@ -46,7 +47,13 @@ class Neighbours:
                 layout, route = layouts.of(receive), route_of(receive)
                 values = {slot.spec.name: torch.randn(slot.shape) * 1e-3 for slot in layout.slots}
                 message = pack(layout, receive.unit, values, CPU.wire)
-                self.waiting[receive.peer_rank, route.tag, route.forward].append(message)
+                self.waiting[receive.peer_rank, route.tag, self.groups.of(route)].append(message)
+
+    def hand_over(self, lane: _Lane, buffer: Tensor) -> None:
+        """Fill `buffer` with the next message."""
+        began_s = time.thread_time()
+        buffer.copy_(self.waiting[lane].popleft())
+        self.spent_s += time.thread_time() - began_s
 
     @contextmanager
     def reached(self) -> Iterator[None]:
@@ -54,11 +61,8 @@ class Neighbours:
         post = dist.irecv
 
         def irecv(buffer: Tensor, src: int, group: dist.ProcessGroup, tag: int = 0) -> dist.Work | None:
-            work = post(buffer, src, group, tag=tag)
-            began_s = time.thread_time()
-            buffer.copy_(self.waiting[src, tag, group is self.forward].popleft())
-            self.spent_s += time.thread_time() - began_s
-            return work
+            self.hand_over((src, tag, group), buffer)
+            return post(buffer, src, group, tag=tag)
 
         with patch.object(dist, "irecv", irecv):
             yield
@@ -83,7 +87,7 @@ def build(plan: Plan, spec: TrainingSpec, minibatches: int) -> tuple[PipelineCon
     """Build the worker of this rank, with all messages of `minibatches` waiting for it."""
     context = pipeline_context(Job(model=spec.origin, plan=plan, steps=minibatches), spec, CPU)
     groups = Groups.create(context)
-    neighbours = Neighbours(groups.links.activations)
+    neighbours = Neighbours(groups.links)
     shared = {number: stage.shared for number, stage in context.stages.items()}
     neighbours.expect(
         context.stream(0, minibatches), Layouts(context.transfers, shared, context.data.size, with_scale=False)

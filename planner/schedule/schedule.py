@@ -284,7 +284,7 @@ class PipelineShape:
     def rank_of(self, stage: int, unit: Unit) -> int:
         """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns (1F1B-RR)."""
         replicas = self.ranks[stage]
-        return replicas[self.schedule.turn(self, unit) % len(replicas)]
+        return replicas[0] if len(replicas) == 1 else replicas[self.schedule.turn(self, unit) % len(replicas)]
 
     def units_of(self, stage: int, rank: int, minibatch: int) -> list[Unit]:
         """Return the units of a minibatch that worker `rank` runs on `stage`."""

@@ -37,4 +37,4 @@ def test_every_case_is_measured(case: Case) -> None:
     result = measure(case, pairs=2, units=8)
     assert len(result.pairs_us) == 2
     assert {"messages", "heartbeat", "instruction stream"} <= result.parts_us.keys()
-    assert len(table([result]).splitlines()) == len(result.parts_us) - 1 + 2 + 4
+    assert len(table([result]).splitlines()) == len(result.parts_us) - 2 + 2 + 4

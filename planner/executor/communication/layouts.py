@@ -44,22 +44,21 @@ class Layouts:
         self._shared = shared
         self._size_of = size_of
         self._with_scale = with_scale
-        self._made: dict[tuple[int, int, bool, int], Layout] = {}
+        self._made: dict[tuple[type[Receive | Send], int, int, int], Layout] = {}
 
     def of(self, message: Receive | Send) -> Layout:
         """Return the layout of `message`."""
-        if isinstance(message, (ReceiveShared, SendShared)):
-            return layout_of(self._shared[message.stage].specs(message.peer_stage), 1)
-        activation = isinstance(message, (ReceiveActivation, SendActivation))
-        source, target = sorted((message.stage, message.peer_stage))
-        key = (source, target, activation, self._size_of(message.unit))
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
+        key = (type(message), message.stage, message.peer_stage, self._size_of(message.unit))
+        layout = self._made.get(key)
+        if layout is None:
+            layout = self._made[key] = self._make(*key)
+        return layout
 
-    def _make(self, source: int, target: int, activation: bool, samples: int) -> Layout:
-        specs = list(self._transfers[source, target])
-        if not activation:
+    def _make(self, kind: type[Receive | Send], stage: int, peer: int, samples: int) -> Layout:
+        if issubclass(kind, (ReceiveShared, SendShared)):
+            return layout_of(self._shared[stage].specs(peer), 1)
+        specs = list(self._transfers[min(stage, peer), max(stage, peer)])
+        if not issubclass(kind, (ReceiveActivation, SendActivation)):
             specs = [spec.of_gradient for spec in specs if spec.requires_grad]
             if self._with_scale:
                 specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))

@@ -38,7 +38,7 @@ class SendLimits:
     rounds: Callable[[int], int] = lambda _: 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Posted:
     """A receive that has been posted, and the buffer that its message fills."""
 
@@ -75,6 +75,7 @@ class Links(ABC):
         self._layout_of = layout_of
         self._limits = limits
         self._place = place
+        self._moves = place.wire != place.compute
         self._rank = dist.get_rank()
         self._sent: defaultdict[Route, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
@@ -89,7 +90,8 @@ class Links(ABC):
         if receive.peer_rank == self._rank:
             return self._within.pop(receive)
         posted = self._take(receive)
-        return unpack(posted.layout, posted.buffer.to(self._place.compute))
+        buffer = posted.buffer.to(self._place.compute) if self._moves else posted.buffer
+        return unpack(posted.layout, buffer)
 
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`, without waiting for the receiver."""

@@ -1,18 +1,22 @@
 """The content of a message: for one pair of stages and one unit, a header and then every value, in one flat buffer.
 
-    header:       two int64, magic and layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
+    header:       an int64 of layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
     payload:      the values in the plan's order, each in its own memory order, at a multiple of 64 bytes
 
 gloo accepts a message of the wrong size, and NCCL matches messages by order alone: both would deliver garbage without
-an error. The header makes a mismatch an error. It is written by two fills and never copied from the host, because such
-a copy would let the host wait for the device.
+an error. The header makes a mismatch an error. It is written by a fill and never copied from the host, because such a
+copy would let the host wait for the device.
+
+Every operation here costs the host a microsecond or two per message, so there are few of them.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,9 +26,7 @@ from planner.model.capture.graph import ValueSpec
 from planner.schedule.instructions import Unit
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for vector instructions of any width
-_MAGIC = 0x706C616E  # "plan"
-_WORDS = 2  # of the header
-_LOW = 0xFFFFFFFF
+_CHECKSUM, _MINIBATCH, _MICROBATCH = 0x7FFF, 0xFFFFFFFF, 0xFFFF  # what fits into the header, from its top to its bottom
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,17 @@ class Slot:
     spec: ValueSpec
     shape: tuple[int, ...]
     wire_shape: tuple[int, ...]
-    start: int
-    end: int
+    start: int  # in bytes
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return the value in `buffer`."""
+        dtype = self.spec.dtype
+        return buffer.view(dtype).as_strided(self.wire_shape, self.strides, self.start // dtype.itemsize)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of a contiguous tensor."""
+        return tuple(math.prod(self.wire_shape[dimension + 1 :]) for dimension in range(len(self.wire_shape)))
 
 
 @dataclass(frozen=True)
@@ -53,11 +64,10 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int) -> Layout:
     slots: list[Slot] = []
     start = _ALIGNMENT
     for spec in specs:
-        end = start + spec.size_bytes(batch_size)
-        slots.append(Slot(spec, spec.shape(batch_size), spec.wire_shape(batch_size), start, end))
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        slots.append(Slot(spec, spec.shape(batch_size), spec.wire_shape(batch_size), start))
+        start += -(-spec.size_bytes(batch_size) // _ALIGNMENT) * _ALIGNMENT
     described = [(slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order) for slot in slots]
-    checksum = zlib.crc32(repr(described).encode())
+    checksum = zlib.crc32(repr(described).encode()) & _CHECKSUM
     return Layout(batch_size, tuple(slots), start, checksum)
 
 
@@ -68,18 +78,16 @@ def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.d
         WorkerError: when a value has another shape or dtype than the captured graph says.
     """
     buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
-    first_bytes = header(buffer)
-    for place, word in enumerate(_words(layout, unit)):
-        first_bytes[place] = word
+    header(buffer).fill_(_word(layout, unit))
     for slot in layout.slots:
         value = values[slot.spec.name]
-        if tuple(value.shape) != slot.shape or value.dtype != slot.spec.dtype:
+        if value.shape != slot.shape or value.dtype != slot.spec.dtype:
             raise WorkerError(
                 f"value '{slot.spec.name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
                 f"{slot.spec.dtype} of shape {slot.shape}",
                 hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
             )
-        target, source = _view(buffer, slot), slot.spec.to_wire(value.detach())
+        target, source = slot.view(buffer), slot.spec.to_wire(value.detach())
         if source.device.type == "cpu" and source.dim() == 0:
             target.fill_(source.item())  # a loss scale: copied to a GPU, it would let the host wait
         else:
@@ -89,7 +97,7 @@ def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.d
 
 def header(buffer: Tensor) -> Tensor:
     """Return the header of the message in `buffer`, as a view."""
-    return buffer[: 8 * _WORDS].view(torch.int64)
+    return buffer.view(torch.int64)[0]
 
 
 def check(layout: Layout, unit: Unit, found: Tensor, sender: str) -> None:
@@ -104,10 +112,10 @@ def check(layout: Layout, unit: Unit, found: Tensor, sender: str) -> None:
     Raises:
         WorkerError: when it is another.
     """
-    words = found.tolist()
-    if words == _words(layout, unit):
+    word = int(found)
+    if word == _word(layout, unit):
         return
-    checksum, minibatch, microbatch = words[0] & _LOW, words[1] >> 32, words[1] & _LOW
+    checksum, minibatch, microbatch = word >> 48 & _CHECKSUM, word >> 16 & _MINIBATCH, word & _MICROBATCH
     raise WorkerError(
         f"{sender} sent minibatch {minibatch}, microbatch {microbatch}, layout {checksum:#x}; expected minibatch "
         f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
@@ -117,12 +125,8 @@ def check(layout: Layout, unit: Unit, found: Tensor, sender: str) -> None:
 
 def unpack(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
     """Return the values in `buffer`, as views of it."""
-    return {slot.spec.name: slot.spec.from_wire(_view(buffer, slot), layout.batch_size) for slot in layout.slots}
+    return {slot.spec.name: slot.spec.from_wire(slot.view(buffer), layout.batch_size) for slot in layout.slots}
 
 
-def _words(layout: Layout, unit: Unit) -> list[int]:
-    return [_MAGIC << 32 | layout.checksum, unit.minibatch << 32 | unit.microbatch]
-
-
-def _view(buffer: Tensor, slot: Slot) -> Tensor:
-    return buffer[slot.start : slot.end].view(slot.spec.dtype).view(slot.wire_shape)
+def _word(layout: Layout, unit: Unit) -> int:
+    return layout.checksum << 48 | unit.minibatch << 16 | unit.microbatch

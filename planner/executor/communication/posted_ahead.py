@@ -5,8 +5,9 @@ A posted receive costs nothing but its buffer here. Where it is a kernel on the 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 
 import torch
@@ -17,13 +18,36 @@ from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.links import LayoutOf, Links, Posted, Segments, SendLimits
 from planner.executor.communication.messages import pack
 from planner.executor.communication.routes import Route, route_of
-from planner.schedule.instructions import POSTED, Receive, Send
+from planner.schedule.instructions import POSTED, Instruction, Receive, Send
+
+
+class _LookAhead:
+    """The receives of a worker's stream, by route: all routes share one iteration over the stream.
+
+    Args:
+        stream: of the worker.
+        rank: of the worker; what it sends to itself travels nowhere.
+    """
+
+    def __init__(self, stream: Iterator[Instruction], rank: int) -> None:
+        self._receives = (each for each in stream if isinstance(each, Receive) and each.peer_rank != rank)
+        self._passed: defaultdict[Route, deque[Receive]] = defaultdict(deque)
+
+    def next_on(self, route: Route) -> Receive | None:
+        """Return the next receive on `route`; None at the end."""
+        passed = self._passed[route]
+        while not passed:
+            receive = next(self._receives, None)
+            if receive is None:
+                return None
+            self._passed[route_of(receive)].append(receive)
+        return passed.popleft()
 
 
 class _Inbox:
     """The messages received on one route, in the order of the stream."""
 
-    def __init__(self, upcoming: Iterator[Receive], ahead: int, post: Callable[[Receive], Posted]) -> None:
+    def __init__(self, upcoming: Callable[[], Receive | None], ahead: int, post: Callable[[Receive], Posted]) -> None:
         self._upcoming = upcoming
         self._ahead = ahead
         self._post = post
@@ -46,7 +70,7 @@ class _Inbox:
         return posted
 
     def _post_next(self) -> None:
-        receive = next(self._upcoming, None)
+        receive = self._upcoming()
         if receive is not None:
             self._posted.append(self._post(receive))
 
@@ -68,7 +92,7 @@ class PostedAhead(Links):
         instructions: Callable[[], Segments],
     ) -> None:
         super().__init__(groups, layout_of, limits, place)
-        self._instructions = instructions
+        self._ahead = _LookAhead(chain.from_iterable(instructions()), self._rank)
         self._inboxes: dict[Route, _Inbox] = {}
 
     def settle(self) -> None:
@@ -76,12 +100,12 @@ class PostedAhead(Links):
 
     def _take(self, receive: Receive) -> Posted:
         route = route_of(receive)
-        if route not in self._inboxes:
-            stream = chain.from_iterable(self._instructions())
-            upcoming = (i for i in stream if isinstance(i, Receive) and route_of(i) == route)
+        inbox = self._inboxes.get(route)
+        if inbox is None:
             # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
-            self._inboxes[route] = _Inbox(upcoming, 1 if route.shared else POSTED, self._post)
-        posted = self._inboxes[route].take(receive)
+            ahead = 1 if route.shared else POSTED
+            inbox = self._inboxes[route] = _Inbox(partial(self._ahead.next_on, route), ahead, self._post)
+        posted = inbox.take(receive)
         posted.check()
         return posted
 

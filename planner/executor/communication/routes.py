@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import NamedTuple
@@ -23,8 +22,7 @@ class Lane(NamedTuple):
     shared: bool  # gradients of weights that both stages hold
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """Messages that both ends have in the same order: one direction between two stages, to or from one peer."""
 
     forward: bool  # from the earlier of the two stages to the later

@@ -46,7 +46,7 @@ class StageOptimizer:
         self.scaler = LossScaler() if scale_loss else None
         self.skipped = 0  # updates, because a gradient was not finite
         self._clip_grad_norm = clip_grad_norm
-        self._overflow = False  # in a gradient that was sent on
+        self._overflow: Tensor | None = None  # on the device: whether there was one in a gradient that was sent on
         self._unscaled = False
 
     @property
@@ -58,40 +58,40 @@ class StageOptimizer:
     def note_sent(self, gradients: Iterable[Tensor]) -> None:
         """Look for an overflow in `gradients`: a stage without parameters has no other gradients to find it in."""
         if self.scaler is not None and not self.parameters:
-            self._overflow |= not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+            for gradient in gradients:
+                overflow = torch.isfinite(gradient).all().logical_not()
+                self._overflow = overflow if self._overflow is None else self._overflow | overflow
 
     def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
         """Unscale all gradients and return their squared norm; inf or nan after an overflow."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if self.scaler is not None and not self._unscaled and gradients:
-            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
-            self._unscaled = True
-        if self._overflow:
+        self._unscale()
+        if self._overflow is not None and bool(self._overflow):
             return math.inf
         left_out = set(leave_out)
-        counted = [parameter for parameter in self.parameters if parameter not in left_out]
-        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        gradients = self._gradients(parameter for parameter in self.parameters if parameter not in left_out)
         # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_ would use it.
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
 
     def step(self, squared_norm: float | None) -> None:
         """Unscale and clip the gradients, and step; after an overflow, skip the step.
 
+        Whether there was an overflow, the host must know: it waits for the device, once per update under float16. To
+        clip by the stage's own norm it need not know it.
+
         Args:
             squared_norm: of all gradients that are clipped together; None for this stage's own.
         """
-        if self.scaler is not None or self._clip_grad_norm is not None:
-            own = self.squared_norm()
-            square = own if squared_norm is None else squared_norm
-            finite = math.isfinite(square)
-            self._unscaled = self._overflow = False
-            if self.scaler is not None:
-                self.scaler.update(finite)
-                if not finite:
-                    self.skipped += 1
-                    return
-            if self._clip_grad_norm is not None and self.parameters:
-                clip_grads_with_norm_(self.parameters, self._clip_grad_norm, torch.tensor(math.sqrt(square)))
+        self._unscale()
+        if self.scaler is not None:
+            squared_norm = self.squared_norm() if squared_norm is None else squared_norm
+            finite = math.isfinite(squared_norm)
+            self._unscaled, self._overflow = False, None
+            self.scaler.update(finite)
+            if not finite:
+                self.skipped += 1
+                return
+        if self._clip_grad_norm is not None and self.parameters:
+            clip_grads_with_norm_(self.parameters, self._clip_grad_norm, self._norm(squared_norm))
         if self.optimizer is not None:
             self.optimizer.step()
 
@@ -103,6 +103,23 @@ class StageOptimizer:
                     # PyTorch warns when the first update was skipped; the schedule follows the data, not the updates.
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                     self.scheduler.step()
+
+    def _norm(self, squared: float | None) -> Tensor:
+        """Return the root of a squared norm; for None this stage's own norm, which stays on the device."""
+        if squared is None:
+            return get_total_norm(self._gradients(self.parameters))
+        return torch.tensor(math.sqrt(squared))
+
+    def _unscale(self) -> None:
+        """Divide the gradients by the loss scale, once per update."""
+        gradients = self._gradients(self.parameters)
+        if self.scaler is not None and not self._unscaled and gradients:
+            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+            self._unscaled = True
+
+    @staticmethod
+    def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 class JointNorm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -116,8 +117,9 @@ class StageParts:
     fixed_batch_size: int | None
     autocast: torch.dtype | None
     channels_last: bool
+    _expected: dict[int, list[tuple[ValueSpec, tuple[int, ...]]]] = field(default_factory=dict)  # by batch size
 
-    @property
+    @cached_property
     def results(self) -> tuple[str, ...]:
         """Names of what the code returns."""
         return (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
@@ -162,16 +164,19 @@ class StageParts:
         Raises:
             ModelFileError: when an input is not like that of the example batch.
         """
-        for spec, tensor in self._input_specs(inputs):
-            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape(size):
+        expected = self._expected.get(size)
+        if expected is None:  # shapes are expressions in the batch size; a run has one or two sizes
+            specs = (*(spec for _, spec in self.inputs if spec is not None), *self.received)
+            expected = self._expected[size] = [(spec, spec.shape(size)) for spec in specs]
+        tensors = (*(tensor for _, tensor in self._input_specs(inputs)), *received)
+        for (spec, shape), tensor in zip(expected, tensors, strict=True):
+            if tensor.dtype != spec.dtype or tensor.shape != shape:
+                assert spec not in self.received, (spec.name, tensor.dtype, tuple(tensor.shape))
                 raise ModelFileError(
                     f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
-                    f"captured with {spec.dtype} of shape {spec.shape(size)}",
+                    f"captured with {spec.dtype} of shape {shape}",
                     hint="dataset() and example_batch() must give tensors of the same shape and dtype",
                 )
-        for spec, tensor in zip(self.received, received, strict=True):
-            assert tensor.dtype == spec.dtype, (spec.name, tensor.dtype)
-            assert tuple(tensor.shape) == spec.shape(size), (spec.name, tuple(tensor.shape))
 
     def _input_specs(self, inputs: Sequence[Any]) -> list[tuple[ValueSpec, Tensor]]:
         return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]
