@@ -67,7 +67,6 @@ def measure(case: Case, pairs: int, units: int) -> Result:
     per_window = units // case.microbatches
     with lone_rank(case.stage, WORKERS):
         context, worker, neighbours = build(plan, spec, per_window * (2 * pairs + 3))
-        held = context.stages[case.stage]
         stream = context.stream(0, context.minibatches)
         two, one = (sum(1 for _ in context.stream(0, windows * per_window)) for windows in (2, 1))
 
@@ -78,7 +77,9 @@ def measure(case: Case, pairs: int, units: int) -> Result:
 
         with neighbours.reached():
             work()
-            unit, update = bare_unit(context, held), bare_update(held)
+            # Of another copy: the worker has units in flight, whose weights must not change.
+            copy, _, _ = build(plan, spec, 1)
+            unit, update = bare_unit(copy, copy.stages[case.stage]), bare_update(copy.stages[case.stage])
 
             def bare() -> float:
                 began_s = time.thread_time()
@@ -99,7 +100,7 @@ def measure(case: Case, pairs: int, units: int) -> Result:
                 bares.append(seconds[bare] * scale)
             told = []
             for _ in range(pairs):
-                with parts_timed(held.module) as watch:
+                with parts_timed(context.stages[case.stage].module) as watch:
                     work(partial(_run_timed, worker, watch))
                 told.append(watch.microseconds(per_window * case.microbatches))
     parts_us = {part: statistics.median(window[part] for window in told) for part in told[0]}
