@@ -51,6 +51,41 @@ loss = nn.functional.mse_loss
     return make_plan(structural_profile(path, 4), (1, 1), "1f1b-flush", 2)
 
 
+FAILING = """
+import os, sys, threading, torch, torch.distributed as dist, planner
+def block(*_):  # as NCCL's groups do after an error
+    threading.Event().wait()
+dist.ProcessGroup.abort = dist.ProcessGroup.shutdown = dist.destroy_process_group = block
+plan = planner.load_plan("asynchronous.plan")
+try:
+    with planner.pipeline(plan, "language_momentum.py") as pipeline:
+        for step in range(1000):
+            if step == 5 and os.environ["RANK"] == "1":
+                raise KeyError("the script's own")
+            pipeline.step(planner.load_model_file("language_momentum.py").example_batch(4))
+except BaseException as error:
+    print("caught", type(error).__name__, flush=True)
+    raise
+"""
+
+
+@pytest.mark.slow
+def test_a_custom_loop_that_fails_ends_with_the_cause_whatever_blocks(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "language", "momentum", samples=SAMPLES)
+    save_plan(make_plan(structural_profile(path, 4), (1, 1)), tmp_path / "asynchronous.plan")
+    (tmp_path / "script.py").write_text(FAILING, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "caught KeyError" in done.stdout, done.stderr
+    told = "worker 1 (stage 1), while running the script's own code: KeyError: \"the script's own\" (script.py:11)\n"
+    assert done.stderr.count(told) == 1, done.stderr
+    assert done.stderr.index(told) < done.stderr.index("Traceback")
+
+
 def test_a_custom_loop_trains_as_plain_pytorch(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES)
     profile = structural_profile(path, 4)

@@ -20,13 +20,14 @@ from typing import NoReturn
 
 from planner.errors import PlannerError, WorkerError, first_line
 from planner.executor.health.bulletin import Bulletin
-from planner.executor.health.ending import within
+from planner.executor.health.ending import ABORT_S, within
 from planner.executor.health.failures import GRACE_S, error_of, innermost, stage_of, worker_name
 from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat
 from planner.executor.health.next_worker import NextWorker
 from planner.executor.job import Failure, Job
 
+_FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
 _LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 
 
@@ -84,7 +85,9 @@ class RemoteWatch:
             self._next.leave()
 
     def post(self, failure: Failure) -> None:
-        """Report to the others why this worker ends."""
+        """Report to the others why this worker ends; from now on no other thread ends it."""
+        self._ending.acquire()  # waits for ever where another thread is ending this process
+        self._stopped.set()
         # Bounded, because the store's host may be what failed.
         within(GRACE_S, lambda: self._bulletin.post(failure))
 
@@ -93,8 +96,6 @@ class RemoteWatch:
 
         If `failure` is only a consequence, wait for another worker to report the cause.
         """
-        self._ending.acquire()  # or another thread is ending this process
-        self._stopped.set()
         # torchrun, which holds the store, may be gone as well.
         agreed = within(2 * GRACE_S, lambda: self._agreed(failure))
         cause, tells = agreed[0] if agreed else (failure, True)
@@ -126,7 +127,9 @@ class RemoteWatch:
                 return
             self._reached = sequence
             if cause is not None:
-                self._end_with(cause)
+                # The worker that failed ends first: torchrun ends all of a host with the first that does.
+                if not self._stopped.wait(_FIRST_ENDS_S):
+                    self._end_with(cause)
                 return
             hang = self._judge(ranks, pages) if self._hangs else None
             if hang is not None:

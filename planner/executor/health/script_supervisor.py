@@ -36,7 +36,7 @@ class ScriptSupervisor(Supervisor):
             bound_exit()
             told = error_of(failure) if self._watch is None else self._watch.explained(failure)
             if told is not None:
-                _log.error("%s", told)
+                _log.error("%s", told.message)
         assert self.failure is not None
         return self.failure
 
@@ -44,7 +44,7 @@ class ScriptSupervisor(Supervisor):
 def _log_and_end(error: PlannerError | None) -> NoReturn:
     """End the process from a thread, because its main thread may wait for a worker that is gone."""
     if error is not None:
-        _log.error("%s", error)
+        _log.error("%s", error.message)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
