@@ -10,7 +10,7 @@ from planner.executor.checkpoint.resume import seed_of_run
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
-from planner.formats.device_names import Backend, DeviceKind
+from planner.formats.device_names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_accumulate
 from planner.formats.profile import MemoryFormat, Profile
@@ -28,13 +28,14 @@ def profile(
     model: str | Path | TrainingSpec,
     *,
     batch_size: int = BATCH_SIZE,
-    device: str = "cpu",
+    device: str | None = None,
     threads: int = 1,
     seconds: float = SECONDS,
     repeats: int = REPEATS,
     dtype: str = "float32",
     memory_format: MemoryFormat | None = None,
     compiled: bool = False,
+    deterministic: bool = False,
     processes: int = 1,
     progress: ProgressCallback | None = None,
 ) -> Profile:
@@ -43,13 +44,15 @@ def profile(
     Args:
         model: "model.py", or "model.py:builder" for another function than build_model; or what `in_memory` gives.
         batch_size: samples per minibatch, or per microbatch for schedules that divide minibatches.
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda" or "cuda:N"; None for a GPU if there is one.
         threads: intra-op threads on a CPU: the cores of one worker.
         seconds: time to measure for, without capture and warm-up.
         repeats: steps to measure, at most.
-        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, as `train` then does.
+        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast, or on a GPU "tf32" for products in
+            TF32; `train` then does the same.
         memory_format: "channels-last" to store weights and images so, as `train` then does.
         compiled: run through torch.compile, as `train` then does.
+        deterministic: use deterministic algorithms only, as `train` then does.
         processes: on a CPU, workers of this machine: one is measured while the others train at the same time.
         progress: called with the phase and how much of it is done, 0 to 1.
 
@@ -58,7 +61,9 @@ def profile(
         InputError: when there is no such device, or a number makes no sense.
     """
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
-    options = ProfilingOptions(device, threads, processes, dtype, memory_format, compiled, seconds, repeats)
+    options = ProfilingOptions(
+        device, threads, processes, dtype, memory_format, compiled, deterministic, seconds, repeats
+    )
     return profile_model(spec, batch_size, options, progress)
 
 
@@ -98,7 +103,7 @@ def train(
     steps: int | None = None,
     epochs: int | None = None,
     seed: int | None = None,
-    device: DeviceKind | None = None,
+    device: DeviceType | None = None,
     backend: Backend | None = None,
     options: TrainingOptions | None = None,
     checkpoints: CheckpointOptions | None = None,
@@ -178,7 +183,7 @@ def make_job(
     steps: int | None = None,
     epochs: int | None = None,
     seed: int | None = None,
-    device: DeviceKind | None = None,
+    device: DeviceType | None = None,
     backend: Backend | None = None,
     options: TrainingOptions | None = None,
     checkpoints: CheckpointOptions | None = None,

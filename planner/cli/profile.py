@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, get_args
 
+from planner.cli.arguments.devices import add_backend_argument
 from planner.cli.arguments.numbers import batch_sizes
 from planner.cli.arguments.verb import PROFILE, Verbs, declare, profile_path
 from planner.cli.output import ProgressLine, print_answer, print_written
 from planner.errors import InputError
+from planner.formats.device_names import DeviceType
 from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.devices import DEVICES
 
@@ -79,6 +81,7 @@ def add_parser(verbs: Verbs) -> None:
         action="store_true",
         help="measure the links between the workers that torchrun started, instead of a model, and write cluster.json",
     )
+    add_backend_argument(links)
     parser.add_argument(
         "-o",
         "--output",
@@ -94,8 +97,8 @@ def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare on what, and how, the model is run."""
     parser.add_argument(
         "--device",
-        default="cpu",
-        help=f"cpu, cuda or cuda:1; with --estimate {', '.join(DEVICES)}, where cpu is one core (default: %(default)s)",
+        help="cpu, cuda or cuda:1 (default: cuda where PyTorch sees a GPU, else cpu); with --estimate "
+        f"{', '.join(DEVICES)}, where cpu is one core (default: cpu)",
     )
     parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
@@ -112,7 +115,8 @@ def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="float32",
         metavar="TYPE",
-        help="float32, or bfloat16 or float16 under autocast; tf32 for estimates. `plan train` will use the same "
+        help="float32, bfloat16 or float16 under autocast, or on GPUs tf32 for matrix products in TF32. `plan train` "
+        "will use the same "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -126,6 +130,11 @@ def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action="store_true",
         help="run through torch.compile, which needs a C++ compiler on a CPU. `plan train` will do the same",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="use only algorithms that give the same bits in every run. `plan train` will do the same",
     )
 
 
@@ -162,7 +171,11 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
 
     if args.model is not None:
         raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave out one of the two")
-    cluster = measure_cluster()
+    if args.device not in (None, *get_args(DeviceType)):
+        raise InputError(
+            f"--links chooses a GPU for each worker, not '--device {args.device}'", hint="give --device cuda"
+        )
+    cluster = measure_cluster(device=args.device, backend=args.backend)
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
         save_cluster(cluster, output)
@@ -190,6 +203,7 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             dtype=args.dtype,
             memory_format=_memory_format(args),
             compiled=args.compile,
+            deterministic=args.deterministic,
             processes=args.processes,
             progress=None if line is None else lambda phase, done: line.show(f"{phase} {done:.0%}"),
         )
@@ -204,6 +218,8 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
     for option, number in (("--threads", args.threads), ("--processes", args.processes)):
         if number != 1:
             raise InputError(f"{option} {number} cannot be estimated", hint="a CPU is estimated as one core")
+    if args.deterministic:
+        raise InputError("--deterministic cannot be estimated", hint="measure on the device")
     if args.compile:
         raise InputError(
             "--compile cannot be estimated: only a run on the device shows what fusing operations saves",
@@ -211,7 +227,7 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
         )
     return estimate(
         args.model,
-        device=args.device,
+        device=args.device or "cpu",
         batch_size=batch_size,
         dtype=args.dtype,
         memory_format=_memory_format(args),

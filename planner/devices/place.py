@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from planner.devices.seats import Seat, names_of
 from planner.errors import InputError
-from planner.formats.device_names import Backend, DeviceKind
+from planner.formats.device_names import Backend, DeviceType
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ class Place:
     wire: torch.device
 
     @property
+    def kind(self) -> DeviceType:
+        """The kind of device that computes."""
+        return "cuda" if self.compute.type == "cuda" else "cpu"
+
+    @property
+    def device_name(self) -> str | None:
+        """The name of the GPU, if there is one."""
+        return torch.cuda.get_device_name(self.compute) if self.kind == "cuda" else None
+
+    @property
     def backend(self) -> Backend:
         """The backend of the groups that carry data."""
         return "nccl" if self.wire.type == "cuda" else "gloo"
@@ -37,12 +47,12 @@ class Place:
 CPU = Place(torch.device("cpu"), torch.device("cpu"))
 
 
-def kind_here() -> DeviceKind:
+def kind_here() -> DeviceType:
     """Return the kind of device to use where nobody says which: "cuda" if PyTorch sees a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def choose_place(seats: Sequence[Seat], rank: int, device: DeviceKind | None, backend: Backend | None) -> Place:
+def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, backend: Backend | None) -> Place:
     """Choose the place of worker `rank`; all workers choose alike, because they decide by the same seats.
 
     Args:

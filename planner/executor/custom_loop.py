@@ -32,7 +32,7 @@ from planner.executor.run.frame import connect_all, joined, start_worker
 from planner.executor.run.setup import check_schedule, take_place
 from planner.executor.run.train import save_weights
 from planner.executor.run.worker import Observers
-from planner.formats.device_names import Backend, DeviceKind
+from planner.formats.device_names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
 from planner.model.spec import TrainingSpec
@@ -232,7 +232,7 @@ def pipeline(
     model: str | Path | TrainingSpec,
     *,
     seed: int = 0,
-    device: DeviceKind | None = None,
+    device: DeviceType | None = None,
     backend: Backend | None = None,
     options: TrainingOptions | None = None,
 ) -> Pipeline:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from planner.executor.defaults import CHECKPOINT_FOLDER, CHECKPOINTS_KEPT, HANG_TIMEOUT_S, TRACE_MINIBATCHES
-from planner.formats.device_names import Backend, DeviceKind
+from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 
@@ -25,6 +25,7 @@ class TrainingOptions(Record):
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
     tensorboard: str | None = None  # folder for TensorBoard
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
+    deterministic: bool = False  # deterministic algorithms only, also where the plan does not say so
     deferred_batch_norm: bool = False  # update running statistics once per minibatch, not per microbatch
 
 
@@ -60,7 +61,7 @@ class Job(Record):
     steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
     epochs: Annotated[int, Field(ge=1)] | None = None
     seed: int = 0
-    device: DeviceKind | None = None  # None: the kind that the plan was made for
+    device: DeviceType | None = None  # None: the kind that the plan was made for
     backend: Backend | None = None  # of messages; None: NCCL between GPUs, gloo between CPUs
     options: TrainingOptions = TrainingOptions()
     run_options: RunOptions = RunOptions()
@@ -116,6 +117,9 @@ class TrainResult(Record):
     """
 
     config: str
+    device: DeviceType | None = None
+    device_name: str | None = None  # of worker 0
+    backend: Backend | None = None  # of messages
     schedule: str  # the plan's schedule, or "data-parallel"
     workers: int
     minibatches: int  # trained in this run

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import ClusterError
+from planner.formats.device_names import Backend
 from planner.formats.files import AlwaysTrue, Record, load_record, save_record
 
 MOST_GPUS = 2**17  # a plan names every rank
@@ -49,6 +50,7 @@ class Cluster(Record):
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for no limit
     overlap: bool = True  # messages travel while devices compute
+    backend: Backend | None = None  # that the links were measured with
     kinds: tuple[DeviceKind, ...] = ()  # all devices by rank, where they differ; empty: all are like the profiled one
 
     @property

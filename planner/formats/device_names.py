@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Literal
 
-DeviceKind = Literal["cpu", "cuda"]
+DeviceType = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl"]

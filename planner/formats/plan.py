@@ -152,6 +152,8 @@ class Plan(Record):
     autocast: Autocast | None = None  # stages run under torch.autocast
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
+    tf32: bool = False  # products of float32 matrices in TF32
+    deterministic: bool = False  # deterministic algorithms only
     device: Device
     config: str  # replicas per stage, "7-1"
     schedule: ScheduleField

@@ -21,6 +21,7 @@ Bytes = Annotated[int, Field(ge=0)]
 
 Autocast = Literal["bfloat16", "float16"]
 MemoryFormat = Literal["channels-last"]
+TF32 = "tf32"  # as a profile's dtype: float32 in memory, products of matrices in TF32
 
 REMEDY = "make a profile with: plan profile model.py"
 
@@ -127,6 +128,7 @@ class Profile(Record):
     autocast: Autocast | None = None  # measured under torch.autocast, and to be trained so
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
+    deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
@@ -162,6 +164,11 @@ class Profile(Record):
     def trainable(self) -> bool:
         """Whether there is a model to train: an imported profile has only costs."""
         return self.graph_hash is not None
+
+    @property
+    def tf32(self) -> bool:
+        """Whether products are in TF32."""
+        return self.dtype == TF32
 
     @property
     def digest(self) -> str:

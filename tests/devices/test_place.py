@@ -8,7 +8,7 @@ import torch
 from planner.devices.place import CPU, Place, assign_gpus, choose_place
 from planner.devices.seats import Gpu, Seat, names_of
 from planner.errors import InputError
-from planner.formats.device_names import Backend, DeviceKind
+from planner.formats.device_names import Backend, DeviceType
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -54,7 +54,7 @@ def test_workers_take_gpus_that_no_other_has_taken(visible: tuple[str, ...], cho
     ],
 )
 def test_places(
-    visible: tuple[str, ...], device: DeviceKind | None, backend: Backend | None, places: list[Place]
+    visible: tuple[str, ...], device: DeviceType | None, backend: Backend | None, places: list[Place]
 ) -> None:
     seats = make_seats(*visible)
     assert [choose_place(seats, rank, device, backend) for rank in range(len(seats))] == places
@@ -77,7 +77,7 @@ def test_places(
     ],
 )
 def test_what_is_not_there_is_refused_on_every_worker(
-    visible: tuple[str, ...], device: DeviceKind | None, backend: Backend | None, message: str
+    visible: tuple[str, ...], device: DeviceType | None, backend: Backend | None, message: str
 ) -> None:
     seats = make_seats(*visible)
     for rank in range(len(seats)):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from planner.formats.device_names import Backend, DeviceKind
+from planner.formats.device_names import Backend, DeviceType
 
 
 def add_device_argument(parser: argparse.ArgumentParser, default: str) -> None:
     """Declare the kind of device; `default` says in words what it is without."""
-    parser.add_argument("--device", choices=get_args(DeviceKind), help=f"compute on CPUs or GPUs (default: {default})")
+    parser.add_argument("--device", choices=get_args(DeviceType), help=f"compute on CPUs or GPUs (default: {default})")
 
 
-def add_backend_argument(parser: argparse.ArgumentParser) -> None:
+def add_backend_argument(parser: argparse._ActionsContainer) -> None:
     """Declare what messages are sent with."""
     parser.add_argument(
         "--backend",

@@ -47,6 +47,12 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "`plan simulate --accumulate K` predicts the speed",
     )
     group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="use only algorithms that give the same bits in every run, even if the profile was measured "
+        "without; an operation that has none ends the run",
+    )
+    group.add_argument(
         "--deferred-batch-norm",
         action="store_true",
         help="update the running statistics of BatchNorm once per minibatch, from all its microbatches on all "

@@ -58,10 +58,13 @@ def gather_result(context: Context, report: WorkerReport, course: Course) -> Tra
     evaluated = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
     if context.rank != 0:
         return None
-    job, plan, data = context.job, context.plan, context.data
+    job, plan, data, place = context.job, context.plan, context.data, context.place
     past = Past() if checkpointer is None else checkpointer.past
     return TrainResult(
         config=plan.config,
+        device=place.kind,
+        device_name=place.device_name,
+        backend=place.backend,
         schedule=plan.schedule.name,
         workers=len(reports),
         minibatches=context.minibatches - course.first,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import cast, get_args
 
 import torch
 
 from planner.devices.meeting import exchange, worker_store
-from planner.devices.place import Place, choose_place, take
+from planner.devices.numerics import numerics_of
+from planner.devices.place import Place, assign_gpus, choose_place, take
 from planner.devices.seats import Seat, names_of, own_seat
 from planner.errors import PlanError
 from planner.executor.communication.place import message_timeout
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
-from planner.formats.device_names import DeviceKind
+from planner.formats.device_names import DeviceType
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import deadlock, shape_of
 from planner.schedule.streams.check import ScheduleError, check_streams
@@ -29,27 +34,35 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     This comes before anything is done on a GPU and before the model file is run, which may do so.
 
     Raises:
-        PlanError: when hosts were given different jobs.
+        PlanError: when hosts were given different jobs, or are not what the plan was made for.
         InputError: when the devices or the backend that the job asks for are not there.
     """
     heartbeat.enter("meeting the other workers", meeting=True)
     store = worker_store(message_timeout(job.run_options.hang_timeout_s))
     seats = exchange(store, own_seat(_same(job)))
     check_same_job(seats)
-    place = choose_place(seats, int(os.environ["RANK"]), device_kind(job), job.backend)
+    check_servers(job.plan, seats)
+    device = device_kind(job)
+    # Links between GPUs that were measured with gloo were measured so because they are used so.
+    backend = job.backend or (job.plan.cluster.backend if device == "cuda" else None)
+    place = choose_place(seats, int(os.environ["RANK"]), device, backend)
+    if place.kind == "cuda":
+        check_gpus(job.plan, seats)
     take(place)
+    planned = numerics_of(job.plan)
+    replace(planned, deterministic=planned.deterministic or job.options.deterministic).set()
     heartbeat.enter("building its model")
     return place
 
 
-def device_kind(job: Job) -> DeviceKind | None:
+def device_kind(job: Job) -> DeviceType | None:
     """Return the kind of device to train on: the one that the plan was made for, if it says so.
 
     Raises:
         PlanError: when the job asks for another kind.
     """
     planned = job.plan.device.kind
-    if planned not in get_args(DeviceKind):  # an imported profile does not know its device
+    if planned not in get_args(DeviceType):  # an imported profile does not know its device
         return job.device
     if job.device not in (None, planned):
         raise PlanError(
@@ -57,7 +70,7 @@ def device_kind(job: Job) -> DeviceKind | None:
             f"`device={job.device}`",
             hint=f"profile the model with `device={job.device}` and solve again, or leave out `device`",
         )
-    return cast("DeviceKind", planned)
+    return cast("DeviceType", planned)
 
 
 def check_same_job(seats: Sequence[Seat]) -> None:
@@ -73,6 +86,63 @@ def check_same_job(seats: Sequence[Seat]) -> None:
                 f"{names_of(others)} began with {others[0].same.get(what)}, and {names_of(seats[:1])} with {expected}",
                 hint="give all hosts the same plan, the same arguments, and the same versions of planner and torch",
             )
+
+
+def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
+    """Check that the hosts have as many workers as the plan's servers: it puts neighbours where links are fast.
+
+    A host may also be a group of servers, up to the whole cluster: a plan for two servers can be tried on one.
+
+    Raises:
+        PlanError: when workers that the plan joins by an inner link are on several hosts, or the other way round.
+    """
+    sizes = [level.size for level in plan.cluster.levels]
+    if len(sizes) == 1:  # all links are alike
+        return
+    hosts = [seat.server for seat in seats]
+    for size in accumulate(sizes, mul):
+        groups = [seat.rank // size for seat in seats]
+        if len(set(groups)) == len(set(hosts)) == len(set(zip(groups, hosts, strict=True))):
+            return
+    servers = [seat.rank // sizes[0] for seat in seats]
+    started = Counter(hosts)
+    raise PlanError(
+        f"the plan is for {'x'.join(map(str, sizes))} GPUs, with workers {_grouped(servers)} on a server each, and the "
+        f"hosts run workers {_grouped(hosts)}",
+        hint=f"start {sizes[0]} workers on each host, with consecutive ranks, or solve for these hosts: "
+        f"`sizes={started[hosts[0]]}x{len(started)}`",
+    )
+
+
+def _grouped(keys: Sequence[int]) -> str:
+    """Write the ranks with the same key: "0-3, 4-7", or "0+2, 1+3" if they are not consecutive."""
+    groups = [[rank for rank, key in enumerate(keys) if key == group] for group in dict.fromkeys(keys)]
+    shown = [
+        f"{ranks[0]}-{ranks[-1]}"
+        if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+        else "+".join(map(str, ranks))
+        for ranks in groups
+    ]
+    return ", ".join(shown[:4] + ["..."] * (len(shown) > 4))
+
+
+def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
+    """Check that all workers have GPUs of one kind, unless the plan knows of several.
+
+    Raises:
+        PlanError: when they have not.
+    """
+    if plan.cluster.kinds:
+        return
+    names = [seat.gpus[index].name for seat, index in zip(seats, assign_gpus(seats), strict=True)]
+    others = [seat for seat, name in zip(seats, names, strict=True) if name != names[0]]
+    if others:
+        raise PlanError(
+            f"{names_of(others)} would compute on {names[others[0].rank]}, and {names_of(seats[:1])} on {names[0]}, "
+            "but the plan takes all GPUs as equal",
+            hint="describe the kinds of GPUs in cluster.json and solve again, or choose equal ones with "
+            "CUDA_VISIBLE_DEVICES",
+        )
 
 
 def _same(job: Job) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.formats.profile import Device, MemoryFormat, Profile
+from planner.formats.profile import TF32, Device, MemoryFormat, Profile
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
@@ -56,4 +56,4 @@ def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
     threads = 1 if spec.kind == "cpu" else None
     device = Device(kind=spec.kind, name=spec.name, threads=threads, memory_bytes=spec.memory_bytes)
     profile = make_profile(trace.model, trace.graph, trace.batch_size, trace.estimate(spec), device)
-    return profile.model_copy(update={"dtype": "tf32"}) if trace.dtype == "tf32" else profile
+    return profile.model_copy(update={"dtype": TF32}) if trace.dtype == TF32 else profile

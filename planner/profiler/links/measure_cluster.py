@@ -18,8 +18,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from planner.devices.meeting import exchange, started_as_worker, worker_store
+from planner.devices.place import choose_place, take
+from planner.devices.seats import own_seat
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
+from planner.formats.device_names import Backend, DeviceType
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
 from planner.profiler.links.measure_link import BUCKET_BYTES, DEFAULT_MESSAGE_BYTES
 
@@ -53,6 +57,8 @@ def measure_cluster(
     message_bytes: int = DEFAULT_MESSAGE_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     timeout_s: float = TIMEOUT_S,
+    device: DeviceType | None = None,
+    backend: Backend | None = None,
 ) -> Cluster | None:
     """Measure the links between all workers of this torchrun job; each of them must call this.
 
@@ -60,6 +66,8 @@ def measure_cluster(
         message_bytes: length of the long messages.
         bucket_bytes: size of what is all-reduced.
         timeout_s: for one message.
+        device: that messages come from: "cpu" or "cuda"; None for GPUs where there are any.
+        backend: that sends them: "gloo" or "nccl"; None for NCCL with GPUs.
 
     Returns:
         On rank 0 the cluster: one level for the workers of a host where it has several, one for the hosts where there
@@ -69,20 +77,21 @@ def measure_cluster(
         InputError: outside torchrun, with a single worker, or with hosts of different sizes.
         WorkerError: when the workers cannot reach each other.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not started_as_worker():
         raise InputError(
             "the links between workers are measured by those workers, and torchrun did not start this process",
             hint="run the same command on each host under torchrun: torchrun --nnodes 2 --nproc-per-node 1 "
             "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m planner ...",
         )
     torch.set_num_threads(1)
-    device = _device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    rank, world, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        store = worker_store(timeout)
+        place = choose_place(exchange(store, own_seat()), rank, device, backend)
+        take(place)
+        dist.init_process_group(place.backend, store=store, rank=rank, world_size=world, timeout=timeout)
         try:
-            levels = _LevelMeasurement(device, message_bytes, bucket_bytes).levels()
+            levels = _LevelMeasurement(place.wire, message_bytes, bucket_bytes).levels()
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as cause:  # what torch.distributed raises for lost or unreachable peers
@@ -90,7 +99,7 @@ def measure_cluster(
             f"the links cannot be measured: {first_line(cause)}",
             hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use",
         ) from cause
-    return Cluster(levels=levels) if levels else None
+    return Cluster(levels=levels, backend=place.backend) if levels else None
 
 
 def exchanges(hosts: int, workers: int) -> tuple[list[Exchange], list[Exchange]]:
@@ -206,11 +215,3 @@ class _LevelMeasurement:
         value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
-
-
-def _device() -> torch.device:
-    """Return the executor's choice: the GPU of the local rank where every local worker can have one, else the CPU."""
-    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_workers:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")

@@ -42,7 +42,7 @@ def check_processes(processes: int, threads: int, device: torch.device, spec: Tr
     if device.type != "cpu":
         raise InputError(
             f"`processes={processes}` cannot be measured on '{device}', because a GPU serves one worker",
-            hint="leave `processes` out",
+            hint="leave `processes` out, or give `device=cpu`",
         )
     cores = len(os.sched_getaffinity(0))
     if processes * threads > cores:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
+from planner.devices.numerics import Numerics, computing
+from planner.devices.place import kind_here
 from planner.errors import InputError
-from planner.formats.profile import MemoryFormat, Profile
+from planner.formats.profile import TF32, MemoryFormat, Profile
 from planner.model.autocast import autocast_dtype
 from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
@@ -30,30 +33,38 @@ class ProfilingOptions:
     """How a model is measured, and so how its plans will train it.
 
     Attributes:
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda" or "cuda:N"; None for a GPU if there is one.
         threads: intra-op threads on a CPU: the cores that one worker will have.
         processes: on a CPU, workers that this machine will have. All but the measured one take training steps beside
             it, so that caches and memory are as busy as they will be.
-        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast.
+        dtype: "float32", or "bfloat16" or "float16" to run under torch.autocast; "tf32" for products in TF32.
         memory_format: "channels-last" to lay out images and weights so.
         compiled: whether to run through torch.compile.
+        deterministic: whether to use deterministic algorithms only.
         seconds: time to measure for, without warm-up and capture; at least three steps are measured.
         repeats: at most so many steps.
     """
 
-    device: str = "cpu"
+    device: str | None = None
     threads: int = 1
     processes: int = 1
     dtype: str = "float32"
     memory_format: MemoryFormat | None = None
     compiled: bool = False
+    deterministic: bool = False
     seconds: float = SECONDS
     repeats: int = REPEATS
 
     @property
     def stage(self) -> ModuleOptions:
         """How stages run."""
-        return ModuleOptions(autocast_dtype(self.dtype), self.memory_format == "channels-last", self.compiled)
+        autocast = None if self.dtype == TF32 else autocast_dtype(self.dtype)
+        return ModuleOptions(autocast, self.memory_format == "channels-last", self.compiled)
+
+    @property
+    def numerics(self) -> Numerics:
+        """How numbers are computed."""
+        return Numerics(self.dtype == TF32, self.deterministic)
 
     def checked_device(self) -> torch.device:
         """Return the device.
@@ -72,7 +83,8 @@ class ProfilingOptions:
                 f"`threads={self.threads}` is more than this machine's {cores} cores",
                 hint="a worker's threads need a core each",
             )
-        device = parse_device(self.device)
+        device = parse_device(self.device or kind_here())
+        self.numerics.check(device.type)
         if self.stage.compiled:
             check_compiler(device.type)
         return device
@@ -107,7 +119,9 @@ def profile_model(
     effort = Effort(options.seconds, options.repeats, min(LEAST_REPEATS, options.repeats), warmup)
     if progress is not None:
         effort = replace(effort, progress=progress)
-    with thread_count(options.threads), torch.random.fork_rng():
+    # Libraries ask for the current device, and a context on another GPU would take memory there.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, thread_count(options.threads), computing(options.numerics), torch.random.fork_rng():
         torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
         effort.progress("capturing", 0.0)
         batch = spec.example_batch(batch_size)
@@ -118,4 +132,6 @@ def profile_model(
         with contention(spec, batch_size, others, threads=options.threads, options=options.stage):
             measured = steps.measure(effort, compiled=options.compiled)
     described = describe_device(device, options.threads, options.processes)
-    return make_profile(spec.name, graph, batch.size, measured, described)
+    profile = make_profile(spec.name, graph, batch.size, measured, described)
+    own = {"dtype": TF32} if options.numerics.tf32 else {}
+    return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))

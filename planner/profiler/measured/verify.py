@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.devices.numerics import computing, numerics_of
 from planner.errors import InputError, PlanError
 from planner.formats.profile import Profile
 from planner.formats.shared_weights import copied_layers
@@ -91,7 +92,7 @@ def _measured_s(
     target = parse_device(device or profile.device.kind)
     threads, processes = profile.device.threads or 1, profile.device.processes or 1
     check_processes(processes, threads, target, spec)
-    with thread_count(threads), torch.random.fork_rng():
+    with thread_count(threads), computing(numerics_of(profile)), torch.random.fork_rng():
         torch.manual_seed(0)
         batch = spec.example_batch(profile.microbatch_size)
         options = replace(module_options(profile), device=target.type)

@@ -104,7 +104,8 @@ def ranks_line(stage: Stage) -> str:
 def options_words(record: Profile | Plan) -> str:
     """List the options that are set: "autocast to bfloat16, channels-last, compiled"; empty without any."""
     autocast = f"autocast to {record.autocast}" if record.autocast else None
-    words = (autocast, record.memory_format, "compiled" if record.compiled else None)
+    flags = {"TF32": record.tf32, "compiled": record.compiled, "deterministic": record.deterministic}
+    words = (autocast, record.memory_format, *(word for word, is_set in flags.items() if is_set))
     return ", ".join(word for word in words if word)
 
 

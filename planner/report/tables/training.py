@@ -47,6 +47,7 @@ def _throughput(result: TrainResult) -> str:
     lines = [
         ("config", result.config),
         ("schedule", result.schedule),
+        *([("device", _device(result))] if result.device is not None else []),
         ("minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"),
         ("measured", f"{measured:.1f} samples/s in steady state" if measured else "too few minibatches to measure"),
     ]
@@ -60,6 +61,11 @@ def _throughput(result: TrainResult) -> str:
     if result.saved_weights is not None:
         lines.append(("weights", result.saved_weights))
     return named_values(lines)
+
+
+def _device(result: TrainResult) -> str:
+    name = f" ({result.device_name})" if result.device_name is not None else ""
+    return f"{result.device}{name}, messages over {result.backend}"
 
 
 def _workers(result: TrainResult) -> str:
