@@ -109,7 +109,7 @@ def train(
     checkpoints: CheckpointOptions | None = None,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
-    defer_weights: bool = False,
+    defer_weights: bool | None = None,
     show_progress: bool = False,
     run_options: RunOptions | None = None,
 ) -> TrainResult:
@@ -128,8 +128,8 @@ def train(
         baseline: "data-parallel" trains the unsplit model with DistributedDataParallel on as many workers instead;
             if the plan divides minibatches, they share each one and reduce its gradients once.
         save_weights: file for the trained weights, by original name.
-        defer_weights: let each worker make only its own stage's weights, for models that no host can hold whole; the
-            initial weights differ from those without this option, but not between plans.
+        defer_weights: let each worker make only its own stages' weights; None does so where the host has no room for a
+            whole model per worker. The weights are the same.
         show_progress: whether the workers show a progress line on stderr.
         run_options: how to watch the run: when to end or restart it, and what to record.
 
@@ -189,7 +189,7 @@ def make_job(
     checkpoints: CheckpointOptions | None = None,
     baseline: BaselineName | None = None,
     save_weights: str | Path | None = None,
-    defer_weights: bool = False,
+    defer_weights: bool | None = None,
     show_progress: bool = False,
     run_options: RunOptions | None = None,
 ) -> Job:
@@ -210,7 +210,7 @@ def make_job(
         "deferred_batch_norm": options.deferred_batch_norm,
         "evaluate_every": options.evaluate_every is not None,
         "save_weights": save_weights is not None,
-        "defer_weights": defer_weights,
+        "defer_weights": defer_weights is not None,
     }
     refused = [name for name, given in only_for_plans.items() if given]
     if baseline is None:

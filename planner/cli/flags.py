@@ -25,7 +25,7 @@ _OTHER_NAMES = {
     "together": ("--colocate", ""),
 }
 # Booleans of the Python API whose False is a flag.
-_NEGATIONS = {"overlap": "--no-overlap", "shared": "--own-links"}
+_NEGATIONS = {"defer_weights": "--no-defer-weights", "overlap": "--no-overlap", "shared": "--own-links"}
 # The flag of every argument of every verb. Learned, not imported: the verbs' files import this one.
 _options: dict[str, str] = {}
 

@@ -60,9 +60,9 @@ def add_parser(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--defer-weights",
-        action="store_true",
-        help="let each worker make only its own stage's weights, for models that no host can hold whole; the initial "
-        "weights differ from those without this option, but not between plans",
+        action=argparse.BooleanOptionalAction,
+        help="let each worker make only its own stages' weights, or all; the weights are the same (default: only its "
+        "own where the host has no room for a whole model per worker)",
     )
     parser.add_argument(
         "--baseline",

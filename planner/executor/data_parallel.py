@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import PlanError
+from planner.executor.checkpoint.pretrained import fill_pretrained
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Job, TrainResult, WorkerReport
@@ -140,7 +141,9 @@ def train_data_parallel(
         raise PlanError("the plan does not know its minibatch size", hint="profile a model file: plan profile model.py")
     rounds = Rounds(plan.microbatches, plan.workers)
     torch.manual_seed(job.seed)
-    model = spec.build_model().train().to(place.compute)
+    model = spec.build_model().train()
+    fill_pretrained(spec, model, job.seed)
+    model = model.to(place.compute)
     if module_options(plan).channels_last:
         lay_out(model)
     data = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)

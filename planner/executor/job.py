@@ -67,7 +67,7 @@ class Job(Record):
     run_options: RunOptions = RunOptions()
     baseline: BaselineName | None = None
     save_weights: str | None = None
-    defer_weights: bool = False  # each worker makes the weights of its own stages only
+    defer_weights: bool | None = None  # whether workers make the weights of their own stages only; None: where needed
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
     predicted_samples_per_s: float | None = None  # set if an option makes it differ from the plan's
@@ -92,6 +92,7 @@ class WorkerReport(Record):
     peak_memory_bytes: int
     predicted_memory_bytes: int
     weight_versions: int
+    deferred_weights: bool = False  # whether it made no other stage's weights
 
 
 class Loss(Record):

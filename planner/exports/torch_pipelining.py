@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import $schedule
 
+from planner.executor.checkpoint.pretrained import fill_pretrained
 from planner.executor.run.data import make_batches
 from planner.executor.communication.shared import separate_copies
 from planner.model.autocast import autocast_dtype
@@ -82,6 +83,7 @@ def main() -> None:
     spec = load_model_file(MODEL)
     torch.manual_seed(arguments.seed)
     model = spec.build_model()
+    fill_pretrained(spec, model, arguments.seed)
     example = spec.example_batch(MICROBATCH_SIZE)
     options = ModuleOptions(autocast_dtype(AUTOCAST), CHANNELS_LAST, COMPILED, device.type)
     graph = capture_file(spec, example, model, options=options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.blocks.blocks import capture_blocks
 from planner.model.capture.capture import capture
@@ -12,7 +11,7 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.memory_format import lay_out
 from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.deferred_weights import is_deferred, without_storage
+from planner.model.stage.deferred_weights import allocate_buffers, is_deferred, without_storage
 
 
 def capture_file(
@@ -28,7 +27,7 @@ def capture_file(
     Args:
         spec: with the loss, and the blocks if the user names them.
         batch: example.
-        model: built from `spec`, its weights perhaps deferred; None builds a new one.
+        model: built from `spec`, its weights perhaps without memory; None builds a new one.
         training: whether the model is captured in training mode or in evaluation mode; it is left in that mode.
         options: of the stages.
 
@@ -36,14 +35,12 @@ def capture_file(
         ModelFileError, CaptureError: when the model file or the model cannot be used.
     """
     model = (spec.build_model() if model is None else model).train(training)
+    deferred = is_deferred(model)
+    if deferred:
+        allocate_buffers(model)
     if spec.defines("blocks"):
-        if is_deferred(model):
-            raise ModelFileError(
-                f"'{spec.origin}' names blocks, which are run to be captured, and so need their weights",
-                hint="train without `defer_weights`",
-            )
-        return capture_blocks(model, spec.blocks(model), batch, spec.loss, options=options)
-    if not is_deferred(model):
+        return capture_blocks(model, spec.blocks(model), batch, spec.loss, options=options, values=not deferred)
+    if not deferred:
         return capture(model, batch, spec.loss, options=options)
     if options.channels_last:
         lay_out(model)  # now, because without storage nothing can be copied

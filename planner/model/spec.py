@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,10 @@ _ARGUMENTS = {
     "metrics": "output, target",
     "on_update": "minibatch, loss, metrics",
     "blocks": "model",
+    "pretrained": "",
 }
 _REQUIRED = ("build_model", "example_batch")
+NameInFile = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,7 @@ class TrainingSpec:
         loss: LossFunction | None = None,
         optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        pretrained: Any = None,
     ) -> TrainingSpec:
         """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
 
@@ -103,11 +106,14 @@ class TrainingSpec:
             loss: of (output, target), the mean over the batch; None where the model's output has one.
             optimizer: of the parameters of a stage; SGD when None.
             scheduler: of the optimizer.
+            pretrained: what pretrained() of a model file returns. The model's weights may then be on the meta device.
         """
         batch = make_batch(example_batch, "example_batch")
         functions: dict[str, Callable[..., Any]] = {"build_model": lambda: model, "example_batch": batch.repeated}
         optional = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler}
         functions |= {name: function for name, function in optional.items() if function is not None}
+        if pretrained is not None:
+            functions["pretrained"] = lambda: pretrained
         return cls(type(model).__name__, functions)
 
     def __post_init__(self) -> None:
@@ -137,6 +143,11 @@ class TrainingSpec:
                 "build_model", model, "a torch.nn.Module", f"end {self.builder}() with: return model"
             )
         return model
+
+    def without_model(self) -> TrainingSpec:
+        """Return the same without build_model(), which keeps a model in memory alive."""
+        kept = {name: function for name, function in self.functions.items() if name != "build_model"}
+        return replace(self, functions=kept)
 
     def example_batch(self, batch_size: int) -> Batch:
         """Return a batch of `batch_size` samples."""
@@ -182,6 +193,22 @@ class TrainingSpec:
             hint = "for example: return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
             raise self._wrong_type("scheduler", scheduler, wanted, hint)
         return scheduler
+
+    def pretrained(self) -> tuple[Path, NameInFile | None] | None:
+        """Return where initial weights are read from; None where the constructor's are the initial ones.
+
+        Returns:
+            A file or a folder; and, where the user gives it, the function from a name in the model to the name in the
+            files, or to None for a weight that keeps the constructor's values.
+        """
+        if not self.defines("pretrained"):
+            return None
+        path, name_in_file = returned if isinstance(returned := self._call("pretrained"), tuple) else (returned, None)
+        if not isinstance(path, (str, Path)) or not (name_in_file is None or callable(name_in_file)):
+            hint = 'for example: return "model.safetensors", or: return "folder", lambda name: "model." + name'
+            raise self._wrong_type("pretrained", returned, "a path, or a path and a function of a name", hint)
+        # A model file means what lies beside it, wherever the command is run.
+        return (Path(path) if self.path is None else self.path.parent / path), name_in_file
 
     def dataset(self) -> Dataset[Any] | None:
         """Return the training data, a map-style dataset of (args, target) per sample; None where there is none."""

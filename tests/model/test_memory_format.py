@@ -14,7 +14,7 @@ from planner.model.load import capture_file
 from planner.model.memory_format import channels_last, lay_out
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
-from planner.model.stage.deferred_weights import build_deferred, materialize
+from planner.model.stage.deferred_weights import DeferredModel
 from planner.model.stage.stage import build_stage
 from tests.executor.models import write_model
 from tests.model.architectures import ARCHITECTURES
@@ -98,11 +98,11 @@ def test_weights_made_for_one_stage_alone(tmp_path: Path) -> None:
     """The graph of the model without weights has the hash of the model with them."""
     file = load_model_file(write_model(tmp_path, "convolutional", "sgd"))
     graph = capture_file(file, file.example_batch(4), options=CHANNELS_LAST)
-    deferred = build_deferred(file.build_model, 3)
-    other = capture_file(file, file.example_batch(4), deferred, options=CHANNELS_LAST)
+    deferred = DeferredModel(file.build_model)
+    other = capture_file(file, file.example_batch(4), deferred.model, options=CHANNELS_LAST)
     assert other.hash == graph.hash
     layers = [layer.name for layer in other.layers]
-    materialize(deferred, file.build_model, 3, [name for name, _ in deferred.named_parameters()])
+    deferred.materialize([name for name, _ in deferred.model.named_parameters()])
     stage = build_stage(other, layers)
     weight = dict(stage.named_parameters())["blocks.0.conv.weight"]
     assert weight.is_contiguous(memory_format=torch.channels_last)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,32 @@ def read_tensors(
     Raises:
         InputError: when the file is missing, is not a safetensors file, or is not the `expected` one.
     """
+    return dict(each_tensor(path, names, expected))
+
+
+def each_tensor(
+    path: Path, names: Collection[str] | None = None, expected: FileDigest | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors `names`, or all of them, as `read_tensors` does but one at a time."""
+    with _content(path, expected) as content:
+        header, start = _entries(path, content)
+        for name in header if names is None else names:
+            yield name, _tensor(path, content, start, name, header.get(name))
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a file, by name, without reading them.
+
+    Raises:
+        InputError: when the file is missing, or is not a safetensors file.
+    """
+    with _content(path, None) as content:
+        header, start = _entries(path, content)
+        return {name: _Entry.of(path, content, start, name, header[name]).shape for name in header}
+
+
+@contextmanager
+def _content(path: Path, expected: FileDigest | None) -> Iterator[mmap.mmap]:
     try:
         with path.open("rb") as file:
             if expected is not None:
@@ -104,7 +132,7 @@ def read_tensors(
             if size < 8:
                 raise _malformed(path, f"it has {size} bytes")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
-                return dict(_read(path, content, names))
+                yield content
     except OSError as cause:
         raise InputError(f"'{path}' cannot be read: {cause.strerror}", hint="is it all there?") from None
 
@@ -144,7 +172,8 @@ def _check(path: Path, descriptor: int, expected: FileDigest) -> None:
     raise InputError(f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`")
 
 
-def _read(path: Path, content: mmap.mmap, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+def _entries(path: Path, content: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """Return the header's entries by tensor, and where the data begins."""
     start = 8 + int.from_bytes(content[:8], "little")
     try:
         header = json.loads(content[8:start]) if start <= len(content) else None
@@ -153,21 +182,39 @@ def _read(path: Path, content: mmap.mmap, names: Collection[str] | None) -> Iter
     if not isinstance(header, dict):
         raise _malformed(path, "it has no header")
     header.pop("__metadata__", None)
-    for name in header if names is None else names:
-        if name not in header:
+    return header, start
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a tensor is in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int  # byte
+    count: int  # of elements
+
+    @classmethod
+    def of(cls, path: Path, content: mmap.mmap, start: int, name: str, entry: Any) -> _Entry:
+        """Return the entry in the header for the tensor `name` of a file whose data begins at `start`, checked."""
+        if entry is None:
             raise _malformed(path, f"it has no tensor '{name}'")
         try:
-            dtype, shape = _DTYPES[header[name]["dtype"]], [int(size) for size in header[name]["shape"]]
-            first, last = (start + int(offset) for offset in header[name]["data_offsets"])
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+            first, last = (start + int(offset) for offset in entry["data_offsets"])
             count = (last - first) // dtype.itemsize
-            if not start <= first <= last <= len(content):
+            if not start <= first <= last <= len(content) or count != math.prod(shape):
                 raise ValueError(name)
-            if count == 0:
-                yield name, torch.empty(shape, dtype=dtype)
-                continue
-            yield name, torch.frombuffer(content, dtype=dtype, count=count, offset=first).reshape(shape).clone()
-        except (KeyError, TypeError, ValueError, RuntimeError):
+        except (KeyError, TypeError, ValueError):
             raise _malformed(path, f"the entry of '{name}' makes no sense") from None
+        return cls(dtype, shape, first, count)
+
+
+def _tensor(path: Path, content: mmap.mmap, start: int, name: str, entry: Any) -> Tensor:
+    at = _Entry.of(path, content, start, name, entry)
+    if at.count == 0:
+        return torch.empty(at.shape, dtype=at.dtype)
+    return torch.frombuffer(content, dtype=at.dtype, count=at.count, offset=at.first).reshape(at.shape).clone()
 
 
 def _malformed(path: Path, why: str) -> InputError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ class PipelineContext(Context):
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
+    deferred: bool = False  # whether the weights of other stages were never made
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
@@ -110,6 +112,9 @@ def pipeline_context(
     plan, rank = job.plan, int(os.environ["RANK"])
     numbers = [number for number, stage in enumerate(plan.stages) if rank in stage.ranks]
     built = build_modules(job, numbers, spec, place.compute.type)
+    spec = spec.without_model()
+    # The graphs are full of cycles; with them go the weights of other stages, if they were made.
+    gc.collect()
     transfers = transferred(plan, built.training)
     for module in built.training.values():
         module.to(place.compute)
@@ -132,6 +137,7 @@ def pipeline_context(
         stages=_held_stages(job, built, spec, shape),
         transfers=transfers,
         evaluation=built.evaluation,
+        deferred=built.deferred,
     )
     if plan.compiled or place.compute.type == "cuda":
         _warm_up(context)

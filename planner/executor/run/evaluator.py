@@ -54,7 +54,7 @@ class Evaluator:
         self._stages = context.evaluation
         self._replicas = replicas
         _move(context, self._stages)
-        fixed = self._stages.graph.batch_size
+        fixed = self._stages.batch_size
         self._data = EvaluationBatches(
             context.spec.evaluation_dataset(), fixed or context.microbatch_size, drop_last=fixed is not None
         )
@@ -152,7 +152,7 @@ class Evaluator:
         found = {"loss": float(loss)}
         if self._context.spec.defines("metrics"):
             assert batch is not None
-            with autocasting(self._context.place.compute.type, self._stages.graph.options.autocast):
+            with autocasting(self._context.place.compute.type, self._stages.autocast):
                 found |= self._context.spec.metrics(self._stages.output(known, batch), batch.target)
         for name, value in found.items():
             totals[name] = totals.get(name, 0.0) + value * samples

@@ -35,6 +35,7 @@ def report_of(context: PipelineContext, worker: PipelineWorker, peak_memory_byte
         peak_memory_bytes=peak_memory_bytes,
         predicted_memory_bytes=plan.memory_bytes(first),
         weight_versions=max(replica.versions.most_versions for replica in stages.values()),
+        deferred_weights=context.deferred,
     )
 
 

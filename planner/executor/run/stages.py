@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
 
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared import separate_copies, use_parameters
 from planner.executor.job import Job
+from planner.executor.run.initial import initial_model
 from planner.formats.plan import Plan, Transfer
 from planner.formats.shared_weights import SharedWeight, obstacle, shared_weights
 from planner.model.capture.graph import LayerGraph, ValueSpec
-from planner.model.load import capture_file
-from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
-from planner.model.stage.deferred_weights import build_deferred, materialize
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
@@ -31,10 +27,13 @@ class Modules:
     training: dict[int, StageModule]  # by number
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, with the same parameters
     shared: SharedNames  # of all stages of the plan, on this worker or not
+    deferred: bool  # whether no other stage's weights were made to build them
 
 
 def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> Modules:
     """Build the model, capture it, and keep the layers of `stages`.
+
+    The modules have no reference to the model or its graph, so the weights of other stages are freed with these.
 
     Args:
         job: with the plan, whose model it must be.
@@ -52,38 +51,21 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",
         )
-    # All workers build from the same seed, so replicas of a stage begin with equal weights.
-    torch.manual_seed(job.seed)
-    defer, options = job.defer_weights, replace(module_options(plan), device=kind)
-    model = build_deferred(spec.build_model, job.seed) if defer else spec.build_model()
-    example = spec.example_batch(plan.microbatch_size)
-    graph = capture_file(spec, example, model, options=options)
-    if graph.hash != plan.graph_hash:
-        raise PlanError(
-            f"the plan was made for another model than '{spec.origin}': graph {plan.graph_hash} in the plan, "
-            f"{graph.hash} captured",
-            hint="profile and solve again: plan profile, plan solve",
-        )
+    initial = initial_model(job, stages, spec, kind)
+    graph, evaluation = initial.graph, initial.evaluation
     shared = _shared(job, graph, spec)
-    evaluation = None
-    if job.options.evaluate_every is not None:
-        evaluation = capture_file(spec, example, model, training=False, options=options)
-    if defer:
-        own = {name for stage in stages for name in plan.stages[stage].layers}
-        wanted = [name for layer in graph.layers if layer.name in own for name in layer.parameters]
-        materialize(graph.model, spec.build_model, job.seed, set(graph.names_of(wanted)))
     # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
     defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
     variant = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms)
     modules = {stage: build_stage(graph, plan.stages[stage].layers, variant=variant) for stage in stages}
     separate_copies(list(modules.values()))
     if evaluation is None:
-        return Modules(modules, None, shared)
+        return Modules(modules, None, shared, initial.deferred)
     cut = [stage.layers for stage in plan.stages]
     evaluated = build_evaluation(graph, cut, evaluation, stages, output=spec.defines("metrics"))
     for stage, module in evaluated.modules.items():
         use_parameters(module, modules[stage])
-    return Modules(modules, evaluated, shared)
+    return Modules(modules, evaluated, shared, initial.deferred)
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:

@@ -8,16 +8,23 @@ traced graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
-from planner.errors import CaptureError
+from planner.errors import CaptureError, ModelFileError, PlannerError, first_line
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks
 from planner.model.blocks.graph import BlockGraph
 from planner.model.capture.failure import refuse_untrainable
 from planner.model.capture.graph import LayerGraph
+from planner.model.fake import fake_batch, fake_modules
 from planner.model.kept_state import keep_state
 from planner.model.loss import LossFunction
 from planner.model.memory_format import lay_out
@@ -31,6 +38,7 @@ def capture_blocks(
     loss: LossFunction | None,
     *,
     options: ModuleOptions = PLAIN,
+    values: bool = True,
 ) -> LayerGraph:
     """Return the graph of `blocks`, each a layer, followed by the loss.
 
@@ -45,9 +53,12 @@ def capture_blocks(
         batch: example.
         loss: as for `capture`.
         options: as for `capture`.
+        values: whether the weights have values. Without, the blocks run on tensors without data: nothing is computed,
+            and that the loss is the model's is not checked.
 
     Raises:
         CaptureError: when the blocks fail, compute something else than the model, or exchange what cannot travel.
+        ModelFileError: without values, when a block decides by them.
     """
     refuse_untrainable(model)
     example = batch.doubled() if batch.size == 1 else batch
@@ -56,10 +67,40 @@ def capture_blocks(
         example = example.channels_last()
     named = _named(model, blocks)
     with keep_state(model), autocasting(example.device_type, options.autocast):
-        joined = [*joined_by_writes(named, example), *joined_by_buffers(named)]
-        small, large = (run_blocks(named, sample, loss) for sample in (example, example.doubled()))
-        check_loss(model, example, loss, small[-1])
-    return BlockGraph(model, named, example, loss, options).build(small, large, joined)
+        if values:
+            joined, small, large = _run(named, example, loss)
+            check_loss(model, example, loss, small[-1])
+        else:
+            joined, small, large = _run_without_values(named, example, loss)
+    return BlockGraph(model, named, example, loss, options).build(small, large, [*joined, *joined_by_buffers(named)])
+
+
+def _run(
+    named: Sequence[tuple[str, nn.Module]], example: Batch, loss: LossFunction | None
+) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
+    """Return the spans of blocks that share memory, and what the blocks return for the batch and for it twice."""
+    joined = joined_by_writes(named, example)
+    small, large = (run_blocks(named, sample, loss) for sample in (example, example.doubled()))
+    return joined, small, large
+
+
+def _run_without_values(
+    named: Sequence[tuple[str, nn.Module]], example: Batch, loss: LossFunction | None
+) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
+    """Do the same with copies of the blocks, on tensors without data."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        fakes = fake_modules([block for _, block in named], mode)
+        with mode:
+            return _run([(name, fake) for (name, _), fake in zip(named, fakes, strict=True)], fake_batch(example), loss)
+    except (PlannerError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, PlannerError) else error
+        if not isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
+            raise
+        raise ModelFileError(
+            f"blocks(model) decide by values, and so need their weights to be captured: {first_line(cause)}",
+            hint="train without `defer_weights`",
+        ) from error
 
 
 def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

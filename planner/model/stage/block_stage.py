@@ -39,6 +39,10 @@ def _code(
     indices = [index for index, _ in boundary.inputs]
     received = [node.name for node in boundary.received]
     results = [*(node.name for node in boundary.sent), *([LOSS] if boundary.has_loss else [])]
+    # Only this stage's: the chain, which the function would keep, leads to the whole model's weights.
+    layers = chain.layers[boundary.first : boundary.last + 1]
+    first, training, loss = boundary.first, chain.training, chain.loss
+    before = chain.layers[first - 1].values if first else ()
 
     def run(
         _weights: nn.Module, device: torch.device, key: RandomKey, observer: Any, *values: Any
@@ -48,26 +52,27 @@ def _code(
             leaves[index] = value
         args, kwargs, target = spec.unflatten(leaves)
         known: dict[str, Tensor] = dict(zip(received, values[len(indices) :], strict=True))
-        for index in range(boundary.first, boundary.last + 1):
-            layer = chain.layers[index]
+        taken = before
+        for index, layer in enumerate(layers, start=first):
             reseed(key, device, index)  # always: from outside, one cannot see whether a block draws random numbers
             # Stages in training and in evaluation run the same modules.
             for _, module in layer.blocks:
-                if module.training != chain.training:
-                    module.train(chain.training)
+                if module.training != training:
+                    module.train(training)
             if layer.takes is None:
                 value = calls[layer.blocks[0][1]](*args, **kwargs)
                 rest = layer.blocks[1:]
             else:
-                value = layer.takes.value([known[name] for name in chain.layers[index - 1].values])
+                value = layer.takes.value([known[name] for name in taken])
                 rest = layer.blocks
             for _, module in rest:
                 value = calls[module](value)
             made = [] if layer.gives is None else layer.gives.tensors(value, layer.blocks[-1][0])
             known.update(zip(layer.values, made, strict=True))
             if layer.has_loss:
-                known[LOSS] = loss_of(value, target, chain.loss)
+                known[LOSS] = loss_of(value, target, loss)
                 made = [known[LOSS]]
+            taken = layer.values
             if observer is not None:
                 observer.after_layer(index, made_last(made))
         return tuple(known[name] for name in results)

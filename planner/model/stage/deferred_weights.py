@@ -1,11 +1,9 @@
 """Deferred weights, for models larger than memory: each stage makes its own weights and no others.
 
 The user's constructor runs twice. In the first run every parameter goes to the meta device as soon as a module
-registers it; that model is captured and cut. In the second run the parameters of one stage stay where they are, and so
-get the values that the constructor gives them. Buffers are small and always made.
-
-Every operation that draws random numbers is seeded with its number in the construction. All of them run both times,
-those on the meta device without effect, so the value of a weight does not depend on the plan.
+registers it; that model is captured and cut. In the second run everything is made as if the model were built whole, so
+that the parameters of one stage get the values that they would have there, to the bit; but the memory of all others is
+taken away again while it runs. See `planner.model.stage.forgetting`. Buffers are small and always made.
 """
 
 from __future__ import annotations
@@ -20,48 +18,105 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import ModelFileError, PlannerError
-from planner.model.stage.randomness import seed_of_number
+from planner.model.stage.forgetting import NEEDED, Forgetting
+from planner.model.stage.generators import generators_kept
 
 _NUMBER = "_planner_number"  # on a parameter: its number in the order of construction
 # On a deep copy, which nn.TransformerEncoder makes of its layer: the numbers of the originals, which it needs as well.
 _SOURCE = "_planner_source"
+_HINT = "train without `defer_weights`"
 Build = Callable[[], nn.Module]
 
 
-def build_deferred(build: Build, seed: int) -> nn.Module:
-    """Return the model that `build` makes, its parameters without memory.
+class DeferredModel:
+    """A model that is built without memory for its weights, and then given those that are wanted.
+
+    Args:
+        build: the constructor. All generators of random numbers are left as they were.
+
+    Attributes:
+        model: its parameters are on the meta device until `materialize`.
+        makes_buffers: whether the constructor makes something else than a parameter by random numbers or of parameters.
 
     Raises:
         ModelFileError: when the constructor reads the weights that it makes.
     """
-    with _construction(seed, keep=()):
-        return _built(build)
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        draws = _Draws()
+        with generators_kept(), _construction(_on_meta), draws:
+            self.model = _built(build)
+        self.makes_buffers = draws.found or any(buffer.is_meta for buffer in self.model.buffers())
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.zeros_like(buffer, device="cpu")  # small, and captured with the model
+        self._parameters = _outline(self.model)
+
+    def materialize(self, names: Collection[str]) -> None:
+        """Give the parameters and buffers called `names` the values that the constructor gives them.
+
+        It draws from the generators as building the whole model does.
+
+        Args:
+            names: of a tied parameter any of its names.
+
+        Raises:
+            ModelFileError: when a value cannot be made without other stages' weights.
+        """
+        wanted = _without_values(self.model, names)
+        keep = {_number(parameter) for parameter in wanted}
+        sources = keep.union(*(getattr(parameter, _SOURCE, ()) for parameter in wanted))
+        forgetting = Forgetting()
+
+        def made_whole(parameter: nn.Parameter, number: int) -> nn.Parameter:
+            (forgetting.keep if number in sources else forgetting.may_forget)(parameter)
+            return parameter
+
+        with _construction(made_whole), forgetting:
+            made = _built(self._build)
+        if _outline(made) != self._parameters:
+            raise ModelFileError("build_model() builds another model each time that it is called", hint=_HINT)
+        values = {_number(parameter): (name, parameter) for name, parameter in made.named_parameters()}
+        buffers = {name: buffer for name, buffer in made.named_buffers(remove_duplicate=False) if name in names}
+        for name, tensor in (*(values[number] for number in keep), *buffers.items()):
+            if tensor.is_meta or forgetting.forgot(tensor):
+                raise ModelFileError(
+                    f"'{name}' is made from parameters that may be in another stage",
+                    hint=f"give it its values without them, or {_HINT}",
+                )
+        _replace(self.model, {parameter: values[_number(parameter)][1] for parameter in wanted})
+        for name, buffer in buffers.items():
+            self.model.get_buffer(name).copy_(buffer)
 
 
-def materialize(model: nn.Module, build: Build, seed: int, names: Collection[str]) -> None:
-    """Give the parameters called `names` memory, and the values that the constructor gives them.
+def allocate(model: nn.Module, names: Collection[str]) -> None:
+    """Give those parameters called `names` that have no memory some, without values: files give them."""
+    empty = {
+        parameter: nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+        for parameter in _without_values(model, names)
+    }
+    _replace(model, empty)
 
-    Args:
-        model: from `build_deferred` with the same `build` and `seed`.
-        build: the constructor, to run once more.
-        seed: of all random numbers.
-        names: any of the names of a tied parameter.
+
+def allocate_buffers(model: nn.Module) -> None:
+    """Give buffers that the constructor left on the meta device memory: they are small, and captured with it.
 
     Raises:
-        ModelFileError: when a parameter cannot be made without others.
+        ModelFileError: for a buffer that no file holds, because it is not persistent.
     """
-    wanted = [p for name, p in model.named_parameters(remove_duplicate=False) if name in names]
-    numbers = {_number(parameter) for parameter in wanted}
-    with _construction(seed, keep=numbers.union(*(getattr(parameter, _SOURCE, ()) for parameter in wanted))):
-        made = dict(_built(build).named_parameters())
-    missing = [name for name, parameter in made.items() if _number(parameter) in numbers and parameter.is_meta]
-    if missing:
-        raise ModelFileError(
-            f"parameter '{missing[0]}' is made from other parameters, which may be in another stage",
-            hint="give it its values in place, or train without `defer_weights`",
-        )
-    by_number = {_number(parameter): parameter for parameter in made.values()}
-    _replace(model, {number: by_number[number] for number in numbers})
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if name in module._non_persistent_buffers_set:
+                place = f"{path}.{name}" if path else name
+                raise ModelFileError(
+                    f"buffer '{place}' is on the meta device, and no file can hold it: it is not persistent",
+                    hint='make it with its values, outside of torch.device("meta")',
+                )
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
 
 
 @contextmanager
@@ -70,12 +125,12 @@ def without_storage(model: nn.Module) -> Iterator[None]:
 
     Capture needs shapes, strides and the device alone; reading such a parameter would crash the process.
     """
-    deferred = {_number(p): p for p in model.parameters() if p.is_meta}
-    _replace(model, {number: _hollow(parameter) for number, parameter in deferred.items()})
+    hollow = {parameter: _hollow(parameter) for parameter in model.parameters() if parameter.is_meta}
+    _replace(model, hollow)
     try:
         yield
     finally:
-        _replace(model, deferred)
+        _replace(model, {new: old for old, new in hollow.items()})
 
 
 def is_deferred(model: nn.Module) -> bool:
@@ -86,13 +141,18 @@ def is_deferred(model: nn.Module) -> bool:
 def _hollow(parameter: nn.Parameter) -> nn.Parameter:
     data = torch.empty_like(parameter, device="cpu")  # the system gives no page before it is written
     data.untyped_storage().resize_(0)
-    return _numbered(nn.Parameter(data, parameter.requires_grad), _number(parameter))
+    return nn.Parameter(data, parameter.requires_grad)
 
 
-def _replace(model: nn.Module, by_number: dict[int, nn.Parameter]) -> None:
+def _without_values(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
+    named = model.named_parameters(remove_duplicate=False)
+    return list(dict.fromkeys(parameter for name, parameter in named if name in names and parameter.is_meta))
+
+
+def _replace(model: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and (new := by_number.get(_number(parameter))) is not None:
+            if parameter is not None and (new := others.get(parameter)) is not None:
                 setattr(module, name, new)  # in recurrent modules this updates a list of their weights as well
 
 
@@ -102,27 +162,31 @@ def _number(parameter: nn.Parameter) -> int:
     return number
 
 
-def _numbered(parameter: nn.Parameter, number: int) -> nn.Parameter:
-    setattr(parameter, _NUMBER, number)
-    return parameter
+def _outline(model: nn.Module) -> list[tuple[str, int, torch.Size, torch.dtype]]:
+    """Return what must be the same each time that the model is built, or its parameters would be mistaken."""
+    named = model.named_parameters(remove_duplicate=False)
+    return [(name, _number(parameter), parameter.shape, parameter.dtype) for name, parameter in named]
 
 
 def _built(build: Build) -> nn.Module:
     try:
         return build()
     except (PlannerError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if "meta tensor" not in str(error) and "Meta" not in str(error):
+        if NEEDED not in str(error) and "Meta" not in str(error):
             raise
         reason = error.message if isinstance(error, PlannerError) else error
         raise ModelFileError(
-            f"the model reads its weights while it is built, and cannot be built without them: {reason}",
-            hint="train without `defer_weights`",
+            f"the model reads its weights while it is built, and cannot be built without them: {reason}", hint=_HINT
         ) from error
 
 
+def _on_meta(parameter: nn.Parameter, _number: int) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
 @contextmanager
-def _construction(seed: int, keep: Collection[int]) -> Iterator[None]:
-    """Number the parameters as modules register them, and put all but those in `keep` on the meta device."""
+def _construction(place: Callable[[nn.Parameter, int], nn.Parameter]) -> Iterator[None]:
+    """Number the parameters as modules register them, and let `place` replace them."""
     # Patched for this time only: there is no other place that every parameter of a user's constructor passes through.
     register, deep_copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     count = 0
@@ -130,9 +194,12 @@ def _construction(seed: int, keep: Collection[int]) -> Iterator[None]:
     def numbered(parameter: nn.Parameter) -> nn.Parameter:
         nonlocal count
         number, count = count, count + 1
-        if number not in keep:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        return _numbered(parameter, number)
+        if parameter.device.type not in ("cpu", "meta"):
+            # Another device has another generator, and memory that is not the host's.
+            raise ModelFileError(f"build_model() makes weights on {parameter.device}, not on the CPU", hint=_HINT)
+        parameter = place(parameter, number)
+        setattr(parameter, _NUMBER, number)
+        return parameter
 
     def register_numbered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not hasattr(parameter, _NUMBER):
@@ -149,27 +216,23 @@ def _construction(seed: int, keep: Collection[int]) -> Iterator[None]:
         return copy
 
     with (
-        torch.random.fork_rng(devices=[]),
         mock.patch.object(nn.Module, "register_parameter", register_numbered),
         mock.patch.object(nn.Parameter, "__deepcopy__", deep_copy_numbered),
-        _SeededOperations(seed),
     ):
         yield
 
 
-class _SeededOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which each operation that draws random numbers is first seeded with its number."""
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that notes whether random numbers are drawn for a tensor that has memory."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seed = seed
-        self._count = 0
+        self.found = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Tensor:
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(seed_of_number(self._seed, self._count))
-            self._count += 1
-        result: Tensor = func(*args, **(kwargs or {}))
+            self.found |= not (isinstance(result, Tensor) and result.is_meta)
         return result

@@ -6,11 +6,12 @@ So evaluation needs a graph of its own, whose stages use the weights of the stag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from planner.errors import CaptureError
@@ -74,6 +75,10 @@ def _stage_of_weights(layer: GraphLayer, holders: dict[str, set[int]], named: in
     return named if named in common else min(common)
 
 
+# The model's output of the values at the last stage, by name, and the batch.
+ModelOutput = Callable[[Mapping[str, Tensor], Batch], Any]
+
+
 @dataclass(frozen=True, eq=False)
 class EvaluationStages:
     """The stages of an evaluation graph, and the values that they exchange.
@@ -82,13 +87,17 @@ class EvaluationStages:
         modules: the wanted stages that have layers.
         transfers: by (source, target) stage, the values sent; each is passed from user to user.
         last: the stage that has the loss, and receives the model's output.
-        graph: the evaluation graph.
+        model_output: how the output is assembled from values.
+        batch_size: the only one that the stages accept; None where they accept any.
+        autocast: the dtype that they run under, if any.
     """
 
     modules: Mapping[int, StageModule]
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
     last: int
-    graph: LayerGraph
+    model_output: ModelOutput
+    batch_size: int | None
+    autocast: torch.dtype | None
 
     def output(self, known: Mapping[str, Tensor], batch: Batch) -> Any:
         """Return the model's output, assembled from the values at the last stage.
@@ -97,18 +106,7 @@ class EvaluationStages:
             known: by name, the values that the last stage made or received.
             batch: the batch that was evaluated.
         """
-        graph = self.graph
-        if graph.blocks is not None:
-            before = graph.blocks.layers[-2]
-            assert before.gives is not None
-            return before.gives.value([known[name] for name in before.values])
-        leaves = batch.flatten()[0]
-        inputs = {leaf.node: leaves[index] for index, leaf in enumerate(graph.inputs)}
-        found = [
-            leaf if not isinstance(leaf, fx.Node) else inputs[leaf] if leaf in inputs else known[leaf.name]
-            for leaf in graph.outputs
-        ]
-        return graph.output_spec.unflatten(found)
+        return self.model_output(known, batch)
 
 
 def build_evaluation(
@@ -140,7 +138,39 @@ def build_evaluation(
         for source, target in pairwise(sorted({stage_of[index], *users})):
             transfers.setdefault((source, target), []).append(evaluation.specs[node])
     modules = {stage: build_stage(evaluation, stages[stage], keep) for stage in wanted if stages[stage]}
-    return EvaluationStages(modules, transfers, last, evaluation)
+    made = _model_output(evaluation) if output else _no_output
+    return EvaluationStages(modules, transfers, last, made, evaluation.batch_size, evaluation.options.autocast)
+
+
+def _no_output(known: Mapping[str, Tensor], batch: Batch) -> None:
+    """Stand for the output where nobody asks for it."""
+
+
+def _model_output(graph: LayerGraph) -> ModelOutput:
+    """Return how the output is assembled: by names, because a node leads to the whole model's weights."""
+    if graph.blocks is not None:
+        before = graph.blocks.layers[-2]
+        assert before.gives is not None
+        gives, names = before.gives, before.values
+        return lambda known, _: gives.value([known[name] for name in names])
+    indices = {leaf.node: index for index, leaf in enumerate(graph.inputs)}
+    spec = graph.output_spec
+    # A leaf of the batch by its index, a value by its name, or what is no tensor as it is.
+    leaves = [
+        (indices.get(leaf), leaf.name, None) if isinstance(leaf, fx.Node) else (None, None, leaf)
+        for leaf in graph.outputs
+    ]
+
+    def output(known: Mapping[str, Tensor], batch: Batch) -> Any:
+        inputs = batch.flatten()[0]
+        return spec.unflatten(
+            [
+                inputs[index] if index is not None else known[name] if name is not None else other
+                for index, name, other in leaves
+            ]
+        )
+
+    return output
 
 
 def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[fx.Node]:

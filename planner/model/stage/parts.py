@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
+from planner.model.capture.batch_limits import least_batch_size
 from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, ValueSpec
 from planner.model.capture.size import samples_in
 from planner.model.memory_format import channels_last
@@ -104,9 +105,10 @@ class StageCode:
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a stage consists of. It keeps no reference to the graph, whose weights are the whole model's."""
+    """What a stage consists of. It keeps no graph and no node: these lead to the whole model's weights."""
 
-    layers: tuple[GraphLayer, ...]
+    layer_names: tuple[str, ...]
+    least_batch_size: int  # the fewest samples that it can be trained on
     weights: nn.Module
     code: StageCode
     batch_spec: TreeSpec
@@ -190,7 +192,8 @@ def _outline(spec: TreeSpec) -> str:
 def stage_parts(graph: LayerGraph, boundary: Boundary, weights: nn.Module, code: StageCode) -> StageParts:
     """Return the parts of the stage within `boundary`, which `code` computes."""
     return StageParts(
-        layers=boundary.layers,
+        layer_names=tuple(layer.name for layer in boundary.layers),
+        least_batch_size=least_batch_size(boundary.layers),
         weights=weights,
         code=code,
         batch_spec=graph.batch_spec,

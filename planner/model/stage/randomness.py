@@ -25,11 +25,6 @@ class RandomKey:
         return None if self._state is None else _mix(self._state ^ layer) >> 1
 
 
-def seed_of_number(seed: int, number: int) -> int:
-    """Return a seed below 2^63 for the `number`-th of many independent draws."""
-    return _mix(_mix(seed) ^ number) >> 1
-
-
 def reseed(key: RandomKey, device: torch.device, layer: int) -> None:
     """Seed the default generator of `device` for a layer."""
     seed = key.seed_of(layer)

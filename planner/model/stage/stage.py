@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from planner.errors import CaptureError
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
-from planner.model.capture.batch_limits import least_batch_size
 from planner.model.capture.devices import enters_autocast, movable, moved
 from planner.model.capture.failure import operation_failure, user_place
 from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
@@ -89,7 +88,7 @@ class StageModule(nn.Module):
     @property
     def layer_names(self) -> tuple[str, ...]:
         """The layers."""
-        return tuple(layer.name for layer in self._parts.layers)
+        return self._parts.layer_names
 
     @property
     def deferred_norms(self) -> tuple[DeferredNorm, ...]:
@@ -104,7 +103,7 @@ class StageModule(nn.Module):
     @property
     def least_batch_size(self) -> int:
         """The fewest samples that the stage can be trained on."""
-        return least_batch_size(self._parts.layers)
+        return self._parts.least_batch_size
 
     def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
         """Make random numbers a function of these and of the layer, so that they are equal in any split of the model.

@@ -14,6 +14,7 @@ from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch
 from planner.model.capture.failure import capture_failure
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.load import capture_file
 from planner.model.memory_format import lay_out
 from planner.model.options import ModuleOptions
@@ -21,7 +22,6 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.estimated.devices import DeviceSpec, DType
-from planner.profiler.estimated.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.profiler.estimated.operations import Costs, OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.update import UpdateTrace, trace_updates
 from planner.profiler.measured.clock import LayerMarks

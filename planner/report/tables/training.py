@@ -53,6 +53,8 @@ def _throughput(result: TrainResult) -> str:
     ]
     if predicted is not None:
         lines.append(("predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"))
+    if deferred := sum(report.deferred_weights for report in result.reports):
+        lines.append(("weights", f"made stage by stage: {deferred} of {result.workers} workers made only their own"))
     lines += [("restarted", f"after {reason}") for reason in result.restarts]
     if result.resumed_from is not None:
         lines.append(("resumed from", f"{result.resumed_from}, minibatch {result.first_minibatch}"))

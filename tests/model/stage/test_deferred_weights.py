@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import random
+from collections.abc import Callable, Collection
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.errors import ModelFileError
 from planner.executor.observe.memory import _resident_bytes
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
-from planner.model.stage.deferred_weights import build_deferred, is_deferred, materialize, without_storage
+from planner.model.stage import forgetting
+from planner.model.stage.deferred_weights import DeferredModel, is_deferred, without_storage
 from planner.model.stage.stage import build_stage
 from tests.model.architectures import ARCHITECTURES
 from tests.model.models import Case
@@ -49,35 +54,59 @@ CASES = {name: ARCHITECTURES[name] for name in ("vgg", "resnet", "mixed", "gpt2"
 CASES["encoder"] = Case(Encoder, ARCHITECTURES["vgg"].batch, ARCHITECTURES["vgg"].loss)
 
 
-def _deferred_graph(case: Case) -> LayerGraph:
-    model = build_deferred(case.build, SEED)
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small parameters be forgotten as soon as another one is used, and become nonsense."""
+
+    def spoil(reference: StorageWeakRef) -> bool:
+        storage = forgetting._storage(reference)
+        if storage is not None:
+            ctypes.memset(storage.data_ptr(), 0x7B, storage.nbytes())
+        return storage is not None
+
+    monkeypatch.setattr(forgetting, "_give_back", spoil)
+    monkeypatch.setattr(forgetting, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(forgetting.Forgetting.__init__, "__defaults__", (0,))
+
+
+def _materialized(build: Callable[[], nn.Module], names: Collection[str], seed: int = SEED) -> nn.Module:
+    deferred = DeferredModel(build)
+    torch.manual_seed(seed)
+    deferred.materialize({*names, *(name for name, _ in deferred.model.named_buffers())})
+    return deferred.model
+
+
+def _captured(case: Case, model: nn.Module) -> LayerGraph:
     with without_storage(model):
         return capture(model, case.batch(4), case.loss)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_do_not_depend_on_the_plan(name: str) -> None:
+def test_weights_are_those_of_the_model_built_whole(name: str) -> None:
+    """Those of any stage, and the buffers, to the bit; the generator goes as far."""
     case = CASES[name]
-    graph = _deferred_graph(case)
-    materialize(graph.model, case.build, SEED, {n for n, _ in graph.model.named_parameters()})
-    assert not is_deferred(graph.model)
-    whole = dict(graph.model.named_parameters(remove_duplicate=False))
-    for stages in (3, 7):
-        for names in cut_evenly(graph, stages):
-            wanted = graph.names_of([n for layer in graph.layers if layer.name in names for n in layer.parameters])
-            part = build_deferred(case.build, SEED)
-            materialize(part, case.build, SEED, set(wanted))
-            for key, parameter in part.named_parameters(remove_duplicate=False):
-                assert parameter.is_meta == (key not in wanted), key
-                assert parameter.is_meta or torch.equal(parameter, whole[key]), key
-            for key, buffer in part.named_buffers():
-                assert torch.equal(buffer, graph.model.get_buffer(key)), key
+    torch.manual_seed(SEED)
+    whole = case.build()
+    state = torch.get_rng_state()
+    built = dict(whole.named_parameters(remove_duplicate=False))
+    graph = _captured(case, DeferredModel(case.build).model)
+    for names in cut_evenly(graph, 3):
+        wanted = graph.names_of([n for layer in graph.layers if layer.name in names for n in layer.parameters])
+        part = _materialized(case.build, wanted)
+        assert torch.equal(torch.get_rng_state(), state)
+        for key, parameter in part.named_parameters(remove_duplicate=False):
+            assert parameter.is_meta == (key not in wanted), key
+            assert parameter.is_meta or torch.equal(parameter, built[key]), key
+            assert parameter.stride() == built[key].stride()
+        for key, buffer in part.named_buffers():
+            assert torch.equal(buffer, whole.get_buffer(key)), key
 
 
 def test_a_stage_holds_no_other_weights() -> None:
     case = CASES["vgg"]
-    graph = _deferred_graph(case)
-    materialize(graph.model, case.build, SEED, {"classifier.3.weight", "classifier.3.bias"})
+    deferred = DeferredModel(case.build)
+    graph = _captured(case, deferred.model)
+    deferred.materialize({"classifier.3.weight", "classifier.3.bias"})
     state = build_stage(graph, ["classifier.2", "classifier.3", "classifier.4"]).state_dict()
     assert list(state) == ["classifier.3.weight", "classifier.3.bias"]
     assert not any(tensor.is_meta for tensor in state.values())
@@ -86,55 +115,78 @@ def test_a_stage_holds_no_other_weights() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_is_that_of_the_model_built_whole(name: str) -> None:
     case = CASES[name]
-    deferred = _deferred_graph(case)
-    assert is_deferred(deferred.model)
+    deferred = DeferredModel(case.build)
+    graph = _captured(case, deferred.model)
+    assert is_deferred(graph.model)
+    torch.manual_seed(SEED)
     built = capture(case.build(), case.batch(4), case.loss)
-    assert deferred.hash == built.hash
-    materialize(deferred.model, case.build, SEED, {n for n, _ in deferred.model.named_parameters()})
-    with torch.no_grad():
-        for mine, theirs in zip(built.model.parameters(), deferred.model.parameters(), strict=True):
-            mine.copy_(theirs)
-        for mine_buffer, theirs_buffer in zip(built.model.buffers(), deferred.model.buffers(), strict=True):
-            mine_buffer.copy_(theirs_buffer)
+    assert graph.hash == built.hash
+    torch.manual_seed(SEED)
+    deferred.materialize(graph.model.state_dict().keys())
+    assert not is_deferred(graph.model)
     batch = case.batch(6)
-    steps = [run_split(graph, batch, cut_evenly(graph, 3), (1, 2, 3)) for graph in (deferred, built)]
+    steps = [run_split(each, batch, cut_evenly(each, 3), (1, 2, 3)) for each in (graph, built)]
     assert_same(*steps)
 
 
-def test_weights_are_spread_as_the_constructor_spreads_them() -> None:
-    model = build_deferred(Encoder, SEED)
-    materialize(model, Encoder, SEED, {name for name, _ in model.named_parameters()})
-    assert isinstance(model, Encoder)
-    weight = model.head.weight.detach()
-    bound = (6 / (8 + 10)) ** 0.5
-    assert bound / 2 < weight.abs().max() <= bound
-    assert torch.equal(model.encoder.layers[0].norm1.weight, torch.ones(8))
-    assert 0.01 < model.start.std() < 0.3
-    # Copies of one layer get values of their own afterwards, another seed gives others.
-    first, second = (layer.linear1.weight for layer in model.encoder.layers)
-    assert not torch.equal(first, second)
-    other = build_deferred(Encoder, SEED + 1)
-    materialize(other, Encoder, SEED + 1, {"head.weight"})
-    assert not torch.equal(other.get_parameter("head.weight"), weight)
+class Drawn(nn.Module):
+    """Every way to draw: of Python's and NumPy's generators, of one of its own, in place, through a view, by QR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skewed = nn.Parameter(torch.empty(7, 5).t())
+        self.skewed.data.normal_()
+        with torch.no_grad():
+            self.skewed[1:3, ::2].uniform_(-1, 1)
+            self.skewed[0] = torch.randn(7)
+        self.turned = nn.Parameter(torch.empty(4, 6))
+        nn.init.orthogonal_(self.turned)
+        self.cut = nn.Parameter(torch.empty(33))
+        nn.init.trunc_normal_(self.cut)
+        own = torch.Generator().manual_seed(3)
+        self.own = nn.Parameter(torch.randn(17, generator=own).exponential_(generator=own))
+        self.like = nn.Parameter(torch.rand_like(self.cut))
+        self.python = nn.Parameter(torch.tensor([random.random(), np.random.rand()]))
+        self.register_buffer("mask", torch.bernoulli(torch.full((9,), 0.5)))
+        self.last = nn.Linear(3, 5, dtype=torch.float64)
 
 
-def test_the_generator_is_left_alone() -> None:
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    build_deferred(Encoder, SEED)
-    assert torch.equal(torch.get_rng_state(), state)
+def _seed_others() -> None:
+    random.seed(1)
+    np.random.seed(2)
 
 
-def test_large_weights_take_no_memory() -> None:
+@pytest.mark.parametrize("name", ["skewed", "turned", "cut", "own", "like", "python", "last.weight"])
+def test_every_way_to_draw(name: str) -> None:
+    _seed_others()
+    torch.manual_seed(SEED)
+    whole = Drawn()
+    next_numbers = random.random(), np.random.rand()
+    _seed_others()
+    part = _materialized(Drawn, {name})
+    assert torch.equal(part.get_parameter(name), whole.get_parameter(name))
+    assert torch.equal(part.get_buffer("mask"), whole.get_buffer("mask"))
+    assert (random.random(), np.random.rand()) == next_numbers
+
+
+def test_another_seed_gives_other_weights() -> None:
+    first, other = (_materialized(Encoder, {"head.weight"}, seed) for seed in (SEED, SEED + 1))
+    assert not torch.equal(first.get_parameter("head.weight"), other.get_parameter("head.weight"))
+
+
+def test_large_weights_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(forgetting.Forgetting.__init__, "__defaults__", (2**26,))
+
     def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(2**14, 2**14) for _ in range(40)), nn.Linear(2**14, 10))  # 43 GB
+        return nn.Sequential(*(nn.Linear(2**11, 2**11) for _ in range(40)), nn.Linear(2**11, 10))  # 671 MB
 
     before = _resident_bytes()
-    model = build_deferred(build, SEED)
-    materialize(model, build, SEED, {"40.weight"})
-    with without_storage(model):
-        batch = Batch((torch.randn(4, 2**14),), {}, torch.randint(0, 10, (4,)))
-        graph = capture(model, batch, nn.functional.cross_entropy)
+    deferred = DeferredModel(build)
+    deferred.materialize({"40.weight"})
+    with without_storage(deferred.model):
+        batch = Batch((torch.randn(4, 2**11),), {}, torch.randint(0, 10, (4,)))
+        graph = capture(deferred.model, batch, nn.functional.cross_entropy)
     assert len(graph.layers) == 42
     assert _resident_bytes() - before < 300e6
 
@@ -144,19 +196,44 @@ def _reads(model: nn.Module) -> None:
         model.requires_grad_(False)
 
 
+def _samples_by_values(model: nn.Module) -> None:
+    model.register_buffer("chosen", torch.multinomial(model.get_parameter("bias").abs(), 1))
+
+
+def _buffer_of_a_weight(model: nn.Module) -> None:
+    model.second = nn.Linear(4, 4)
+    model.register_buffer("start", model.get_parameter("weight") + 1)
+
+
 def _made_of_another(model: nn.Module) -> None:
     model.copy = nn.Parameter(model.get_parameter("weight") * 2)
 
 
+def _counts(model: nn.Module) -> None:
+    calls.append(1)
+    model.register_parameter(f"copy{len(calls)}", nn.Parameter(torch.ones(1)))
+
+
+calls: list[int] = []
+
+
 @pytest.mark.parametrize(
-    ("change", "words"), [(_reads, "reads its weights"), (_made_of_another, "'copy' is made from")]
+    ("change", "words"),
+    [
+        (_reads, "reads its weights"),
+        (_samples_by_values, "reads its weights"),
+        (_buffer_of_a_weight, "'start' is made from"),
+        (_made_of_another, "'copy' is made from"),
+        (_counts, "another model each time"),
+    ],
 )
 def test_constructors_that_need_the_weights(change: Callable[[nn.Module], None], words: str) -> None:
     def build() -> nn.Module:
         model = nn.Linear(4, 4)
+        model.other = nn.Linear(4, 4)
         change(model)
         return model
 
     with pytest.raises(ModelFileError, match=words) as caught:
-        materialize(build_deferred(build, SEED), build, SEED, {"copy"})
+        _materialized(build, {"copy"})
     assert "`defer_weights`" in caught.value.hint

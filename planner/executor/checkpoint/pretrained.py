@@ -1,0 +1,172 @@
+"""Initial weights from safetensors files: each worker reads those of its own stages, and no others.
+
+A file is found as people publish them: one file, a folder with `model.safetensors`, or a folder with
+`model.safetensors.index.json`, which says which of several files holds each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from planner.errors import InputError
+from planner.executor.checkpoint.tensor_file import each_tensor, tensor_shapes
+from planner.model.spec import NameInFile, TrainingSpec
+from planner.model.stage.deferred_weights import allocate
+
+SUFFIX = ".safetensors"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Pretrained:
+    """The tensors that a model file names as its initial weights.
+
+    Args:
+        path: a file or a folder.
+        name_in_file: of a name in the model: its name in the files, or None to keep the constructor's values; None for
+            the same names, where the files must have all of the model's, and no others.
+
+    Raises:
+        InputError: when there are no such files.
+    """
+
+    def __init__(self, path: Path, name_in_file: NameInFile | None = None) -> None:
+        self.path = path
+        self._name_in_file = name_in_file
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        for file in _files(path):
+            shapes = tensor_shapes(file)
+            self._shapes |= shapes
+            self._files |= dict.fromkeys(shapes, file)
+
+    @classmethod
+    def of(cls, spec: TrainingSpec) -> Pretrained | None:
+        """Return what the model file names; None where it names nothing."""
+        found = spec.pretrained()
+        return None if found is None else cls(*found)
+
+    def sources(self, model: nn.Module) -> dict[str, str]:
+        """Return the name in the files for each parameter and buffer that is read, by every name in the model.
+
+        Args:
+            model: its parameters need no memory.
+
+        Raises:
+            InputError: when a tensor is missing, unknown or of another shape.
+        """
+        state = model.state_dict(keep_vars=True)
+        names: dict[Tensor, list[str]] = {}
+        for name, tensor in state.items():
+            if isinstance(tensor, Tensor):  # and no extra state of a module
+                names.setdefault(tensor, []).append(name)
+        sources: dict[str, str] = {}
+        for tensor, tied in names.items():
+            wanted = [self._name_of(name) for name in tied]
+            present = [name for name in wanted if name in self._shapes]
+            if not present and (missing := next((name for name in wanted if name is not None), None)) is not None:
+                self._refuse_missing(missing, tied[0])
+            for name in present:
+                assert name is not None
+                if self._shapes[name] != tuple(tensor.shape):
+                    raise InputError(
+                        f"'{name}' has the shape {self._shapes[name]} in '{self._files[name]}' and "
+                        f"{tuple(tensor.shape)} in the model",
+                        hint="are these the weights of this model? for a part of another shape, such as a new head, "
+                        "let pretrained() return a function that gives None for its names",
+                    )
+            if present:
+                # As load_state_dict does, which reads one name after the other, the last wins.
+                sources |= dict.fromkeys(tied, str(present[-1]))
+        if self._name_in_file is None:
+            self._refuse_unknown(state)
+        return sources
+
+    def fill(self, model: nn.Module, names: Collection[str]) -> None:
+        """Overwrite the parameters and buffers of `model` called `names` with the files' values.
+
+        One tensor at a time is in memory beside them. Values of another dtype are converted.
+
+        Raises:
+            InputError: as for `sources`, or when a file cannot be read.
+        """
+        state = model.state_dict(keep_vars=True)
+        target = {source: state[name] for name, source in self.sources(model).items() if name in names}
+        with torch.no_grad():
+            for file in dict.fromkeys(self._files[source] for source in target):
+                here = [source for source in target if self._files[source] == file]
+                for source, tensor in each_tensor(file, here):
+                    target[source].copy_(tensor)
+
+    def _name_of(self, name: str) -> str | None:
+        return name if self._name_in_file is None else self._name_in_file(name)
+
+    def _refuse_missing(self, missing: str, name: str) -> NoReturn:
+        last = name.rpartition(".")[2]
+        longer = next((known for known in self._shapes if known.endswith("." + name)), None)
+        shorter = next((known for known in self._shapes if name.endswith("." + known) and known != last), None)
+        if longer is not None:
+            hint = f"its names are longer: return (path, lambda name: '{longer.removesuffix(name)}' + name)"
+        elif shorter is not None:
+            prefix = name.removesuffix(shorter)
+            hint = f"its names are shorter: return (path, lambda name: name.removeprefix('{prefix}'))"
+        else:
+            hint = "return (path, function) from pretrained(), where the function gives None for such a name"
+        raise InputError(f"'{self.path}' has no '{missing}', which the model has as '{name}'", hint=hint)
+
+    def _refuse_unknown(self, state: Mapping[str, Tensor]) -> None:
+        unknown = next((name for name in self._shapes if name not in state), None)
+        if unknown is not None:
+            raise InputError(
+                f"'{self._files[unknown]}' has '{unknown}', which the model does not have",
+                hint="are these the weights of this model? to take what it has and leave the rest, return "
+                "(path, lambda name: name) from pretrained()",
+            )
+
+
+def fill_pretrained(spec: TrainingSpec, model: nn.Module, seed: int) -> None:
+    """Overwrite all of `model` by what pretrained() names, if it names anything; then seed PyTorch's generator anew.
+
+    Workers that read the weights of some stages only do not draw what the constructor does, so all begin from a seed.
+    """
+    if (pretrained := Pretrained.of(spec)) is None:
+        return
+    names = model.state_dict().keys()
+    allocate(model, names)
+    pretrained.fill(model, names)
+    torch.manual_seed(seed)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files that `path` means."""
+    if path.is_dir():
+        if (path / INDEX).exists():
+            return _listed(path / INDEX)
+        found = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob(f"*{SUFFIX}"))
+        if found:
+            return found
+        raise InputError(f"the folder '{path}' has no {SINGLE} and no {INDEX}", hint=_CONVERT)
+    if path.name.endswith(".index.json"):
+        return _listed(path)
+    if not path.exists():
+        raise InputError(f"there are no pretrained weights '{path}'", hint="correct what pretrained() returns")
+    if path.suffix != SUFFIX:
+        raise InputError(f"'{path}' is no safetensors file", hint=_CONVERT)
+    return [path]
+
+
+_CONVERT = "weights are read from safetensors files alone; write one with: safetensors.torch.save_file(state, path)"
+
+
+def _listed(index: Path) -> list[Path]:
+    """Return the files that an index lists."""
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [index.parent / str(name) for name in dict.fromkeys(listed)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"'{index}' is no index of safetensors files", hint='it has a "weight_map"') from None
