@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from planner.devices.place import CPU
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.tensor_file import write_tensors
-from planner.executor.communication.place import CPU
 from planner.executor.job import Job, TrainingOptions
 from planner.executor.run import initial
 from planner.executor.run.context import PipelineContext, pipeline_context
