@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.arguments.devices import add_backend_argument, add_device_argument
 from planner.cli.arguments.verb import Verbs, declare
 from planner.cli.output import print_answer, print_progress
 
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from planner.demo.quickstart import QuickstartResult
 
 DESCRIPTION = """\
-Profile VGG-16 on this machine, find the best plan for its cores, train it on scikit-learn's digits, train it again
-with DistributedDataParallel, and compare. The model, the profile and the plan stay in a folder to continue from.
+Profile VGG-16 on this machine, find the best plan for its GPUs or cores, train it on scikit-learn's digits, train
+it again with DistributedDataParallel, and compare. The model, the profile and the plan stay in a folder to continue
+from.
 """
 NEXT = """\
 {folder} holds model.py, profile.json and plan.json. Next:
@@ -31,7 +33,11 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("quickstart"), help="folder to work in (default: %(default)s)"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="workers (default: the cores of this machine, at most 8)")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="workers (default: the GPUs of this machine, or its cores, at most 8)"
+    )
+    add_device_argument(parser, "GPUs where PyTorch sees any, else CPUs")
+    add_backend_argument(parser)
     parser.add_argument(
         "--steps", type=int, default=240, metavar="N", help="train N minibatches (default: %(default)s)"
     )
@@ -41,7 +47,7 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profile, solve, train twice, and print the comparison."""
-    from planner.demo.quickstart import default_workers, quickstart
+    from planner.demo.quickstart import Tour, quickstart
     from planner.errors import InputError
     from planner.profiler.measured.malloc import keep_freed_pages
 
@@ -49,13 +55,8 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"`{option}={value}` is too few", hint=f"give `{option}` 1 or more")
     keep_freed_pages()  # as the workers do
-    result = quickstart(
-        folder=args.output,
-        workers=default_workers() if args.gpus is None else args.gpus,
-        steps=args.steps,
-        show_progress=sys.stderr.isatty(),
-        on_phase=print_progress,
-    )
+    tour = Tour(args.output, args.steps, args.gpus, args.device, args.backend)
+    result = quickstart(tour, show_progress=sys.stderr.isatty(), on_phase=print_progress)
     print_answer(result, args.json, quickstart_report)
     return 0
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from planner.executor.job import Job, TrainResult
 from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import Record, write_text
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, save_profile
@@ -29,9 +31,23 @@ class QuickstartResult(Record):
     predicted_data_parallel_samples_per_s: float | None
 
 
-def default_workers() -> int:
-    """Return the number of cores that this process may use, up to `MOST_WORKERS`."""
-    return min(MOST_WORKERS, available_cores())
+@dataclass(frozen=True)
+class Tour:
+    """What the tour runs with.
+
+    Attributes:
+        folder: gets model.py, profile.json and plan.json.
+        steps: minibatches of each of the two runs.
+        workers: worker processes; None for as many as there are GPUs, or cores, up to `MOST_WORKERS`.
+        device: "cpu" or "cuda", for profile and runs alike; None for GPUs where there are any.
+        backend: of messages; None for NCCL with GPUs.
+    """
+
+    folder: Path
+    steps: int
+    workers: int | None = None
+    device: DeviceType | None = None
+    backend: Backend | None = None
 
 
 def available_cores() -> int:
@@ -39,31 +55,42 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def quickstart(
-    folder: Path, workers: int, steps: int, show_progress: bool, on_phase: Callable[[str], None]
-) -> QuickstartResult:
+def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
     """Run the tour.
 
     Args:
-        folder: gets model.py, profile.json and plan.json.
-        workers: worker processes, one core each.
-        steps: minibatches of each of the two runs.
+        tour: what it runs with.
         show_progress: whether the runs show a progress line.
         on_phase: is told in a sentence what happens next.
+
+    Raises:
+        PlannerError: when the device or the backend is not there, or a run fails.
     """
+    from planner.devices.place import check_backend, gpus_here, kind_here
     from planner.executor.launch import launch
+    from planner.profiler.links.measure_host import measure_host
     from planner.solver import solve
 
+    folder, steps, kind = tour.folder, tour.steps, tour.device or kind_here()
+    check_backend(kind, tour.backend)
+    there = max(1, gpus_here()) if kind == "cuda" else available_cores()
+    workers = tour.workers or min(MOST_WORKERS, there)
     model_path = folder / "model.py"
     write_text(model_path, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
-    profile = _profile(model_path, workers, on_phase)
+    profile = _profile(model_path, workers, kind, on_phase)
     save_profile(profile, folder / "profile.json")
-    on_phase("Measuring the link between two processes ...")
-    cluster = _cluster(workers, profile.device.memory_bytes)
+    on_phase("Measuring the link between the workers ...")
+    sharing = -(-workers // there) if kind == "cuda" else workers  # of the memory that the profile tells of
+    memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
+    if kind == "cuda" and workers > 1:
+        cluster = measure_host(workers, kind, tour.backend).model_copy(update={"memory_bytes": memory_bytes})
+    else:
+        cluster = _cluster(workers, memory_bytes)
     plan = solve(profile, cluster)
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")
     job = Job(model=str(model_path), plan=plan, steps=steps, show_progress=show_progress)
+    job = job.model_copy(update={"device": kind, "backend": tour.backend})
     pipeline = launch(job)
     on_phase(f"Training {steps} minibatches with DistributedDataParallel on {plan.workers} workers ...")
     data_parallel = launch(job.model_copy(update={"baseline": "data-parallel"}))
@@ -80,25 +107,27 @@ def quickstart(
     )
 
 
-def _profile(model_path: Path, workers: int, on_phase: Callable[[str], None]) -> Profile:
+def _profile(model_path: Path, workers: int, kind: DeviceType, on_phase: Callable[[str], None]) -> Profile:
     from planner.model.spec import load_model_file
     from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
-    processes = min(workers, available_cores())  # as many as will share caches and memory in training
+    # As many as will share caches and memory in training; a GPU has its own.
+    processes = min(workers, available_cores()) if kind == "cpu" else 1
+    unit = "core" if kind == "cpu" else "GPU"
     beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
-    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one core{beside} ...")
-    options = ProfilingOptions(seconds=PROFILE_SECONDS, processes=processes)
+    on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
+    options = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)
     return profile_model(load_model_file(str(model_path)), BATCH_SIZE, options)
 
 
-def _cluster(workers: int, machine_bytes: int | None) -> Cluster:
+def _cluster(workers: int, memory_bytes: int | None) -> Cluster:
     from planner.profiler.links.measure_link import measure_link
 
     link = measure_link()
     return flat_cluster(
         workers,
         link.bandwidth_bytes_per_s,
-        None if machine_bytes is None else machine_bytes // workers,  # the workers share this machine's memory
+        memory_bytes,
         link.latency_s,
         all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
         # gloo's threads need cores, too. Without spare ones they slow the workers down, and nothing overlaps.

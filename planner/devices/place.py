@@ -52,6 +52,11 @@ def kind_here() -> DeviceType:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpus_here() -> int:
+    """Return how many GPUs PyTorch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, backend: Backend | None) -> Place:
     """Choose the place of worker `rank`; all workers choose alike, because they decide by the same seats.
 
@@ -66,12 +71,8 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
     """
     if device is None:
         device = "cuda" if any(seat.gpus for seat in seats) else "cpu"
+    check_backend(device, backend)
     if device == "cpu":
-        if backend == "nccl":
-            raise InputError(
-                "`backend=nccl` sends from GPUs, and `device=cpu` computes on none",
-                hint="leave out `backend`, or train on GPUs",
-            )
         return CPU
     without = [seat for seat in seats if not seat.gpus]
     if without:
@@ -86,6 +87,19 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
         return Place(compute, torch.device("cpu"))
     _check_nccl(seats, chosen)
     return Place(compute, compute)
+
+
+def check_backend(device: DeviceType, backend: Backend | None) -> None:
+    """Refuse NCCL between CPUs.
+
+    Raises:
+        InputError: for that.
+    """
+    if device == "cpu" and backend == "nccl":
+        raise InputError(
+            "`backend=nccl` sends from GPUs, and `device=cpu` computes on none",
+            hint="leave out `backend`, or train on GPUs",
+        )
 
 
 def assign_gpus(seats: Sequence[Seat]) -> list[int]:
