@@ -89,7 +89,7 @@ def measure(name: str, rounds: int, minibatches: int) -> Row:
 
 
 def _plan(model: Path, batch_size: int) -> Plan:
-    profile = planner.profile(model, batch_size=batch_size, seconds=5)
+    profile = planner.profile(model, batch_size=batch_size, device="cpu", seconds=5)
     return straight_plan(profile, planner.flat_cluster(gpus=2, bandwidth_bytes_per_s=1.25e9), "1f1b", 1)
 
 

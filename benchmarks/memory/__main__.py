@@ -108,7 +108,8 @@ def _model(name: str, folder: Path, shapes: Sequence[Shape], *, kept: bool) -> I
     model, profile_path = folder / "model.py", folder / "profile.json"
     model.write_text(_MODEL.format(name=name, path=str(source)), encoding="utf-8")
     size = str(BATCH_SIZES[name])
-    command = [sys.executable, "-m", "planner", "profile", str(source), "--batch-size", size, "--seconds", "2"]
+    command = [sys.executable, "-m", "planner", "profile", str(source), "--device", "cpu", "--batch-size", size]
+    command += ["--seconds", "2"]
     subprocess.run([*command, "-o", str(profile_path)], check=True, cwd=ROOT, capture_output=True)
     profile = load_profile(profile_path)
     for shape in shapes:

@@ -45,7 +45,7 @@ class RealCase:
 def measure_links(folder: Path) -> Cluster:
     """Measure the links between the two workers with `plan profile --links`."""
     path = folder / "cluster.json"
-    run_workers(PLACES, "planner", ["profile", "--links", "--json", "-o", str(path)], TIMEOUT_S)
+    run_workers(PLACES, "planner", ["profile", "--links", "--device", "cpu", "--json", "-o", str(path)], TIMEOUT_S)
     return load_cluster(path)
 
 
@@ -72,7 +72,8 @@ def _profile(case: RealCase, folder: Path) -> Profile:
     Each run has its own profile, because the speed of a shared machine drifts by several per cent within minutes.
     """
     path = folder / f"{case.name}.profile.json"
-    command = [sys.executable, "-m", "planner", "profile", str(_model(case)), "--processes", str(len(CORES))]
+    command = [sys.executable, "-m", "planner", "profile", str(_model(case)), "--device", "cpu"]
+    command += ["--processes", str(len(CORES))]
     command += ["--batch-size", str(case.microbatch_size), "--seconds", str(PROFILE_SECONDS), "-o", str(path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     try:

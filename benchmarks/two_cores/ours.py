@@ -70,7 +70,18 @@ class Ours:
         size = self.batch_size // microbatches
         path = self.folder / f"{self.model}-{size}.profile.json"
         if not path.exists():
-            _plan("profile", str(self.spec), "--batch-size", str(size), "--seconds", "2", "-o", str(path))
+            _plan(
+                "profile",
+                str(self.spec),
+                "--device",
+                "cpu",
+                "--batch-size",
+                str(size),
+                "--seconds",
+                "2",
+                "-o",
+                str(path),
+            )
         return path
 
     def train(self, plan: Path, module: str = STASHED) -> dict[str, Any]:

@@ -29,7 +29,8 @@ On several hosts, start the same command on each with torchrun, and it runs as o
         -m planner train model.py --plan plan.json
 
 with --node-rank 1 on the second. (With --rdzv-backend c10d, torchrun assigns the ranks itself. But if the link to HOST0
-is cut, the workers end while torchrun on the host that is cut off waits for its store for ever.)
+is cut, the workers end while torchrun on the host that is cut off waits for its store for ever.) Under Slurm, the tasks
+of `srun plan train ...` are the workers.
 
 Data comes from dataset() in the model file; without one, from random batches shaped like example_batch().
 """
