@@ -47,16 +47,44 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, or makes no loss.
     """
+    return observed(traced(model, batch, loss, channels_last=options.channels_last), options)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+    """What the tracer made of a model and its loss, before anything is known of the device that will train.
+
+    Attributes:
+        model: the user's.
+        module: the flat graph.
+        example: the batch that it was traced with.
+        output: the model's.
+    """
+
+    model: nn.Module
+    module: fx.GraphModule
+    example: Batch
+    output: _Output
+
+
+def traced(model: nn.Module, batch: Batch, loss: LossFunction | None, *, channels_last: bool = False) -> Trace:
+    """Trace a model, for `observed`; arguments and errors are those of `capture`."""
     refuse_untrainable(model)
     # The tracer takes a size of one for a constant, and a tensor that occurs twice for one input.
     example = (batch.doubled() if batch.size == 1 else batch).distinct()
-    if options.channels_last:
+    if channels_last:
         lay_out(model)
         example = example.channels_last()
     forward = _ForwardToLoss(model, loss)
     module = _export(forward, example)
     _clean(module)
-    facts, on_cpu = _facts(module, model, example, options)
+    return Trace(model, module, example, forward.output)
+
+
+def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
+    """Return the graph of a traced model for stages that run with `options`; errors are those of `capture`."""
+    model, module = trace.model, trace.module
+    facts, on_cpu = _facts(trace, options)
     names = Names(model, module)
     _check_weights_unchanged(module, names, facts)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -64,21 +92,21 @@ def capture(model: nn.Module, batch: Batch, loss: LossFunction | None, *, option
     operations = [node for node in module.graph.nodes if node.op == "call_function" and not _is_number(node, reader)]
     values = [*placeholders, *operations]
     specs = _specs(values, reader, facts)
-    loss_node, outputs = _outputs(module, forward, specs)
+    loss, outputs = _outputs(trace, specs)
     graph = LayerGraph(
         model=model,
         module=module,
         names=names,
         reader=reader,
-        layers=group_layers(FlatGraph(model, module, names, facts, operations, specs, loss_node)),
+        layers=group_layers(FlatGraph(model, module, names, facts, operations, specs, loss)),
         specs=specs,
         inputs=tuple(Input(node, specs.get(node)) for node in placeholders),
-        batch_spec=example.flatten()[1],
+        batch_spec=trace.example.flatten()[1],
         outputs=tuple(outputs),
-        output_spec=forward.output.spec,
-        loss=loss_node,
+        output_spec=trace.output.spec,
+        loss=loss,
         tied_parameters=names.tied,
-        batch_size=None if reader.dynamic else example.size,
+        batch_size=None if reader.dynamic else trace.example.size,
         options=options,
     )
     # The hash is the same for each device that the model may train on, whose values differ under autocast.
@@ -137,11 +165,9 @@ def _export(forward: _ForwardToLoss, batch: Batch) -> fx.GraphModule:
     return module
 
 
-def _facts(
-    module: fx.GraphModule, model: nn.Module, example: Batch, options: ModuleOptions
-) -> tuple[TensorFacts, TensorFacts]:
+def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFacts]:
     """Return the facts on the device that trains, and those on a CPU."""
-    leaves = example.flatten()[0]
+    module, leaves = trace.module, trace.example.flatten()[0]
     try:
         # Without autocast nothing depends on the device but the layout that its kernels choose, if it is there to ask.
         if options.device != "cuda" or (options.autocast is None and not torch.cuda.is_available()):
@@ -152,7 +178,7 @@ def _facts(
     except PlannerError:
         raise
     except Exception as cause:  # whatever the tracer's operations raise on tensors without data
-        raise capture_failure(cause, model) from cause
+        raise capture_failure(cause, trace.model) from cause
     return facts.sharing_as(on_cpu), on_cpu
 
 
@@ -197,11 +223,9 @@ def _spec(node: fx.Node, reader: SizeReader, facts: TensorFacts) -> ValueSpec | 
     return ValueSpec(node.name, facts.dtypes[node], requires_grad, sizes, order, facts.expanded[node])
 
 
-def _outputs(
-    module: fx.GraphModule, forward: _ForwardToLoss, specs: dict[fx.Node, ValueSpec]
-) -> tuple[fx.Node, list[Any]]:
+def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, list[Any]]:
     """Return the loss, and the leaves of the model's output with nodes in place of tensors."""
-    returned = module.graph.output_node().args[0]
+    returned = trace.module.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
     loss, *tensors = returned
     spec = specs.get(loss) if isinstance(loss, fx.Node) else None
@@ -211,7 +235,7 @@ def _outputs(
             f"the loss {found}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
         )
     rest = iter(tensors)
-    return loss, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in forward.output.leaves]
+    return loss, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in trace.output.leaves]
 
 
 def _check_weights_unchanged(module: fx.GraphModule, names: Names, facts: TensorFacts) -> None:

@@ -1,0 +1,164 @@
+"""Graphs captured for CUDA on a machine without it: devices, dtypes and layouts of every value at every cut."""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from planner.errors import CaptureError
+from planner.model.batch import Batch
+from planner.model.capture.capture import Trace, capture, observed, traced
+from planner.model.options import ModuleOptions
+from planner.model.spec import load_model_file
+from planner.model.stage.stage import build_stage
+from tests.model.architectures import ARCHITECTURES
+from tests.model.device_models import DEVICE_MODELS
+from tests.model.fake_cuda import mismatches
+
+PROFILES = Path(__file__).parents[3] / "profiles"
+DTYPES = [None, torch.bfloat16, torch.float16]
+SMALL_PROFILES = ("alexnet", "gpt2", "unet")
+SLOW_PROFILES = sorted(
+    path.parent.name for path in PROFILES.glob("*/model.py") if path.parent.name not in SMALL_PROFILES
+)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PROFILES]
+CASES = {**ARCHITECTURES, **DEVICE_MODELS}
+
+
+@cache
+def _traced(name: str) -> tuple[Trace, Batch]:
+    torch.manual_seed(0)
+    case, batch = CASES[name], CASES[name].batch(2)
+    return traced(case.build(), batch, case.loss), batch
+
+
+SLOWER = {"seq2seq", "translator"}  # to trace
+FURTHER = [pytest.param(name, marks=pytest.mark.slow) if name in SLOWER else name for name in DEVICE_MODELS]
+
+
+@pytest.mark.parametrize("name", [*FURTHER, "gnmt", "towers"])
+def test_every_cut_of_architectures(name: str) -> None:
+    trace, batch = _traced(name)
+    for dtype in DTYPES:
+        graph = observed(trace, ModuleOptions(dtype, device="cuda"))
+        assert len(graph.layers) > 3
+        assert mismatches(graph, batch) == [], dtype
+
+
+@pytest.mark.parametrize("name", [*SMALL_PROFILES, *SLOW])
+def test_every_cut_of_the_models_in_profiles(name: str) -> None:
+    path = PROFILES / name / "model.py"
+    if "transformers" in path.read_text(encoding="utf-8"):
+        pytest.importorskip("transformers", reason="needs the extra 'hf': pip install pipeline-planner[hf]")
+    builder = ":build_tiny" if "def build_tiny" in path.read_text(encoding="utf-8") else ""
+    spec = load_model_file(f"{path}{builder}")
+    torch.manual_seed(0)
+    batch = spec.example_batch(2)
+    trace = traced(spec.build_model(), batch, spec.loss)
+    for dtype in DTYPES:
+        assert mismatches(observed(trace, ModuleOptions(dtype, device="cuda")), batch) == [], dtype
+
+
+@pytest.mark.parametrize("name", ["llama", "tags", "gnmt", "speech"])
+def test_the_hash_is_the_same_for_all_devices(name: str) -> None:
+    trace, _ = _traced(name)
+    for dtype in DTYPES:
+        graphs = [observed(trace, ModuleOptions(dtype, device=kind)) for kind in ("cpu", "cuda")]
+        assert graphs[0].hash == graphs[1].hash
+
+
+def test_dtypes_are_those_of_the_device_that_trains() -> None:
+    trace, _ = _traced("group norm")
+    dtypes = {
+        kind: {spec.dtype for spec in observed(trace, ModuleOptions(torch.bfloat16, device=kind)).values.values()}
+        for kind in ("cpu", "cuda")
+    }
+    assert dtypes == {"cpu": {torch.bfloat16}, "cuda": {torch.bfloat16, torch.float32}}
+
+
+def test_what_a_cpu_refuses_is_captured_for_cuda() -> None:
+    """A CPU's autocast gives nn.Bilinear two dtypes, which it refuses; CUDA's makes them one."""
+    trace, _ = _traced("towers")
+    with pytest.raises(CaptureError, match="same dtype"):
+        observed(trace, ModuleOptions(torch.bfloat16))
+    assert observed(trace, ModuleOptions(torch.bfloat16, device="cuda")).hash
+
+
+def test_a_loss_that_cuda_refuses_under_autocast_is_refused_at_capture() -> None:
+    model, batch = nn.Linear(4, 1), Batch((torch.rand(4, 4),), {}, torch.rand(4, 1))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(output.sigmoid(), target)
+
+    assert capture(model, batch, loss, options=ModuleOptions(torch.bfloat16)).hash
+    with pytest.raises(CaptureError, match="unsafe to autocast"):
+        capture(model, batch, loss, options=ModuleOptions(torch.bfloat16, device="cuda"))
+
+
+def test_faults_put_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was wrong before: nested graphs kept the device of the capture, and dtypes followed the CPU's autocast."""
+    trace, tokens = _traced("llama")
+    graph = observed(trace, ModuleOptions(device="cuda"))
+    with monkeypatch.context() as patch:
+        patch.setattr("planner.model.stage.stage.movable", lambda nested: nested)
+        assert any("Expected" in each for each in mismatches(graph, tokens))
+    for name, dtype in (("gnmt", torch.float16), ("convnext", torch.bfloat16), ("group norm", torch.bfloat16)):
+        trace, batch = _traced(name)
+        assert mismatches(observed(trace, ModuleOptions(dtype, device="cpu")), batch)
+
+
+class _Exact(nn.Module):
+    """A product out of autocast, however the device is called, of constants made there; a later layer uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            turns = torch.eye(4, device=x.device) @ torch.full((4, 4), 0.5, device="cpu")
+        x = F.relu(self.first(x))
+        scores: Tensor = self.last(x) + turns
+        return scores
+
+
+@pytest.mark.parametrize("inside", ["no_grad", "flat"])
+def test_a_region_without_autocast_is_without_that_of_the_stage(inside: str) -> None:
+    batch = Batch((torch.rand(4, 4),), {}, torch.rand(4, 4))
+    trace = traced(_Exact() if inside == "no_grad" else _ExactWithGradient(), batch, F.mse_loss)
+    for kind in ("cpu", "cuda"):
+        graph = observed(trace, ModuleOptions(torch.bfloat16, device=kind))
+        crossing = {str(spec.dtype) for node, spec in graph.specs.items() if node.target is operator.getitem}
+        assert crossing == {"torch.float32"}
+        if kind == "cuda":
+            assert mismatches(graph, batch) == []
+
+
+class _ExactWithGradient(nn.Module):
+    """The same with weights, so that nothing but the region is nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            turns = self.first(torch.eye(4, device=x.device))
+        scores: Tensor = self.last(F.relu(self.first(x))) + turns
+        return scores
+
+
+def test_nested_graphs_follow_their_stage() -> None:
+    """They hold no device of their own: the buffer that tells theirs moves with the stage, and is not saved."""
+    trace, _ = _traced("llama")
+    graph = observed(trace, ModuleOptions())
+    stage = build_stage(graph, [layer.name for layer in graph.layers])
+    assert not any("_place" in name for name in stage.state_dict())
+    assert {buffer.device.type for buffer in stage.to("meta").buffers()} == {"meta"}
+    assert {buffer.device.type for _, buffer in graph.module.named_buffers()} == {"cpu"}

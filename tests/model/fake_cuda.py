@@ -1,0 +1,97 @@
+"""Running the stages of a graph on fake CUDA tensors, and comparing every value that crosses with what the graph says.
+
+On a machine without CUDA autograd cannot run backward on such tensors. What it would return is known nevertheless: it
+casts a gradient to the dtype that the forward noted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map
+
+from planner.model.batch import Batch
+from planner.model.capture.absent_device import fake_device, pretended
+from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, expanded_dimensions, memory_order
+from planner.model.stage.stage import StageModule, build_stage
+
+
+def mismatches(graph: LayerGraph, batch: Batch) -> list[str]:
+    """Run each layer as a stage of its own, so that every value that any cut sends is sent, and return what differs."""
+    device = fake_device("cuda")
+    found: list[str] = []
+    with (
+        torch.enable_grad(),  # for its end: an error inside a no_grad region of a graph leaves gradients switched off
+        pretended("cuda"),
+        FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True),
+    ):
+        there = fake_batch(batch, device)
+        known: dict[str, Tensor] = {}
+        for layer in graph.layers:
+            stage = build_stage(graph, [layer.name])
+            make_fake(stage, device)
+            received = {spec.name: _message(spec, known[spec.name], batch.size) for spec in stage.received}
+            found += [f"{layer.name} gets {each}" for each in _differing(stage.received, received, batch)]
+            try:
+                results = stage(there if stage.needs_batch else None, received)
+            except Exception as cause:  # whatever a wrong device or dtype raises
+                return [*found, f"{layer.name} fails: {cause}"]
+            found += [f"{layer.name} makes {each}" for each in _differing(stage.sent, results, batch)]
+            found += [f"{layer.name} returns {each}" for each in _gradients(stage, results)]
+            known.update(results)
+        if known[LOSS].device != device:
+            found.append(f"the loss is on {known[LOSS].device}")
+    return found
+
+
+def fake_batch(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch of fake tensors of the active mode on `device`."""
+    return Batch(*tree_map(lambda leaf: _empty(leaf, device), (batch.args, batch.kwargs, batch.target)))
+
+
+def make_fake(module: nn.Module, device: torch.device) -> None:
+    """Replace the weights and buffers in `module` by fake ones of the active mode on `device`."""
+    for owner in module.modules():
+        registries: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+        for registry in registries:
+            for name, tensor in registry.items():
+                if isinstance(tensor, nn.Parameter):
+                    registry[name] = nn.Parameter(_empty(tensor, device), tensor.requires_grad)
+                elif tensor is not None:
+                    registry[name] = _empty(tensor, device)
+
+
+def _empty(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+
+
+def _message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
+    copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
+    return spec.from_wire(copy, batch_size).requires_grad_(spec.requires_grad)
+
+
+def _differing(specs: Sequence[ValueSpec], values: dict[str, Tensor], batch: Batch) -> Iterator[str]:
+    for spec in specs:
+        value = values[spec.name]
+        wanted = spec.dtype, spec.requires_grad, spec.shape(batch.size), spec.order, spec.expanded, fake_device("cuda")
+        place = memory_order(value), expanded_dimensions(value), value.device
+        found = value.dtype, value.requires_grad, tuple(value.shape), *place
+        if found != wanted:
+            yield f"'{spec.name}' as {found}, captured {wanted}"
+
+
+def _gradients(stage: StageModule, results: dict[str, Tensor]) -> Iterator[str]:
+    """Yield the values whose gradients have another dtype than the value, which the wire's layout supposes."""
+    for spec in stage.sent:
+        value = results[spec.name]
+        if value.grad_fn is not None:
+            noted = value.grad_fn._input_metadata[value.output_nr]  # type: ignore[attr-defined]
+            if (noted.dtype, noted.device) != (spec.dtype, value.device):
+                yield f"a gradient of '{spec.name}' of {noted.dtype} on {noted.device}"
