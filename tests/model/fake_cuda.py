@@ -92,6 +92,6 @@ def _gradients(stage: StageModule, results: dict[str, Tensor]) -> Iterator[str]:
     for spec in stage.sent:
         value = results[spec.name]
         if value.grad_fn is not None:
-            noted = value.grad_fn._input_metadata[value.output_nr]  # type: ignore[attr-defined]
+            noted = value.grad_fn._input_metadata[value.output_nr]
             if (noted.dtype, noted.device) != (spec.dtype, value.device):
                 yield f"a gradient of '{spec.name}' of {noted.dtype} on {noted.device}"
