@@ -70,6 +70,8 @@ class Links(ABC):
         place: the device that messages are made on, and the device that computes with their values.
     """
 
+    _rounds_more = 0  # sends of shared gradients that may be unfinished beyond the limit
+
     def __init__(self, groups: LinkGroups, layout_of: LayoutOf, limits: SendLimits, place: Place) -> None:
         self._groups = groups
         self._layout_of = layout_of
@@ -103,7 +105,7 @@ class Links(ABC):
         route = route_of(send)
         if route.shared:
             # Before the new buffer is made: each is as large as the weights.
-            self._finish(route, self._limits.rounds(send.stage))
+            self._finish(route, self._limits.rounds(send.stage) + self._rounds_more)
         self._start(send, route, values)
 
     def drain(self) -> None:

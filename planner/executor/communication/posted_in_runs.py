@@ -15,7 +15,8 @@ buffer is free: it is allocated one message ahead, and the transfer waits for wh
 for the computation in between. So transfers overlap computation, as they do with receives posted ahead, with as much
 memory.
 
-The host reads no header while it trains: the first message of each route is checked at once, the others by event.
+The host reads no header while it trains: they are checked by event, soon after. That all workers have the same plan,
+and so lay out their messages alike, has been checked at the start.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from planner.schedule.instructions import Instruction, Message, Receive, Send
 @dataclass(frozen=True)
 class _Buffer:
     memory: Tensor
-    free: torch.cuda.Event | None  # when the device has come to where the memory was allocated
+    free: torch.cuda.Event | None = None  # when the device has come to where the memory was allocated; None: it is
 
 
 class PostedInRuns(Links):
@@ -52,6 +53,10 @@ class PostedInRuns(Links):
         instructions: returns an iterator over the worker's stream. Where it is not known in advance (none), each
             message is a run of its own.
     """
+
+    # Over gloo the receiver has one more buffer, which is posted ahead. Here it is the sender that has it: otherwise its
+    # computation would wait for a receive that may come after an evaluation, which waits for that computation.
+    _rounds_more = 1
 
     def __init__(
         self,
@@ -67,7 +72,6 @@ class PostedInRuns(Links):
         self._packed: list[tuple[Route, Tensor]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives
         self._spare: dict[Route, _Buffer] = {}
-        self._checked: set[Route] = set()
         self._later = Later(place.wire)
         self._side: torch.cuda.Stream | None = None
         if place.wire.type == "cuda":
@@ -90,11 +94,6 @@ class PostedInRuns(Links):
         assert posted.receive == receive, (posted.receive, receive)
         posted.wait()
         self._later.read(header(posted.buffer), posted.check)
-        route = route_of(receive)
-        if route not in self._checked:
-            # Before anything is computed with it: stages of different plans tell it by their first messages.
-            self._checked.add(route)
-            self._later.flush()
         return posted
 
     def _reach(self, message: Message) -> None:
@@ -122,7 +121,7 @@ class PostedInRuns(Links):
         """Return the buffer for a message, and one for the next of its route, if that is worth its memory."""
         route, size = route_of(receive), self._layout_of(receive).size_bytes
         kept = self._spare.pop(route, None)
-        buffer = kept if kept is not None and len(kept.memory) == size else self._allocated(size)
+        buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
         return buffer, None if route.shared else self._allocated(size)
 
@@ -131,11 +130,22 @@ class PostedInRuns(Links):
         # The device may still work with what was in this memory, until it comes here.
         return _Buffer(memory, None if self._side is None else torch.cuda.current_stream(memory.device).record_event())
 
+    def _fresh(self, size_bytes: int) -> _Buffer:
+        """Allocate memory of the side stream, which nothing else has used: no computation needs to be waited for."""
+        if self._side is None:
+            return self._allocated(size_bytes)
+        with torch.cuda.stream(self._side):
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)
+        # Freed, it goes back to the side stream, but not before the computation with it has ended.
+        memory.record_stream(torch.cuda.current_stream(memory.device))
+        return _Buffer(memory, None)
+
     def _beside(self, buffer: _Buffer) -> AbstractContextManager[object]:
         """Return a context in which an operation waits for the buffer, and for nothing else on this device."""
-        if self._side is None or buffer.free is None:
+        if self._side is None:
             return nullcontext()
-        self._side.wait_event(buffer.free)
+        if buffer.free is not None:
+            self._side.wait_event(buffer.free)
         return torch.cuda.stream(self._side)
 
 

@@ -1,0 +1,45 @@
+"""The shapes of pipelines that are run: every schedule, with all that a plan may add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.schedule.registry import SCHEDULES
+from planner.schedule.schedule import Schedule
+from tests.executor.communication.nccl_rules.runs import Run
+
+MICROBATCHES = 4
+
+
+def runs() -> tuple[Run, ...]:
+    """Return all of them."""
+    return tuple(run for schedule in SCHEDULES for run in _runs(schedule))
+
+
+def _runs(schedule: Schedule) -> Iterator[Run]:
+    name, microbatches = schedule.name, MICROBATCHES if schedule.divides else 1
+    chunks = (schedule.fixed_chunks or 2) if schedule.chunked else 1
+
+    def run(replicas: tuple[int, ...], **more: object) -> Run:
+        return Run(name, replicas * chunks, microbatches, chunks, **more)  # type: ignore[arg-type]
+
+    even = [(1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2)]
+    uneven = [(2, 1), (1, 2), (2, 1, 1), (1, 2, 1), (3, 2), (3, 1)]
+    stages = 3 * chunks
+    for replicas in even if schedule.chunked else even + uneven:
+        yield run(replicas)
+    for replicas in [(1, 1, 1)] if schedule.chunked else [(1, 1, 1), (2, 1, 2)]:
+        yield run(replicas, skips=((0, stages - 1),))
+        yield run(replicas, skips=((0, stages - 1),), evaluate_every=2)
+    yield run((1, 1), evaluate_every=2)
+    yield run((1, 1, 1), traced=True)
+    for replicas in [(1, 1), (1, 1, 1), (2, 2)]:
+        last = len(replicas) * chunks - 1
+        yield run(replicas, tied=((0, last),))
+        yield run(replicas, tied=((0, last),), evaluate_every=3)
+    yield run((1, 1, 1), tied=((0, stages - 1), (1, stages - 1)))
+    yield run((1, 1, 1), clipped=True)
+    yield run((1, 1), autocast="float16")
+    if schedule.stashes:
+        yield run((2, 1, 1), accumulate=2)
+        yield run((1, 1, 1), accumulate=3, tied=((0, 2),))
