@@ -54,8 +54,8 @@ class PostedInRuns(Links):
             message is a run of its own.
     """
 
-    # Over gloo the receiver has one more buffer, which is posted ahead. Here it is the sender that has it: otherwise its
-    # computation would wait for a receive that may come after an evaluation, which waits for that computation.
+    # Over gloo the receiver has one more buffer, which is posted ahead. Here the sender has it. Otherwise its
+    # computation would wait for a receive that may come after an evaluation, which in turn waits for that computation.
     _rounds_more = 1
 
     def __init__(

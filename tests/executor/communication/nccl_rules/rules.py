@@ -5,7 +5,8 @@ the workers can run together comes to the same end, and they deadlock exactly if
 
     first use       the first operation on a communicator holds the host until all members make theirs
     kernels         an operation begins after the one before it on its communicator, and after what its device had to
-                    compute when it was posted, or when its buffer was allocated; a receive ends after its send has begun, an all-reduce after all have
+                    compute when it was posted, or when its buffer was allocated; a receive ends after its send has
+                    begun, an all-reduce after all have
     sends           buffered: end by themselves; rendezvous: end after their receive has begun
     stream wait     computation goes on after the operation has ended; the host does not wait
     host wait       the host goes on after its device has computed what it was given so far

@@ -1,9 +1,7 @@
-"""Runs of the product's own workers whose host operations are written down: stages of one weight, everything else real."""
+"""Runs of the product's own workers, whose host operations are written down; only the stages are stand-ins."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,7 +12,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from planner.formats.device_names import Backend
 from planner.devices.place import CPU, Place
 from planner.executor.communication.collect import gather_bytes
 from planner.executor.communication.groups import DataGroups
@@ -25,6 +22,7 @@ from planner.executor.run import train
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
+from planner.formats.device_names import Backend
 from planner.formats.plan import Plan, Stage
 from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
@@ -33,10 +31,8 @@ from planner.model.stage.evaluation import EvaluationStages
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape
-from tests.executor.communication.nccl_rules.rules import Operation, Recording, Work
+from tests.executor.communication.nccl_rules.rules import Operation, Work
 from tests.executor.communication.nccl_rules.world import World
-
-_SEEDING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Run:
     chunks: int = 1
     skips: tuple[tuple[int, int], ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
-    minibatches: int = 6
+    minibatches: int = 4
     evaluate_every: int | None = None
     traced: bool = False
     accumulate: int = 1
@@ -70,7 +66,7 @@ class Run:
         config = "-".join(map(str, self.replicas))
         what = [f"skips {self.skips}"] * bool(self.skips) + [f"tied {self.tied}"] * bool(self.tied)
         what += ["traced"] * self.traced + ["evaluated"] * bool(self.evaluate_every) + ["clipped"] * self.clipped
-        what += [f"accumulate {self.accumulate}"] * (self.accumulate > 1) + [self.autocast] * bool(self.autocast)
+        what += [f"accumulate {self.accumulate}"] * (self.accumulate > 1) + [str(self.autocast)] * bool(self.autocast)
         return f"{self.schedule} {config} of {self.microbatches} {' '.join(map(str, what))}".strip()
 
     @property

@@ -10,6 +10,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -89,14 +90,14 @@ class World:
             try:
                 with _Watch(self):
                     worker(rank)
-            except BaseException as error:  # noqa: BLE001 - raised in the test
+            except BaseException as error:
                 self._errors.append(error)
             self._changed.notify_all()
 
     def _until(self, come: Callable[[], bool]) -> None:
         """Let other workers run until `come`."""
         found = self._changed.wait_for(lambda: come() or bool(self._errors), TIMEOUT_S)
-        assert found and not self._errors, f"rank {self.rank} waits for ever after {self.recording[self.rank][-5:]}"
+        assert found, f"rank {self.rank} waits for ever after {self.recording[self.rank][-5:]}"
 
     # What replaces torch.distributed.
 
@@ -130,7 +131,7 @@ class World:
 
     def all_gather(self, tensors: list[Tensor], tensor: Tensor, group: Group | None = None) -> None:
         for number, each in enumerate(tensors):
-            self._all(each.copy_(tensor), group, lambda given, number=number: given[number])
+            self._all(each.copy_(tensor), group, itemgetter(number))
 
     def barrier(self, group: Group | None = None) -> None:
         self._all(torch.zeros(1), group, lambda given: given[0])
@@ -213,7 +214,7 @@ class World:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        names = "new_group isend irecv all_reduce broadcast all_gather barrier send recv".split()
+        names = ["new_group", "isend", "irecv", "all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"]
         replaced: dict[str, object] = {name: getattr(self, name) for name in names}
         replaced |= {
             "get_rank": lambda group=None: self.rank if group is None else group.ranks.index(self.rank),
@@ -223,7 +224,7 @@ class World:
             "is_initialized": lambda: True,
         }
         with (
-            patch.multiple(dist, **replaced),  # type: ignore[arg-type]
+            patch.multiple(dist, **replaced),  # type: ignore[call-overload]
             patch.object(groups, "wait_for_device", lambda _: self.note(DeviceWait())),
             # Where a GPU's event and side stream let a receive begin before what was computed since.
             patch.object(PostedInRuns, "_allocated", lambda _, size: self._buffer(size, fresh=False)),
@@ -265,11 +266,11 @@ class _Later(Later):
         self._world.note(HostWait())
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whatever allocates memory or launches a kernel, and what makes the host wait for a number."""
 
     def __init__(self, world: World) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._world = world
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

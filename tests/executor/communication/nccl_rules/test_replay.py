@@ -1,0 +1,159 @@
+"""The product's own workers under NCCL's rules: none waits for ever, and faults put back in are found.
+
+Each worker's host operations are written down while the product makes them, and then played together under the rules
+of `rules`. Waits for the whole device are put wherever something is allocated or launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.executor.communication import connect
+from planner.executor.communication.groups import DataGroups
+from planner.executor.communication.posted_ahead import PostedAhead
+from tests.executor.communication.nccl_rules.cases import runs
+from tests.executor.communication.nccl_rules.rules import (
+    DeviceWait,
+    NCCLDeadlock,
+    Operation,
+    Post,
+    Recording,
+    StreamWait,
+    Work,
+    check,
+)
+from tests.executor.communication.nccl_rules.runs import Run, record
+
+recorded = cache(record)
+ALL = runs()
+
+
+def deadlocks(recording: Recording, **how: Any) -> bool:
+    """Whether the workers wait for ever."""
+    try:
+        check(recording, **how)
+    except NCCLDeadlock:
+        return True
+    return False
+
+
+def test_no_wait_for_a_device_closes_a_circle() -> None:
+    """Neither on one worker nor on all at once, at no place: the conditions of all waits together close no circle."""
+    found = {str(run) for run in ALL if deadlocks(recorded(run), waiting=range(run.workers))}
+    assert not found
+    assert len(ALL) > 150
+
+
+def test_sends_may_wait_for_their_receives() -> None:
+    assert not {str(run) for run in ALL if deadlocks(recorded(run), rendezvous=True)}
+
+
+def test_straight_pipelines_bear_waits_of_devices_and_of_sends_together() -> None:
+    """Runs of messages of two neighbours fit together: one sends and takes what the other takes and sends."""
+    for run in ALL:
+        straight = set(run.replicas) == {1} and not (run.skips or run.tied or run.evaluate_every)
+        if straight and run.schedule in ("1f1b", "1f1b-flush", "2bw", "gpipe", "naive", "zb-h1"):
+            check(recorded(run), waiting=range(run.workers), rendezvous=True)
+
+
+def test_with_one_hardware_queue_sends_that_wait_block_the_receives_behind_them() -> None:
+    """Why CUDA_DEVICE_MAX_CONNECTIONS is set: otherwise a stream waits for another that shares its queue."""
+    found = {str(run) for run in ALL if deadlocks(recorded(run), rendezvous=True, one_queue=True)}
+    assert 0 < len(found) < len(ALL), found
+
+
+class Fault:
+    """Faults to put back in."""
+
+    @staticmethod
+    @contextmanager
+    def posting_ahead() -> Iterator[None]:
+        with patch.object(connect, "PostedInRuns", PostedAhead):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def no_first_uses() -> Iterator[None]:
+        with patch.object(DataGroups, "use_once", lambda _: None):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def first_uses_in_another_order() -> Iterator[None]:
+        def other_way_round(groups: DataGroups) -> None:
+            for use in groups._unused[:: -1 if dist.get_rank() % 2 else 1]:
+                use(torch.zeros(1))
+
+        with patch.object(DataGroups, "use_once", other_way_round):
+            yield
+
+
+Stuck = Callable[[Recording], bool]
+
+
+def found_with(fault: Callable[[], AbstractContextManager[None]], chosen: list[Run], stuck: Stuck = deadlocks) -> int:
+    """In how many of `chosen` the workers wait for ever with the fault, where they do not without it."""
+    with fault():
+        faulty = [record(run) for run in chosen]
+    assert not any(stuck(recorded(run)) for run in chosen)
+    return sum(map(stuck, faulty))
+
+
+def stuck_with_a_single_wait(recording: Recording) -> bool:
+    return any(deadlocks(recording, waiting=(rank,)) for rank in recording)
+
+
+def stuck_with_waits_everywhere(recording: Recording) -> bool:
+    return deadlocks(recording, waiting=recording)
+
+
+PLAIN = [
+    run for run in ALL if run.replicas in ((1, 1), (1, 1, 1), (2, 1)) and not (run.evaluate_every or run.accumulate > 1)
+]
+# Under zb-v the first and the last stage are on one worker.
+TIED = [run for run in ALL if any(len({run.shape.ranks[s] for s in pair}) > 1 for pair in run.tied[:1])]
+
+
+def test_posting_ahead_is_found_by_waits_on_one_worker() -> None:
+    assert found_with(Fault.posting_ahead, PLAIN, stuck_with_a_single_wait) == len(PLAIN)
+
+
+def test_first_uses_in_another_order_are_found() -> None:
+    assert found_with(Fault.first_uses_in_another_order, PLAIN[::2]) == len(PLAIN[::2])
+
+
+def test_tied_weights_whose_communicators_are_not_made_before_are_found() -> None:
+    tied = [run for run in TIED if not run.evaluate_every]
+    assert found_with(Fault.no_first_uses, tied) == len(tied) > 20
+
+
+def test_a_trace_that_waits_for_the_device_is_found_together_with_posting_ahead() -> None:
+    """It waits after every instruction, so on all workers."""
+    traced = [run for run in ALL if run.traced]
+    assert found_with(Fault.posting_ahead, traced, stuck_with_waits_everywhere) == len(traced)
+
+
+def test_the_rules_know_a_circle_when_they_see_one() -> None:
+    """Two workers that wait for their devices between a send and the receive that follows."""
+
+    def worker(sends: str, receives: str) -> list[Operation]:
+        first = [Post(name, 0, kind, 0) for name, kind in sorted([(sends, "send"), (receives, "receive")])]  # type: ignore[arg-type]
+        receive = Post(receives, 1, "receive", 0)
+        return [*first, Post(sends, 1, "send", 0), Work(), receive, StreamWait(receive), DeviceWait()]
+
+    recording = {0: worker("there", "back"), 1: worker("back", "there")}
+    check(recording)
+    check(recording, waiting=(0, 1))
+    check(recording, waiting=(0,), rendezvous=True)
+    with pytest.raises(NCCLDeadlock, match="back"):
+        check(recording, waiting=(0, 1), rendezvous=True)
+    with pytest.raises(NCCLDeadlock, match="no counterpart"):
+        check({0: recording[0], 1: recording[1][:4]}, rendezvous=True)
