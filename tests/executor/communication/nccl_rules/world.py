@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from planner.executor.communication import groups, posted_in_runs
+from planner.executor.communication import groups
 from planner.executor.communication.later import Later
 from planner.executor.communication.posted_in_runs import PostedInRuns, _Buffer
 from tests.executor.communication.nccl_rules.rules import (
@@ -198,6 +198,10 @@ class World:
             self._given[key][self.rank] = tensor.detach().clone()
         self._changed.notify_all()
 
+    def _unseen(self, reader: Callable[[Tensor], object], value: Tensor) -> None:
+        with _disable_current_modes():
+            reader(value)
+
     def _fill(self, fill: Callable[[dict[int, Tensor]], object], key: tuple[str, int]) -> None:
         with _disable_current_modes():
             fill(self._given[key])
@@ -230,7 +234,9 @@ class World:
             patch.object(PostedInRuns, "_allocated", lambda _, size: self._buffer(size, fresh=False)),
             patch.object(PostedInRuns, "_fresh", lambda _, size: self._buffer(size, fresh=True)),
             patch.object(PostedInRuns, "_beside", lambda _, buffer: self._beside(buffer)),
-            patch.object(posted_in_runs, "Later", lambda device: _Later(self, device)),
+            # What is read by event makes the host wait nowhere, unless all is asked for.
+            patch.object(Later, "read", lambda _, value, reader: self._unseen(reader, value)),
+            patch.object(Later, "flush", lambda _: self.note(HostWait())),
         ):
             yield
 
@@ -253,17 +259,6 @@ class _Done:
         if self._fill is not None:
             world._until(lambda: self._givers <= world._given[key].keys())
             world._fill(self._fill, key)
-
-
-class _Later(Later):
-    """Reads at once, and notes where the host of a GPU would wait."""
-
-    def __init__(self, world: World, device: torch.device) -> None:
-        super().__init__(device)
-        self._world = world
-
-    def flush(self) -> None:
-        self._world.note(HostWait())
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
