@@ -1,0 +1,1 @@
+"""One file per check: what it asks, and its cases."""

@@ -1,0 +1,131 @@
+"""What the checks share: the device, the workers, a temporary folder, and the ways to a profile and to a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from planner.api import profile, train
+from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.setting import Setting
+from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.model.spec import TrainingSpec, load_model_file
+from planner.schedule.defaults import CHUNKS
+from planner.schedule.schedule import Schedule
+from planner.solver.assemble import assemble
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation
+
+SEED = 3
+MODELS = Path(__file__).parent / "models"
+_ANY_BANDWIDTH = 1e9  # of plans whose speed does not matter
+
+
+@dataclass
+class Lab:
+    """Where the checks run.
+
+    Attributes:
+        device: of all workers.
+        workers: of the runs that have several.
+        folder: for files; it goes when the self-test ends.
+        profiles: a folder with models of the user's, or None.
+    """
+
+    device: torch.device
+    workers: int
+    folder: Path
+    profiles: Path | None = None
+    _profiles: dict[tuple[str, int, float], Profile] = field(default_factory=dict)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    def profile(self, model: str, batch_size: int, seconds: float = 0.0) -> Profile:
+        """Profile a model, once; by default with as few steps as there can be."""
+        key = model, batch_size, seconds
+        if key not in self._profiles:
+            self._profiles[key] = profile(model, batch_size=batch_size, device=str(self.device), seconds=seconds)
+        return self._profiles[key]
+
+    def train(
+        self,
+        model: str,
+        plan: Plan,
+        steps: int,
+        *,
+        options: TrainingOptions | None = None,
+        checkpoints: CheckpointOptions | None = None,
+        run_options: RunOptions | None = None,
+    ) -> TrainResult:
+        """Train in workers of their own, as `plan train` does."""
+        return train(
+            model,
+            plan,
+            steps=steps,
+            seed=None if checkpoints is not None and checkpoints.resume else SEED,
+            options=options,
+            checkpoints=checkpoints,
+            run_options=run_options,
+        )
+
+
+def location(model: str, builder: str = "build_model") -> str:
+    """Return the location of a built-in model."""
+    return f"{MODELS / model}.py:{builder}"
+
+
+def spec_of(model: str) -> TrainingSpec:
+    """Load the model file at a location."""
+    return load_model_file(model)
+
+
+def even_plan(profile: Profile, schedule: Schedule, replicas: Sequence[int], *, recompute: bool = False) -> Plan:
+    """Return a plan whose stages have equally many layers, whatever a solver would choose.
+
+    Args:
+        profile: of the model.
+        schedule: if it has several chunks per worker, each of the stages has as many.
+        replicas: of each stage; one for each worker's under schedules with chunks.
+        recompute: whether all stages recompute.
+    """
+    chunks = schedule.fixed_chunks or CHUNKS
+    workers = sum(replicas)
+    replicas = [*replicas] * chunks
+    layers, stages = len(profile.layers), len(replicas)
+    cuts = [layers * stage // stages for stage in range(stages + 1)]
+    layer_costs = LayerCosts(profile)
+    chosen = candidates([list(range(start, end)) for start, end in pairwise(cuts)], replicas)
+    microbatches = 2 * workers if schedule.divides else 1
+    cluster = flat_cluster(workers, _ANY_BANDWIDTH)
+    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks))
+    plan = assemble(problem, Evaluation(tuple(chosen), problem.price(chosen)))
+    if not recompute:
+        return plan
+    return plan.model_copy(update={"stages": tuple(s.model_copy(update={"recompute": True}) for s in plan.stages)})
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, which workers inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,1 @@
+"""What some cases run in processes of their own."""
