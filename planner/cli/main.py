@@ -24,6 +24,7 @@ from planner.cli import (
     profile,
     quickstart,
     report,
+    selftest,
     show,
     simulate,
     solve,
@@ -49,6 +50,7 @@ VERBS = (
     export_weights,
     export,
     quickstart,
+    selftest,
 )
 
 DESCRIPTION = """\
@@ -65,6 +67,7 @@ your GPUs, and train it that way.
     plan train model.py                         plan                  -> trained model
     plan export-weights checkpoints             checkpoint            -> model.safetensors
     plan export --to megatron                   plan                  -> another system's files
+    plan selftest                               this machine          -> does all of it work here?
 
 New here? `plan quickstart` does all of it with a small model.
 """

@@ -70,11 +70,14 @@ class Lab:
         run_options: RunOptions | None = None,
     ) -> TrainResult:
         """Train in workers of their own, as `plan train` does."""
+        share = self.cuda and plan.workers > torch.cuda.device_count()
         return train(
             model,
             plan,
             steps=steps,
             seed=None if checkpoints is not None and checkpoints.resume else SEED,
+            device="cuda" if self.cuda else "cpu",
+            backend="gloo" if share else None,  # NCCL needs a GPU for each worker
             options=options,
             checkpoints=checkpoints,
             run_options=run_options,

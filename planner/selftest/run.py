@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from planner.devices.place import kind_here
 from planner.errors import InputError, PlannerError, reason_of
+from planner.formats.device_names import DeviceKind
 from planner.formats.files import Record
 from planner.profiler.measured.device import check_positive, parse_device
 from planner.selftest.lab import Lab, environment
@@ -19,6 +21,7 @@ from planner.selftest.rows import Case, Check, Outcome, Row, SelftestReport
 from planner.version import __version__
 
 WORKERS = 2
+OWN_PROFILES = Path(__file__).parents[2] / "profiles"  # in a checkout; an installed package has none
 # A GPU would multiply in TF32 in some kernels, which hides differences. The libraries read this when they are loaded.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 
@@ -26,11 +29,12 @@ EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 class SelftestOptions(Record):
     """What to check, and on what.
 
-    `profiles`: a folder of models, each `<name>/model.py` with a `build_tiny`, to check beside the built-in ones.
+    `device`: None for a GPU where there is one. `profiles`: a folder of models, each `<name>/model.py` with a
+    `build_tiny`, to check beside the built-in ones; None for that of the source, where the package runs from there.
     `only` and `skip`: names of checks.
     """
 
-    device: str = "cpu"
+    device: DeviceKind | None = None
     workers: int = WORKERS
     profiles: str | None = None
     only: tuple[str, ...] = ()
@@ -50,13 +54,11 @@ def selftest(options: SelftestOptions, on_row: Callable[[Row], None] = lambda ro
     checks = _chosen(options)
     _refuse_several_hosts()
     check_positive("workers", options.workers)
-    device = parse_device(options.device)
-    if options.profiles is not None and not Path(options.profiles).is_dir():
-        raise InputError(f"`profiles={options.profiles}` is no folder", hint="it has a <name>/model.py for each model")
+    kind = options.device or kind_here()
+    device, profiles = parse_device(kind), _profiles(options)
     started, date = time.monotonic(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="plan-selftest-") as folder, environment(EXACT):
-        profiles = None if options.profiles is None else Path(options.profiles)
         lab = Lab(device, options.workers, Path(folder), profiles)
         for check in checks:
             for case in check.cases(lab):
@@ -65,7 +67,7 @@ def selftest(options: SelftestOptions, on_row: Callable[[Row], None] = lambda ro
     return SelftestReport(
         version=__version__,
         date=date,
-        device=options.device,
+        device=kind,
         workers=options.workers,
         rows=tuple(rows),
         seconds=time.monotonic() - started,
@@ -95,6 +97,17 @@ def run_case(check: Check, case: Case) -> Row:
 def _finite(value: float | None) -> float | None:
     """Return the number, or None where JSON cannot say it."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _profiles(options: SelftestOptions) -> Path | None:
+    if options.profiles is None:
+        return OWN_PROFILES if OWN_PROFILES.is_dir() else None
+    folder = Path(options.profiles)
+    if not any(folder.glob("*/model.py")):
+        raise InputError(
+            f"`profiles={folder}` has no models", hint="give a folder with a model.py in a folder of each model's name"
+        )
+    return folder
 
 
 def _chosen(options: SelftestOptions) -> Sequence[Check]:

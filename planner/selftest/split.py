@@ -13,6 +13,7 @@ from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.loss import LossFunction, loss_of
+from planner.model.options import ModuleOptions
 from planner.model.stage.stage import StageModule, build_stage
 
 
@@ -48,13 +49,15 @@ def _relative(one: Tensor, other: Tensor) -> float:
     return difference if difference == difference else float("inf")  # NaN
 
 
-def eager_step(graph: LayerGraph, batch: Batch, loss: LossFunction | None, device: torch.device) -> Step:
+def eager_step(
+    model: nn.Module, batch: Batch, loss: LossFunction | None, device: torch.device, options: ModuleOptions
+) -> Step:
     """Run a step of the user's own module; its buffers stay as they were."""
-    with _fresh(graph.model):
-        with autocasting(device.type, graph.options.autocast):
-            value = loss_of(graph.model(*batch.args, **batch.kwargs), batch.target, loss)
+    with _fresh(model):
+        with autocasting(device.type, options.autocast):
+            value = loss_of(model(*batch.args, **batch.kwargs), batch.target, loss)
         torch.autograd.backward(value)
-        return _step(value, graph.model)
+        return _step(value, model)
 
 
 def split_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) -> Step:
@@ -80,15 +83,16 @@ def split_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) ->
             known.update(results)
             runs.append((stage, received, results))
         gradients: dict[str, Tensor] = {}
-        for stage, received, results in reversed(runs):
-            _backward(stage, received, results, gradients)
+        for run in reversed(runs):
+            _backward(run, gradients, batch.size)
         return _step(known["loss"], graph.model)
 
 
 def _backward(
-    stage: StageModule, received: dict[str, Tensor], results: dict[str, Tensor], gradients: dict[str, Tensor]
+    run: tuple[StageModule, dict[str, Tensor], dict[str, Tensor]], gradients: dict[str, Tensor], batch_size: int
 ) -> None:
-    """Run a stage's backward, with and into `gradients` of the values that cross."""
+    """Run the backward of a stage that has run, from and into `gradients` of the values that cross."""
+    stage, received, results = run
     roots: list[Tensor] = [results["loss"]] if stage.has_loss else []
     seeds: list[Tensor | None] = [None] if stage.has_loss else []
     for spec in stage.sent:
@@ -100,7 +104,7 @@ def _backward(
     for spec in stage.received:
         gradient = received[spec.name].grad
         if gradient is not None:
-            gradients[spec.name] = _message(spec.of_gradient, gradient, int(gradient.shape[0]) if gradient.dim() else 0)
+            gradients[spec.name] = _message(spec.of_gradient, gradient, batch_size)
 
 
 def _message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:

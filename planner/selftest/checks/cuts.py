@@ -6,13 +6,17 @@ compared with those of the user's own module, on the device, in three types.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from planner.model.autocast import autocast_dtype
+from planner.model.batch import Batch
 from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
@@ -29,6 +33,7 @@ BUILDER = "build_tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 LIMITS_CPU = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
 LIMITS_CUDA = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+MOST_S = 4.0  # for one eager step of two samples
 NEEDED = {"transformers": "pip install 'pipeline-planner[hf]'"}  # by models of `profiles/`, and not by the package
 
 
@@ -41,13 +46,11 @@ def _cases(lab: Lab) -> Iterator[Case]:
 
 
 def _of_profiles(lab: Lab, model: str) -> Outcome:
-    path = model.rpartition(":")[0]
-    with open(path, encoding="utf-8") as file:
-        source = file.read()
+    source = Path(model.rpartition(":")[0]).read_text(encoding="utf-8")
     for package, remedy in NEEDED.items():
         if package in source and find_spec(package) is None:
             return skipped(f"needs {package}: {remedy}")
-    if f"def {BUILDER}" not in source:
+    if BUILDER not in source:
         return skipped(f"has no {BUILDER}()")
     return _every_cut(lab, model)
 
@@ -56,8 +59,12 @@ def _every_cut(lab: Lab, model: str) -> Outcome:
     spec = spec_of(model)
     limits = LIMITS_CUDA if lab.cuda else LIMITS_CPU
     differences: dict[str, float] = {}
+    left_out: list[str] = []
     layers = 0
     for name in DTYPES:
+        if reason := _cannot_run(lab, spec, name):
+            left_out.append(f"{name} {reason}")
+            continue
         try:
             layers, difference, where = _difference(lab, spec, name)
         except CutError as error:
@@ -65,13 +72,36 @@ def _every_cut(lab: Lab, model: str) -> Outcome:
         if not difference <= limits[name]:
             return judged(False, f"{name}: {where} differs by {difference:.1e}", difference, limits[name])
         differences[name] = difference
-    return judged(True, f"{layers - 1} cuts; {_in_words(differences)}", max(differences.values()))
+    if not differences:
+        return judged(False, "; ".join(left_out))
+    return judged(True, "; ".join([f"{layers - 1} cuts", _in_words(differences), *left_out]), max(differences.values()))
 
 
 def _in_words(differences: dict[str, float]) -> str:
     if not any(differences.values()):
         return f"{', '.join(differences)} equal to the bit"
     return ", ".join(f"{name} within {each:.0e}" if each else f"{name} equal" for name, each in differences.items())
+
+
+def _cannot_run(lab: Lab, spec: TrainingSpec, dtype: str) -> str:
+    """Say why the uncut module cannot be run in `dtype` on the device, as some cannot in float16 on a CPU; or ""."""
+    options = ModuleOptions(autocast_dtype(dtype))
+    with thread_count(1):
+        model, batch = _model_and_batch(lab, spec)
+        started = time.monotonic()
+        try:
+            eager_step(model, batch, spec.loss, lab.device, options)
+        except RuntimeError:
+            if dtype == DTYPES[0]:
+                raise
+            return "cannot run here even without cuts"
+    return "" if time.monotonic() - started < MOST_S else "is emulated here, and too slow to check"
+
+
+def _model_and_batch(lab: Lab, spec: TrainingSpec) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(SEED)
+    model = spec.build_model().train()
+    return model.to(lab.device), spec.example_batch(BATCH_SIZE).to(lab.device)
 
 
 def _difference(lab: Lab, spec: TrainingSpec, dtype: str) -> tuple[int, float, str]:
@@ -85,7 +115,7 @@ def _difference(lab: Lab, spec: TrainingSpec, dtype: str) -> tuple[int, float, s
         graph.model.to(lab.device)
         batch = batch.to(lab.device)
         torch.manual_seed(SEED)
-        eager = eager_step(graph, batch, spec.loss, lab.device)
+        eager = eager_step(graph.model, batch, spec.loss, lab.device, options)
         torch.manual_seed(SEED)
         split = split_step(graph, batch, [[layer.name] for layer in graph.layers])
     return len(graph.layers), *split.difference(eager)

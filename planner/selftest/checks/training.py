@@ -90,8 +90,8 @@ def _dropout(lab: Lab) -> Outcome:
     profile = lab.profile(DROPOUT, BATCH_SIZE)
     several = even_plan(profile, FLUSH, (1,) * lab.workers)
     one = even_plan(profile, FLUSH, (1,)).model_copy(update={"microbatches": several.microbatches})
-    runs = [losses_of(lab.train(DROPOUT, plan, STEPS)) for plan in (several, one)]
-    return compared(lab, *runs, "one stage with the same dropout")
+    found, expected = (losses_of(lab.train(DROPOUT, plan, STEPS)) for plan in (several, one))
+    return compared(lab, found, expected, "one stage with the same dropout")
 
 
 def _resume(lab: Lab) -> Outcome:

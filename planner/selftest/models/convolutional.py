@@ -60,6 +60,13 @@ def build_dropout() -> nn.Module:
     return Net(BLOCKS)
 
 
+def build_wide() -> nn.Module:
+    """Return wider blocks, enough work for measurements of time and memory."""
+    model = Net(8, channels=64)
+    model.drop.p = 0.0
+    return model
+
+
 def build_tiny() -> nn.Module:
     """Return a model of fewer blocks, with dropout."""
     return Net(TINY_BLOCKS)
