@@ -16,6 +16,7 @@ from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.setting import Setting
 from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
 from planner.formats.cluster import flat_cluster
+from planner.formats.device_names import Backend
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import TrainingSpec, load_model_file
@@ -52,6 +53,10 @@ class Lab:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
+    def backend(self, workers: int) -> Backend | None:
+        """Return what so many workers send with: gloo where they share GPUs, since NCCL needs one for each."""
+        return "gloo" if self.cuda and workers > torch.cuda.device_count() else None
+
     def profile(self, model: str, batch_size: int, seconds: float = 0.0) -> Profile:
         """Profile a model, once; by default with as few steps as there can be."""
         key = model, batch_size, seconds
@@ -70,14 +75,13 @@ class Lab:
         run_options: RunOptions | None = None,
     ) -> TrainResult:
         """Train in workers of their own, as `plan train` does."""
-        share = self.cuda and plan.workers > torch.cuda.device_count()
         return train(
             model,
             plan,
             steps=steps,
             seed=None if checkpoints is not None and checkpoints.resume else SEED,
             device="cuda" if self.cuda else "cpu",
-            backend="gloo" if share else None,  # NCCL needs a GPU for each worker
+            backend=self.backend(plan.workers),
             options=options,
             checkpoints=checkpoints,
             run_options=run_options,

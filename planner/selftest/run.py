@@ -12,7 +12,7 @@ from pathlib import Path
 
 from planner.devices.place import kind_here
 from planner.errors import InputError, PlannerError, reason_of
-from planner.formats.device_names import DeviceKind
+from planner.formats.device_names import DeviceType
 from planner.formats.files import Record
 from planner.profiler.measured.device import check_positive, parse_device
 from planner.selftest.lab import Lab, environment
@@ -34,7 +34,7 @@ class SelftestOptions(Record):
     `only` and `skip`: names of checks.
     """
 
-    device: DeviceKind | None = None
+    device: DeviceType | None = None
     workers: int = WORKERS
     profiles: str | None = None
     only: tuple[str, ...] = ()

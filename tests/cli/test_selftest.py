@@ -20,11 +20,15 @@ def test_the_chosen_checks_are_run_and_told() -> None:
     done = plan("--device", "cpu", "--only", "links", "--json")
     assert done.returncode == 0, done.stderr
     report = SelftestReport.model_validate_json(done.stdout)
-    assert [(row.name, row.result) for row in report.rows] == [("gloo", "passed"), ("nccl", "skipped")]
+    assert [(row.name, row.result) for row in report.rows] == [
+        ("gloo", "passed"),
+        ("nccl", "skipped"),
+        ("speed", "passed"),
+    ]
     assert done.stderr.startswith("passed  links: gloo (")
     table = selftest_report(report)
     assert table.splitlines()[0].split() == ["check", "case", "result", "found", "seconds"]
-    assert "1 passed, 0 failed, 1 skipped in" in table
+    assert "2 passed, 0 failed, 1 skipped in" in table
     assert "\x1b" not in table
     assert json.loads(done.stdout)["device"] == "cpu"
 

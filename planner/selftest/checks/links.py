@@ -8,17 +8,19 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from planner.formats.device_names import Backend
+from planner.formats.device_names import Backend, DeviceType
+from planner.profiler.links.measure_host import measure_host
 from planner.selftest.lab import Lab
-from planner.selftest.rows import Case, Check, Outcome, judged, skipped
+from planner.selftest.rows import Case, Check, Outcome, judged, passed, skipped
 from planner.selftest.workers.exchange import ROUNDS, SIZES, Exchanged, Task
 from planner.selftest.workers.start import run_workers
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bandwidth, format_bytes, format_seconds
 
 
 def _cases(lab: Lab) -> Iterator[Case]:
     yield Case("gloo", partial(_gloo, lab))
     yield Case("nccl", partial(_nccl, lab))
+    yield Case("speed", partial(_speed, lab))
 
 
 def _gloo(lab: Lab) -> Outcome:
@@ -39,6 +41,18 @@ def _exchange(lab: Lab, backend: Backend, workers: int) -> Outcome:
     module = "planner.selftest.workers.exchange"
     return judge(
         [Exchanged.model_validate_json(text) for text in run_workers(module, lab.folder, task, workers=workers)]
+    )
+
+
+def _speed(lab: Lab) -> Outcome:
+    """Measure the link between two workers, as `plan profile` with links does."""
+    if lab.workers < 2:
+        return skipped("one worker has no links")
+    device: DeviceType = "cuda" if lab.cuda else "cpu"
+    (level,) = measure_host(2, device, lab.backend(2)).levels
+    return passed(
+        f"{format_bandwidth(level.bandwidth_bytes_per_s)} each way at once, {format_seconds(level.latency_s)} of "
+        f"latency, {format_bandwidth(level.all_reduce_bandwidth_bytes_per_s or 0.0)} in sums"
     )
 
 
