@@ -8,67 +8,70 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.two_cores.aims import aims_markdown
-from benchmarks.two_cores.launch import Place, places, run_workers
+from benchmarks.two_cores.launch import Place, places
 from benchmarks.two_cores.ours import UNSTASHED, Ours
 from benchmarks.two_cores.stashing import StashMemory, stash_memory
 from benchmarks.two_cores.table import Sample, markdown
+from benchmarks.two_cores.turns import Contender, take_turns
 from planner.formats.plan import load_plan
 
 BATCH_SIZES = {"transformer": 16, "vgg_like": 32}
 SYNCHRONOUS: tuple[str, ...] = ("1f1b-flush", "zb-h1")
-TIMEOUT_S = 240.0
 HERE = Path(__file__).parent
 README, RESULTS, MARKER = HERE / "README.md", HERE / "results.json", "<!-- result -->"
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One way to train, and how to measure its samples/s once."""
+class Group:
+    """Contenders that are compared with each other, and so take turns."""
 
     name: str
-    measure: Callable[[], dict[str, Any]]
+    contenders: Sequence[Contender]
 
 
 def main() -> None:
-    """Measure every contender once per round, in turn, and print the tables."""
+    """Let the contenders of each group take turns, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(BATCH_SIZES), default=sorted(BATCH_SIZES))
     parser.add_argument("--networks", nargs="+", default=["loopback", "1gbit"], help="loopback, or a rate for tc")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16], help="of the synchronous schedules")
     parser.add_argument("--gpipe", action="store_true", help="measure GPipe, too: torch's and ours")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measured window")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it, on a quiet machine")
+    parser.add_argument("--window", type=float, default=0.5, help="seconds of a turn")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name starts with one of these")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory of weight stashing")
     parser.add_argument("--save", action="store_true", help="write results.json, and the tables into the README")
     arguments = parser.parse_args()
+    began_s, done, every = time.monotonic(), 0, len(arguments.models) * len(arguments.networks)
     samples: list[Sample] = []
     memory: list[StashMemory] = []
-    with tempfile.TemporaryDirectory(prefix="two_cores-") as folder:
+    with tempfile.TemporaryDirectory(prefix="two_cores-") as name:
+        folder = Path(name)
         for model in arguments.models:
+            if not arguments.no_memory:
+                memory.append(stash_memory(model, BATCH_SIZES[model], folder))
             for link in arguments.networks:
                 # Contenders that hardly depend on the network are measured only over the first one.
                 whole = link == arguments.networks[0]
                 counts = arguments.microbatches if whole else arguments.microbatches[:1]
                 with places(link) as where:
-                    ours = Ours(model, link, BATCH_SIZES[model], where, arguments.seconds, Path(folder), TIMEOUT_S)
-                    contenders = _contenders(ours, counts, whole=whole, gpipe=arguments.gpipe)
-                    chosen = [each for each in contenders if each.name.startswith(tuple(arguments.only))]
-                    samples += _measure(ours, chosen, arguments.rounds)
-            if not arguments.no_memory:
-                memory.append(stash_memory(model, BATCH_SIZES[model], Path(folder)))
+                    ours = Ours(model, link, BATCH_SIZES[model], where, folder)
+                    groups = _groups(ours, counts, whole=whole, gpipe=arguments.gpipe)
+                    done += 1
+                    until_s = began_s + arguments.minutes * 60 * done / every
+                    for group, end_s in _shares(_chosen(groups, arguments.only), until_s):
+                        samples += _measure(ours, group, end_s, arguments.window)
     environment = _environment()
     tables = f"{_described(environment, arguments)}\n\n{aims_markdown(samples, memory)}\n\n{markdown(samples)}"
     print(tables)
@@ -83,82 +86,86 @@ def main() -> None:
         README.write_text(f"{head}{MARKER}\n\n{tables}\n", encoding="utf-8")
 
 
-def _contenders(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> list[Contender]:
-    """Return all ways to train the model between the two places, for one table."""
+def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> list[Group]:
+    """Return all ways to train the model between the two places, for one table; one process is in every group."""
     where, batch_size = ours.where, ours.batch_size
     asynchronous = ours.straight("1f1b", 1)
     cut = ours.cut(asynchronous)
 
-    def baseline(name: str, contestants: Sequence[Place], **options: int) -> Callable[[], dict[str, Any]]:
+    def baseline(name: str, kind: str, contestants: Sequence[Place] = where, **options: int) -> Contender:
         flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-        flags += ["--model", ours.model, "--batch-size", str(batch_size), "--seconds", str(ours.seconds)]
-        return lambda: run_workers(contestants, "benchmarks.two_cores.worker", [name, *flags], ours.timeout_s)
+        flags += ["--model", ours.model, "--batch-size", str(batch_size)]
+        command = ("benchmarks.two_cores.worker", kind, *flags)
+        return Contender(name, contestants, command, batch_size, all_mark=kind == "plain")
 
-    found = [Contender("one process", baseline("plain", where[:1]))]
+    one = baseline("one process", "plain", where[:1])
+    found = [one]
     if whole:
-        found.append(Contender("two processes that share nothing", baseline("plain", where)))
+        found.append(baseline("two processes that share nothing", "plain"))
     found += [
-        Contender("DDP", baseline("ddp", where)),
-        Contender("DDP, a minibatch on each", baseline("ddp-each", where)),
-        Contender("ours 1f1b", partial(ours.train, asynchronous)),
+        baseline("DDP", "ddp"),
+        baseline("DDP, a minibatch on each", "ddp-each"),
+        ours.training("ours 1f1b", asynchronous),
     ]
     if whole:
-        found.append(Contender("ours 1f1b, weights not stashed", partial(ours.train, asynchronous, UNSTASHED)))
+        found.append(ours.training("ours 1f1b, weights not stashed", asynchronous, UNSTASHED))
     solved = ours.solved()
     if load_plan(solved).config != load_plan(asynchronous).config:
-        found.append(Contender(f"ours as solved ({load_plan(solved).config})", partial(ours.train, solved)))
+        found.append(ours.training(f"ours as solved ({load_plan(solved).config})", solved))
+    groups = [Group("whole minibatches", found)]
     schedules: tuple[str, ...] = (*SYNCHRONOUS, "gpipe") if gpipe else SYNCHRONOUS
     for count in counts:
-        options = {"cut": cut, "microbatches": count}
-        found.append(Contender(f"torch 1F1B, {count} microbatches", baseline("torch-1f1b", where, **options)))
+        divided = [one, baseline(f"torch 1F1B, {count} microbatches", "torch-1f1b", cut=cut, microbatches=count)]
         if gpipe:
-            found.append(Contender(f"torch GPipe, {count} microbatches", baseline("torch-gpipe", where, **options)))
+            name = f"torch GPipe, {count} microbatches"
+            divided.append(baseline(name, "torch-gpipe", cut=cut, microbatches=count))
         for schedule in schedules:
-            plan = ours.straight(schedule, count)
-            found.append(Contender(f"ours {schedule}, {count} microbatches", partial(ours.train, plan)))
-    return found
+            name = f"ours {schedule}, {count} microbatches"
+            divided.append(ours.training(name, ours.straight(schedule, count)))
+        groups.append(Group(f"{count} microbatches", divided))
+    return groups
 
 
-def _measure(ours: Ours, contenders: Sequence[Contender], rounds: int) -> list[Sample]:
-    """Measure every contender once per round; rounds start with different ones, so that none is always first."""
-    samples = []
-    for index in range(rounds):
-        shift = index * len(contenders) // rounds
-        for contender in (*contenders[shift:], *contenders[:shift]):
-            result = contender.measure()
-            sample = Sample(
+def _chosen(groups: Sequence[Group], prefixes: Sequence[str]) -> list[Group]:
+    """Return the groups of at least two contenders whose names start with one of `prefixes`; else the first of one."""
+    kept = [Group(g.name, [c for c in g.contenders if c.name.startswith(tuple(prefixes))]) for g in groups]
+    several = [group for group in kept if len(group.contenders) > 1]
+    return several or [group for group in kept if group.contenders][:1]
+
+
+def _shares(groups: Sequence[Group], until_s: float) -> Iterator[tuple[Group, float]]:
+    """Yield each group with the time when its turns end: what is left is shared by the number of contenders."""
+    for index, group in enumerate(groups):
+        left = sum(len(each.contenders) for each in groups[index:])
+        now_s = time.monotonic()
+        yield group, now_s + (until_s - now_s) * len(group.contenders) / left
+
+
+def _measure(ours: Ours, group: Group, until_s: float, window_s: float) -> Iterator[Sample]:
+    """Yield a sample per contender and cycle."""
+    windows = list(take_turns(group.contenders, ours.folder, until_s, window_s))
+    for cycle in sorted({window.cycle for window in windows}):
+        for contender in group.contenders:
+            mine = [w for w in windows if w.cycle == cycle and w.contender == contender.name]
+            yield Sample(
                 ours.model,
                 ours.network,
+                group.name,
                 contender.name,
-                index,
-                result["samples_per_s"],
-                result.get("predicted_samples_per_s"),
-                first_stage_s(result),
+                cycle,
+                statistics.mean(window.samples_per_s for window in mine),
+                contender.predicted_samples_per_s,
+                statistics.mean(window.first_stage_s for window in mine),
             )
-            samples.append(sample)
-            print(
-                f"{ours.model}, {ours.network}, round {index + 1}/{rounds}: {contender.name} "
-                f"{result['samples_per_s']:.1f}",
-                file=sys.stderr,
-                flush=True,
-            )
-    return samples
-
-
-def first_stage_s(result: Mapping[str, Any]) -> float | None:
-    """Return the first stage's computing seconds per minibatch, from `plan train`; None for a baseline."""
-    if "reports" not in result:
-        return None
-    report = next(each for each in result["reports"] if each["stage"] == 0)
-    seconds: float = report["busy_share"] * result["minibatch_size"] / report["samples_per_s"]
-    return seconds
+    print(f"{ours.model}, {ours.network}, {group.name}: {len(windows)} windows", file=sys.stderr, flush=True)
 
 
 def _described(environment: Mapping[str, str], arguments: argparse.Namespace) -> str:
     """Return a sentence about what the tables belong to."""
     return (
         f"{environment['date']}: {environment['cpu']}, {environment['system']}, Python {environment['python']}, torch "
-        f"{environment['torch']}, gloo. Samples/s, medians of {arguments.rounds} windows of {arguments.seconds:g} s."
+        f"{environment['torch']}, gloo. Samples/s, medians and quartiles of cycles with two turns of "
+        f"{arguments.window:g} s for each contender; {arguments.minutes:g} minutes in all."
     )
 
 

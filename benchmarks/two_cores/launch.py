@@ -72,7 +72,7 @@ def run_workers(
     Raises:
         RunError: when a process fails or `timeout_s` is over; none is left running.
     """
-    port = str(_free_port())
+    port = str(free_port())
     processes: list[subprocess.Popen[str]] = []
     with contextlib.ExitStack() as stack:
         for rank, (place, core) in enumerate(zip(where, CORES, strict=False)):
@@ -120,7 +120,8 @@ def _end(process: subprocess.Popen[str]) -> None:
             stream.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody uses just now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.two_cores.launch import CORES, ROOT, Place, RunError, last_object, run_workers
+from benchmarks.two_cores.launch import CORES, ROOT, Place, RunError, last_object
 from benchmarks.two_cores.straight import straight_plan
+from benchmarks.two_cores.turns import Contender
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
 from planner.units import parse_bandwidth
 
 LOOPBACK = "10Gbps"  # assumed for the loopback; neither model needs as much
-WARM_UP_STEPS = 20
+FOR_EVER = 10**6  # minibatches, and seconds
 STASHED, UNSTASHED = "planner", "benchmarks.two_cores.unstashed"  # modules to run
 
 
@@ -33,9 +33,7 @@ class Ours:
     network: str
     batch_size: int
     where: Sequence[Place]
-    seconds: float
     folder: Path
-    timeout_s: float
 
     @property
     def spec(self) -> Path:
@@ -84,12 +82,12 @@ class Ours:
             )
         return path
 
-    def train(self, plan: Path, module: str = STASHED) -> dict[str, Any]:
-        """Train for about `seconds` after the start-up; return the result of `plan train --json`."""
-        predicted_s = load_plan(plan).predicted.seconds_per_minibatch
-        steps = WARM_UP_STEPS + math.ceil(self.seconds / predicted_s)
-        arguments = ["train", str(self.spec), "--plan", str(plan), "--steps", str(steps), "--json"]
-        return run_workers(self.where, module, arguments, self.timeout_s)
+    def training(self, name: str, plan: Path, module: str = STASHED) -> Contender:
+        """Return the training of `plan` through the public command line."""
+        command = ["train", str(self.spec), "--plan", str(plan), "--steps", str(FOR_EVER)]
+        # A stopped worker looks as if it hung.
+        command += ["--hang-timeout", str(FOR_EVER)]
+        return Contender(name, self.where, (module, *command), self.batch_size, load_plan(plan).predicted.samples_per_s)
 
 
 def cut_of(plan: Plan, profile: Profile) -> int:

@@ -48,7 +48,7 @@ class StashMemory:
 def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
     """Measure both runs of `model`."""
     with places("loopback") as where, pages_returned():
-        ours = Ours(model, "loopback", batch_size, where, 0.0, folder, TIMEOUT_S)
+        ours = Ours(model, "loopback", batch_size, where, folder)
         profile = load_profile(ours.profile(1))
         path = folder / f"{model}-deep.plan.json"
         save_plan(deep_plan(profile), path)

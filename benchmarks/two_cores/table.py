@@ -1,29 +1,63 @@
-"""Turn samples into tables: medians over the rounds with their range, and ratios to the plain loop and to DDP."""
+"""Turn samples into tables: medians over the cycles with their quartiles, and ratios of those who took turns."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
 ONE_PROCESS = "one process"
 DDP = "DDP"
-HEADERS = ("contender", "samples/s", "min to max", "predicted", "of one process", "of DDP")
+HEADERS = ("contender", "samples/s", "quartiles", "predicted", "of one process", "of DDP")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured window."""
+    """One cycle of a contender: the mean of its windows in it."""
 
     model: str
     network: str
+    group: str  # contenders of a group have taken turns
     contender: str
-    round: int
+    cycle: int
     samples_per_s: float
     predicted_samples_per_s: float | None = None
-    first_stage_s: float | None = None  # computing time of the first stage per minibatch
+    first_stage_s: float | None = None  # processor time of the first stage per minibatch
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some numbers, and their quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of `values`, of which there is at least one."""
+        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+        return cls(*quartiles)
+
+    def text(self, form: str) -> str:
+        """Return it as "1.05 (1.04 to 1.06)", each number in this format."""
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+Measure = Callable[[Sample], float | None]
+
+
+def ratios(samples: Sequence[Sample], of: str, to: str, measure: Measure = lambda s: s.samples_per_s) -> list[float]:
+    """Return, for each cycle in which both took turns, the measure of contender `of` as a multiple of that of `to`."""
+    found: dict[tuple[str, str, str, int], dict[str, float]] = {}
+    for sample in samples:
+        value = measure(sample)
+        if value:
+            key = (sample.model, sample.network, sample.group, sample.cycle)
+            found.setdefault(key, {})[sample.contender] = value
+    return [values[of] / values[to] for values in found.values() if of in values and to in values]
 
 
 def markdown(samples: Sequence[Sample]) -> str:
@@ -42,22 +76,23 @@ def _table(samples: Sequence[Sample]) -> str:
     for sample in samples:
         rates.setdefault(sample.contender, []).append(sample.samples_per_s)
         predicted[sample.contender] = sample.predicted_samples_per_s
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    # The first round starts with the first contender, so this is the order of their definition.
-    rows = [
-        (
-            name,
-            f"{medians[name]:.1f}",
-            f"{min(values):.1f} to {max(values):.1f}",
-            "" if predicted[name] is None else f"{predicted[name]:.1f}",
-            _ratio(medians[name], medians.get(ONE_PROCESS)),
-            _ratio(medians[name], medians.get(DDP)),
+    rows = []
+    for name, values in rates.items():
+        spread = Spread.of(values)
+        rows.append(
+            (
+                name,
+                f"{spread.median:.1f}",
+                f"{spread.low:.1f} to {spread.high:.1f}",
+                "" if predicted[name] is None else f"{predicted[name]:.1f}",
+                _ratio(samples, name, ONE_PROCESS),
+                _ratio(samples, name, DDP),
+            )
         )
-        for name, values in rates.items()
-    ]
     columns = ("left", *("right",) * (len(HEADERS) - 1))
     return tabulate(rows, HEADERS, tablefmt="github", colalign=columns, disable_numparse=True)
 
 
-def _ratio(value: float, base: float | None) -> str:
-    return "" if base is None else f"{value / base:.2f}"
+def _ratio(samples: Sequence[Sample], of: str, to: str) -> str:
+    found = ratios(samples, of, to)
+    return f"{Spread.of(found).median:.2f}" if found else ""

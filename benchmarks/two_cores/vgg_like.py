@@ -5,12 +5,15 @@ So an all-reduce of the weights is expensive, while the activations after the co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.two_cores.marks import Marker
+
+_MARKER = Marker()
 CHANNELS, SIZE, CLASSES = (64, 128, 256, 256), 32, 10
 HIDDEN = 2048
 
@@ -39,3 +42,8 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.001, momentum=0.9)
+
+
+def on_update(minibatch: int, loss: float, metrics: Mapping[str, float | None]) -> None:
+    """Mark an update, which `plan train` reports."""
+    _MARKER.mark(minibatch)
