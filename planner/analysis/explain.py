@@ -39,6 +39,7 @@ class MemoryUse(Record):
     stage: int
     bytes: int
     slack_bytes: int | None  # None without a limit
+    overhead_bytes: int = 0  # of `bytes`: a CUDA context, communicators, fragmentation
 
 
 class BoundaryMove(Record):
@@ -127,7 +128,12 @@ def _uses(given: GivenPlan) -> tuple[ResourceUse, ...]:
 def _memory(plan: Plan) -> tuple[MemoryUse, ...]:
     limit = plan.cluster.memory_bytes
     return tuple(
-        MemoryUse(stage=number, bytes=held, slack_bytes=None if limit is None else limit - held)
+        MemoryUse(
+            stage=number,
+            bytes=held,
+            slack_bytes=None if limit is None else limit - held,
+            overhead_bytes=held - plan.tensor_bytes(number),
+        )
         for number, held in enumerate(map(plan.memory_bytes, range(len(plan.stages))))
     )
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from planner.cost.overheads import Overheads
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Footprint, Work, working_bytes
 from planner.formats.profile import Profile
@@ -57,10 +58,12 @@ class LayerCosts:
     Args:
         profile: with the layers.
         versions: of its weights that every stage holds, whatever is in flight; None if the schedule decides.
+        tensors_only: whether the memory of plans is that of their tensors, and the devices' overheads count elsewhere.
     """
 
-    def __init__(self, profile: Profile, versions: int | None = None) -> None:
-        self.profile, self.versions = profile, versions
+    def __init__(self, profile: Profile, versions: int | None = None, *, tensors_only: bool = False) -> None:
+        self.profile, self.versions, self.tensors_only = profile, versions, tensors_only
+        self.overheads = None if tensors_only else Overheads.of(profile.device)
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._works: dict[tuple[frozenset[int], frozenset[int]], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int]], Footprint] = {}
@@ -80,7 +83,15 @@ class LayerCosts:
 
     def about(self, profile: Profile) -> LayerCosts:
         """Return the costs of another profile's layers under the same rule for versions."""
-        return LayerCosts(profile, self.versions)
+        return LayerCosts(profile, self.versions, tensors_only=self.tensors_only)
+
+    def holding(self, versions: int) -> LayerCosts:
+        """Return the costs of the same layers where every stage holds so many versions of its weights."""
+        return LayerCosts(self.profile, versions, tensors_only=self.tensors_only)
+
+    def of_tensors(self) -> LayerCosts:
+        """Return the same costs without the devices' overheads."""
+        return LayerCosts(self.profile, self.versions, tensors_only=True)
 
     def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
         """Return the two fields of a footprint for stages whose weights are of this size."""

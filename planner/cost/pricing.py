@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.models.cost_model import UnpricedPlan
 from planner.cost.models.registry import cost_model_of
@@ -25,6 +26,7 @@ def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
     )
     workers = len(stages) // setting.chunks
     worker_of = tuple(schedule.worker_of(stage, workers) for stage in range(len(stages)))
+    memory = with_overheads(layer_costs, stages, memory, worker_of)
     return Price(time.seconds, time.bottleneck, held.in_flight, memory, _sent_bytes(plan), worker_of)
 
 

@@ -8,9 +8,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from planner.errors import InputError, PlannerError
 
@@ -21,6 +28,26 @@ class Record(BaseModel):
     """Base of every record in a file: immutable; an unknown field is an error, because it may be a misspelt one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class GrownRecord(Record):
+    """A record that has got fields since its files were first written.
+
+    `later_fields` are left out where they have their default: a file that says no more than an older one is equal to
+    it, and so is its digest.
+    """
+
+    later_fields: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in content.items()
+            if name not in self.later_fields or getattr(self, name) != fields[name].default
+        }
 
 
 def refuse_max_load(value: object) -> object:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.cost_model_names import CostModelName
-from planner.formats.files import AlwaysTrue, Record, load_record, refuse_max_load, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, refuse_max_load, save_record
 from planner.formats.profile import Autocast, Bytes, Device, MemoryFormat, Seconds
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import NAMES, find
@@ -41,7 +41,7 @@ ScheduleField = Annotated[
 ]
 
 
-class StageMemory(Record):
+class StageMemory(GrownRecord):
     """Peak memory of one replica of a stage, by use."""
 
     weights_bytes: Bytes  # all weight versions
@@ -50,11 +50,19 @@ class StageMemory(Record):
     buffers_bytes: Bytes
     activations_bytes: Bytes  # saved for backward, over all minibatches in flight
     communication_bytes: Bytes
+    overhead_bytes: Bytes = 0  # on CUDA: context, communicators, fragmentation
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"overhead_bytes"})
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
         return sum(self.model_dump().values())
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Sum of the parts that are tensors, which the allocator counts."""
+        return self.total_bytes - self.overhead_bytes
 
 
 class Stage(Record):
@@ -187,6 +195,11 @@ class Plan(Record):
         """Return the peak bytes of each worker that runs the stage, including its other stages."""
         ranks = self.stages[stage].ranks
         return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
+
+    def tensor_bytes(self, stage: int) -> int:
+        """Return how much of `memory_bytes` are tensors."""
+        ranks = self.stages[stage].ranks
+        return sum(other.memory.tensor_bytes for other in self.stages if other.ranks == ranks)
 
     @property
     def replicas(self) -> tuple[int, ...]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
-from planner.formats.files import Record, load_record, save_record
+from planner.formats.files import GrownRecord, Record, load_record, save_record
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -71,14 +71,17 @@ class Edge(Record):
     target: str
 
 
-class Device(Record):
+class Device(GrownRecord):
     """The device that the times were measured on, or estimated for."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"context_bytes"})
 
     kind: str  # "cpu", "cuda"
     name: str
     threads: Annotated[int, Field(ge=1)] | None = None  # intra-op threads, on a CPU
     processes: Annotated[int, Field(ge=1)] | None = None  # training at the same time, the measured one included
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
+    context_bytes: Bytes | None = None  # of its memory that a process takes beside tensors, on CUDA; None: not measured
 
 
 class WholeStep(Record):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost.buckets import ready_s, reduced_s
+from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.stage_options import StageOptions
@@ -38,6 +39,7 @@ def complete(problem: Problem, best: Evaluation, report: SolverReport, *, vertic
         InfeasibleError: when the copies do not fit the memory.
     """
     price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
+    price = replace(price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers))
     plan = assemble(problem, Evaluation(best.stages, price), report)
     plan = plan.model_copy(update={"vertical_sync": vertical_sync})
     # Candidates were simulated without vertical sync and shared weights.

@@ -39,6 +39,7 @@ from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Found
+from planner.solver.room import solve_with_room
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
 
@@ -100,9 +101,11 @@ def solve(
     problem = Problem(LayerCosts(profile), setting, recompute, depth, constraints or Constraints(), budget)
     if vertical_sync:
         _check_vertical_sync(schedule)
-        found = solve_synced(problem, lambda other: _found(other, solver))
-    else:
-        found = _found(problem, solver)
+
+    def answer_of(other: Problem) -> Found:
+        return solve_synced(other, lambda each: _found(each, solver)) if vertical_sync else _found(other, solver)
+
+    found = solve_with_room(problem, answer_of)
     plan = complete(problem, found.best, _report(problem, found), vertical_sync=vertical_sync)
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
 

@@ -35,9 +35,10 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
     place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
     config = config_of(tuple(stage.replicas for stage in stages))
-    over = totals[worst] - cluster.memory_bytes
+    whole = problem.reserve.whole
+    over = whole(totals[worst]) - whole(cluster.memory_bytes)
     again = ", recomputing its activations," if stages[worst].options.recompute else ""
-    hint = f"the smallest memory that would do is `memory_bytes={round_up(totals[worst])}`"
+    hint = f"the smallest memory that would do is `memory_bytes={round_up(whole(totals[worst]))}`"
     for argument, allows in others.items():
         if allows(cluster.gpus, cluster.memory_bytes) is not None:
             hint += f"; so would {argument}"
@@ -46,8 +47,9 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     if more is not None:
         hint += f"; so would `gpus={more}`"
     return InfeasibleError(
-        f"no plan fits {cluster.gpus} GPUs of {format_bytes(cluster.memory_bytes)}: in the plan that needs least, "
-        f"{config}, stage {worst} ({place}){again} needs {format_bytes(totals[worst])}, {format_bytes(over)} too many",
+        f"no plan fits {cluster.gpus} GPUs of {format_bytes(whole(cluster.memory_bytes))}: in the plan that needs "
+        f"least, {config}, stage {worst} ({place}){again} needs {format_bytes(whole(totals[worst]))}, "
+        f"{format_bytes(over)} too many",
         hint=hint,
     )
 

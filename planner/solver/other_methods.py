@@ -83,6 +83,6 @@ def _infeasible(problem: Problem, method: OtherMethod) -> InfeasibleError:
     worst = max(range(len(over)), key=over.__getitem__)
     return InfeasibleError(
         f"no plan fits the memory of the cluster's GPUs: in the fastest without a limit, stage {worst} needs "
-        f"{format_bytes(held[worst])}, {format_bytes(max(over[worst], 0))} too many",
+        f"{format_bytes(problem.reserve.whole(held[worst]))}, {format_bytes(max(over[worst], 0))} too many",
         hint="give the kinds of GPUs more memory_bytes, or more GPUs",
     )

@@ -10,6 +10,7 @@ from typing import Literal
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import Link, link_of
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.overheads import NO_RESERVE, Reserve
 from planner.cost.placement import places_matter
 from planner.cost.price import Price
 from planner.cost.pricing import price
@@ -56,6 +57,7 @@ class Problem:
         depth: how many minibatches are in flight.
         constraints: what the plan must respect beside memory.
         budget: shared by all searches for one plan, also by those for variants of this problem.
+        reserve: what was taken off the cluster's memory before; see `planner.solver.room`.
     """
 
     layer_costs: LayerCosts
@@ -64,6 +66,7 @@ class Problem:
     depth: DepthRule = "auto"
     constraints: Constraints = field(default_factory=Constraints)
     budget: Budget = field(default_factory=Budget, compare=False)
+    reserve: Reserve = NO_RESERVE
 
     @property
     def cluster(self) -> Cluster:

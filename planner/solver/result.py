@@ -93,10 +93,10 @@ class Evaluation:
         return tuple(stage.ranks or tuple(ranges[worker]) for worker, stage in zip(workers, self.stages, strict=True))
 
     def fits(self, cluster: Cluster) -> bool:
-        """Return whether each stage fits the memory of its GPUs."""
+        """Return whether each stage fits the memory of its GPUs, with the GPU's other stages."""
         limits = [cluster.memory_of(stage.options.kind) for stage in self.stages]
-        held = zip(self.price.memory, limits, strict=True)
-        return all(limit is None or memory.total_bytes <= limit for memory, limit in held)
+        held = zip(self.price.gpu_bytes, limits, strict=True)
+        return all(limit is None or total <= limit for total, limit in held)
 
 
 @dataclass(frozen=True)

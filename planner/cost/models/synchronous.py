@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
+from planner.cost.communicators import reserves_of
 from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
 from planner.cost.models.cost_model import CostModel, Held, PlanTime, UnpricedPlan
 from planner.cost.placement import Busy, Placement
@@ -95,7 +96,8 @@ class SynchronousModel(CostModel):
         more = max(0, min(in_flight[0], -(-self.microbatches // stage.replicas)) - flying)
         if (limit := plan.setting.cluster.memory_of(stage.options.kind)) is not None:
             footprint = plan.layer_costs.footprint(stage).divided(self.microbatches)
-            fit = footprint.most_in_flight(limit, stashing=False)
+            room = reserves_of(plan.layer_costs, plan.stages)[number].room(limit)
+            fit = footprint.most_in_flight(room, stashing=False)
             more = max(0, min(more, (int(fit) - flying) // 2))
         return more
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.analysis.explain import Alternative, Explanation
-from planner.report.tables.plan import bottleneck_place
+from planner.report.tables.plan import NO_TENSORS, bottleneck_place
 from planner.report.tables.table import Table
 from planner.units import format_bytes, format_seconds
 
@@ -99,10 +99,16 @@ def _uses(explanation: Explanation) -> str:
 
 def _memory(explanation: Explanation) -> str:
     rows = [
-        [use.stage, format_bytes(use.bytes), "no limit" if use.slack_bytes is None else format_bytes(use.slack_bytes)]
+        [
+            use.stage,
+            format_bytes(use.bytes),
+            format_bytes(use.overhead_bytes),
+            "no limit" if use.slack_bytes is None else format_bytes(use.slack_bytes),
+        ]
         for use in explanation.memory
     ]
-    return Table(["stage", "memory per GPU", "slack"], rows).text()
+    table = Table(["stage", "memory per GPU", NO_TENSORS, "slack"], rows)
+    return (table if any(use.overhead_bytes for use in explanation.memory) else table.without(NO_TENSORS)).text()
 
 
 def _moves(explanation: Explanation) -> str:

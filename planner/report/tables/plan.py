@@ -15,6 +15,8 @@ _RESOURCES = {
     "boundary": "the transfer after stage {stage}",
 }
 
+NO_TENSORS = "of it no tensors"  # heading
+
 
 def plan_report(plan: Plan) -> str:
     """Report the plan, its stages and its prediction."""
@@ -66,7 +68,7 @@ def _memory(limit: int | None) -> str:
 
 def _stage_table(plan: Plan) -> str:
     headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "accumulation", "sends"]
-    headers += ["memory per GPU", "recomputes"]
+    headers += ["memory per GPU", NO_TENSORS, "recomputes"]
     rows = [
         [
             number,
@@ -78,6 +80,7 @@ def _stage_table(plan: Plan) -> str:
             format_seconds(stage.accumulate_s),
             format_bytes(sum(sent_bytes(plan, number))),
             format_bytes(plan.memory_bytes(number)),
+            format_bytes(plan.memory_bytes(number) - plan.tensor_bytes(number)),
             "yes" if stage.recompute else "no",
         ]
         for number, stage in enumerate(plan.stages)
@@ -86,6 +89,8 @@ def _stage_table(plan: Plan) -> str:
     # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
     if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
         table = table.without("accumulation")
+    if not any(stage.memory.overhead_bytes for stage in plan.stages):
+        table = table.without(NO_TENSORS)
     return (table if any(stage.recompute for stage in plan.stages) else table.without("recomputes")).text()
 
 

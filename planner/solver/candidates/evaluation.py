@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.layer_costs import Candidate
 from planner.cost.price import stage_memory
 from planner.cost.rounding import SLACK
@@ -176,6 +177,7 @@ class _Simulated:
                 stage_memory(footprint(stage).divided(microbatches), depth, schedule.versions(depth))
                 for stage, depth in zip(self.candidate.stages, depths, strict=True)
             )
+            memory = with_overheads(self.problem.layer_costs, self.candidate.stages, memory, price.workers)
             price = replace(price, in_flight=depths, memory=memory)
         return replace(self.candidate, price=price)
 
@@ -186,12 +188,15 @@ class _Simulated:
         """
         problem, deepest = self.problem, []
         schedule, microbatches = problem.schedule, problem.microbatches
-        for stage, published in zip(self.candidate.stages, self.candidate.price.in_flight, strict=True):
+        reserves = reserves_of(problem.layer_costs, self.candidate.stages)
+        for stage, published, reserve in zip(
+            self.candidate.stages, self.candidate.price.in_flight, reserves, strict=True
+        ):
             most = schedule.deepest(stage.replicas, microbatches) or UNLIMITED
             memory_bytes = problem.cluster.memory_of(stage.options.kind)
             if memory_bytes is not None:
                 footprint = problem.layer_costs.footprint(stage).divided(microbatches)
-                stashing, versions = schedule.stashes, schedule.weight_versions
-                most = min(most, int(footprint.most_in_flight(memory_bytes, stashing=stashing, versions=versions)))
+                stashing, versions, room = schedule.stashes, schedule.weight_versions, reserve.room(memory_bytes)
+                most = min(most, int(footprint.most_in_flight(room, stashing=stashing, versions=versions)))
             deepest.append(max(published, most))
         return tuple(deepest)

@@ -27,7 +27,7 @@ def solve_synced(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
 
     def holding(versions: int, depth: DepthRule) -> Found:
         problem.budget.seen.clear()  # the same stages are other plans with other versions
-        layer_costs = LayerCosts(problem.layer_costs.profile, versions)
+        layer_costs = problem.layer_costs.holding(versions)
         found = answer(replace(problem, layer_costs=layer_costs, depth=depth))
         return replace(found, best=synced(problem.layer_costs, found.best))
 
