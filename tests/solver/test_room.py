@@ -47,7 +47,7 @@ def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> N
             worse += expected is not None
             continue
         assert expected is not None
-        assert all(plan.memory_bytes(number) <= cluster.memory_bytes for number in range(len(plan.stages)))
+        assert all(plan.memory_bytes(number) <= (cluster.memory_bytes or 0) for number in range(len(plan.stages)))
         seconds, best_s = plan.predicted.seconds_per_minibatch, expected.price.seconds_per_minibatch
         assert plan.solver.lower_bound_s <= best_s * (1 + 1e-9)
         limited += of_tensors is not None and best_s > of_tensors.price.seconds_per_minibatch * (1 + 1e-9)
