@@ -35,6 +35,7 @@ from planner.executor.run.outcome import Course, gather_result
 from planner.executor.run.setup import take_place
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
+from planner.model.kept_state import random_state_kept
 from planner.model.memory_format import lay_out
 from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
@@ -269,7 +270,7 @@ class DataParallelWorker(Worker):
     def _leaves_out_weights(self, model: nn.Module) -> bool:
         """Return whether some weight gets no gradient: DistributedDataParallel hangs unless it is told."""
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with torch.random.fork_rng():
+        with random_state_kept(self._context.place.compute):
             batch = self._context.spec.example_batch(self._context.microbatch_size).to(self._context.place.compute)
             torch.autograd.backward(unsplit_loss(model, self._context.spec, batch, self._options))
         unused = any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())

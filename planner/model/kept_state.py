@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
+
+
+def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random state of the CPU, and of `device` if it is a GPU that is there, afterwards."""
+    # Without a list, fork_rng asks every GPU of the machine for its state, and so opens a context on each.
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" and torch.cuda.is_available() else [])
 
 
 @contextmanager
@@ -15,7 +21,7 @@ def keep_state(module: nn.Module) -> Iterator[torch.device]:
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with random_state_kept(device):
             yield device
     finally:
         with torch.no_grad():

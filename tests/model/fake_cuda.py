@@ -7,17 +7,16 @@ casts a gradient to the dtype that the forward noted for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_map
 
 from planner.model.batch import Batch
 from planner.model.capture.absent_device import fake_device, pretended
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, expanded_dimensions, memory_order
+from planner.model.fake import fake_batch, make_fake
 from planner.model.stage.stage import StageModule, build_stage
 
 
@@ -47,29 +46,6 @@ def mismatches(graph: LayerGraph, batch: Batch) -> list[str]:
         if known[LOSS].device != device:
             found.append(f"the loss is on {known[LOSS].device}")
     return found
-
-
-def fake_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch of fake tensors of the active mode on `device`."""
-    return Batch(*tree_map(lambda leaf: _empty(leaf, device), (batch.args, batch.kwargs, batch.target)))
-
-
-def make_fake(module: nn.Module, device: torch.device) -> None:
-    """Replace the weights and buffers in `module` by fake ones of the active mode on `device`."""
-    for owner in module.modules():
-        registries: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-        for registry in registries:
-            for name, tensor in registry.items():
-                if isinstance(tensor, nn.Parameter):
-                    registry[name] = nn.Parameter(_empty(tensor, device), tensor.requires_grad)
-                elif tensor is not None:
-                    registry[name] = _empty(tensor, device)
-
-
-def _empty(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
 
 def _message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:

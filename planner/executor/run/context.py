@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from planner.devices.place import Place
 from planner.executor.communication.groups import DataGroups
 from planner.executor.communication.place import message_timeout
@@ -21,6 +19,7 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec
+from planner.model.kept_state import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
@@ -175,7 +174,7 @@ def _warm_up(context: PipelineContext) -> None:
     if context.plan.compiled:
         check_compiler(context.place.compute.type)
     compute = context.place.compute
-    with torch.random.fork_rng(devices=[compute] if compute.type == "cuda" else []):
+    with random_state_kept(compute):
         for size in {context.microbatch_size, *filter(None, context.data.last_sizes)}:
             batch = context.spec.example_batch(size).to(compute)
             for stage in context.stages.values():

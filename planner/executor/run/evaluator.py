@@ -27,6 +27,7 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
+from planner.model.kept_state import random_state_kept
 from planner.model.stage.evaluation import EvaluationStages, separate_buffers, share_buffers
 from planner.schedule.instructions import (
     Forward,
@@ -76,7 +77,7 @@ class Evaluator:
         self._fetch_buffers()
         compute = self._context.place.compute
         # Random numbers that the evaluation draws must not change those of training.
-        with torch.no_grad(), torch.random.fork_rng(devices=[compute] if compute.type == "cuda" else []):
+        with torch.no_grad(), random_state_kept(compute):
             for unit, batch, results, known in self._forwards():
                 if "loss" in results:
                     self._add(totals, unit, batch, results["loss"], known)

@@ -7,9 +7,12 @@ traced graph.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,6 +25,7 @@ from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks
 from planner.model.blocks.graph import BlockGraph
+from planner.model.capture.absent_device import fake_device, pretended
 from planner.model.capture.failure import refuse_untrainable
 from planner.model.capture.graph import LayerGraph
 from planner.model.fake import fake_batch, fake_modules
@@ -66,13 +70,20 @@ def capture_blocks(
         lay_out(model)
         example = example.channels_last()
     named = _named(model, blocks)
+    buffers = joined_by_buffers(named)
     with keep_state(model), autocasting(example.device_type, options.autocast):
         if values:
             joined, small, large = _run(named, example, loss)
             check_loss(model, example, loss, small[-1])
         else:
             joined, small, large = _run_without_values(named, example, loss)
-    return BlockGraph(model, named, example, loss, options).build(small, large, [*joined, *joined_by_buffers(named)])
+    graph = BlockGraph(model, named, example, loss, options).build(small, large, [*joined, *buffers])
+    if options.device != "cuda" or options.autocast is None:
+        return graph
+    # Autocast on CUDA leaves other dtypes. The hash is the same for each device that the model may train on.
+    joined, small, large = _run_on_cuda(named, example, loss, options.autocast)
+    there = BlockGraph(model, named, example, loss, options).build(small, large, [*joined, *buffers])
+    return replace(there, hash=graph.hash)
 
 
 def _run(
@@ -85,14 +96,18 @@ def _run(
 
 
 def _run_without_values(
-    named: Sequence[tuple[str, nn.Module]], example: Batch, loss: LossFunction | None
+    named: Sequence[tuple[str, nn.Module]],
+    example: Batch,
+    loss: LossFunction | None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
 ) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
     """Do the same with copies of the blocks, on tensors without data."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        fakes = fake_modules([block for _, block in named], mode)
+        fakes = fake_modules([block for _, block in named], mode, device)
         with mode:
-            return _run([(name, fake) for (name, _), fake in zip(named, fakes, strict=True)], fake_batch(example), loss)
+            renamed = [(name, fake) for (name, _), fake in zip(named, fakes, strict=True)]
+            return _run(renamed, fake_batch(example, device), loss)
     except (PlannerError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, PlannerError) else error
         if not isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
@@ -101,6 +116,26 @@ def _run_without_values(
             f"blocks(model) decide by values, and so need their weights to be captured: {first_line(cause)}",
             hint="train without `defer_weights`",
         ) from error
+
+
+def _run_on_cuda(
+    named: Sequence[tuple[str, nn.Module]], example: Batch, loss: LossFunction | None, autocast: torch.dtype
+) -> tuple[list[tuple[int, int]], list[Any], list[Any]]:
+    """Do the same with copies of the blocks on CUDA, under its autocast; without data where they need none."""
+    device = fake_device("cuda")
+    try:
+        with pretended("cuda"), autocasting("cuda", autocast):
+            return _run_without_values(named, example, loss, device)
+    except ModelFileError as error:
+        if not torch.cuda.is_available():
+            raise CaptureError(
+                "blocks(model) decide by values, so their dtypes under autocast on CUDA cannot be told without a GPU",
+                hint="profile in float32, or on a machine with a GPU",
+            ) from error
+    copies = copy.deepcopy([block for _, block in named])  # together, so that what they share stays shared
+    moved = [(name, block.to(device)) for (name, _), block in zip(named, copies, strict=True)]
+    with autocasting("cuda", autocast):
+        return _run(moved, example.to(device), loss)
 
 
 def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

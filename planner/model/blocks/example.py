@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from planner.errors import CaptureError, reason_of
 from planner.model.batch import Batch
 from planner.model.capture.block_layers import tensors_of
+from planner.model.kept_state import random_state_kept
 from planner.model.loss import LossFunction, loss_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/model-file.md"
@@ -30,7 +31,7 @@ def joined_by_writes(named: Sequence[tuple[str, nn.Module]], batch: Batch) -> li
     makers: dict[int, int] = {}
     alive: list[Any] = []  # freed memory would be given to another value, and look shared
     value: Any = None
-    with torch.random.fork_rng():
+    with random_state_kept(torch.device(batch.device_type)):
         for index, (name, block) in enumerate(named):
             taken = tensors_of(value)
             versions = [tensor._version for tensor in taken]  # PyTorch counts in-place changes here

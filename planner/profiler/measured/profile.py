@@ -13,6 +13,7 @@ from planner.devices.place import kind_here
 from planner.errors import InputError
 from planner.formats.profile import TF32, MemoryFormat, Profile
 from planner.model.autocast import autocast_dtype
+from planner.model.kept_state import random_state_kept
 from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
@@ -121,7 +122,7 @@ def profile_model(
         effort = replace(effort, progress=progress)
     # Libraries ask for the current device, and a context on another GPU would take memory there.
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with current, thread_count(options.threads), computing(options.numerics), torch.random.fork_rng():
+    with current, thread_count(options.threads), computing(options.numerics), random_state_kept(device):
         torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
         effort.progress("capturing", 0.0)
         batch = spec.example_batch(batch_size)

@@ -16,6 +16,7 @@ from planner.formats.profile import Profile
 from planner.formats.shared_weights import copied_layers
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
+from planner.model.kept_state import random_state_kept
 from planner.model.load import capture_file
 from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
@@ -92,7 +93,7 @@ def _measured_s(
     target = parse_device(device or profile.device.kind)
     threads, processes = profile.device.threads or 1, profile.device.processes or 1
     check_processes(processes, threads, target, spec)
-    with thread_count(threads), computing(numerics_of(profile)), torch.random.fork_rng():
+    with thread_count(threads), computing(numerics_of(profile)), random_state_kept(target):
         torch.manual_seed(0)
         batch = spec.example_batch(profile.microbatch_size)
         options = replace(module_options(profile), device=target.type)

@@ -16,6 +16,7 @@ from planner.model.blocks.blocks import capture_blocks
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
 from planner.model.load import capture_file
+from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage.evaluation import matching_cut
 from planner.model.stage.stage import build_stage
@@ -267,3 +268,24 @@ def test_a_model_file_with_blocks_is_profiled(tmp_path: Path) -> None:
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
     assert [layer.saved_bytes > 0 for layer in profile.layers[:4]] == [True] * 4
     assert profile.layers[1].outputs[0].output_bytes == 8 * 6 * 4
+
+
+def _half(model: nn.Module, blocks: list[nn.Module], kind: str) -> LayerGraph:
+    batch = Batch((torch.randn(4, 6),), {}, torch.randint(0, 6, (4,)))
+    return capture_blocks(model, blocks, batch, F.cross_entropy, options=ModuleOptions(torch.bfloat16, device=kind))
+
+
+def test_dtypes_under_autocast_are_those_of_the_device_that_trains() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+    graphs = {kind: _half(model, list(model), kind) for kind in ("cpu", "cuda")}
+    dtypes = {kind: [spec.dtype for spec in graph.values.values()] for kind, graph in graphs.items()}
+    assert dtypes == {"cpu": [torch.bfloat16] * 3, "cuda": [torch.bfloat16, torch.float32, torch.bfloat16]}
+    assert graphs["cpu"].hash == graphs["cuda"].hash
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="then the blocks run there")
+def test_blocks_that_decide_by_values_need_the_device() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Deeper(), nn.Linear(6, 6))
+    assert _half(model, list(model), "cpu").hash
+    with pytest.raises(CaptureError, match="cannot be told without a GPU"):
+        _half(model, list(model), "cuda")
