@@ -10,6 +10,7 @@ from planner.executor.checkpoint.resume import seed_of_run
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
+from planner.executor.run.setup import device_kind
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_accumulate
@@ -226,7 +227,7 @@ def make_job(
         raise InputError(
             f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from", hint="add `every=N`"
         )
-    return Job(
+    job = Job(
         model=str(model),
         plan=plan,
         steps=steps,
@@ -243,6 +244,8 @@ def make_job(
         run_options=run_options,
         predicted_samples_per_s=_predicted_samples_per_s(plan, options.accumulate),
     )
+    device_kind(job)  # so that another kind than the plan's shows before any process starts
+    return job
 
 
 def _predicted_samples_per_s(plan: Plan, accumulate: int) -> float | None:

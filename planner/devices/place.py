@@ -79,7 +79,8 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
         others = "" if len(without) == len(seats) else ", but others do"
         raise InputError(
             f"PyTorch sees no GPU in {names_of(without)}{others}",
-            hint="is PyTorch there built with CUDA, and is CUDA_VISIBLE_DEVICES right? `device=cpu` uses no GPU",
+            hint="is PyTorch there built with CUDA, and is CUDA_VISIBLE_DEVICES right? On CPUs, measure and train with "
+            "`device=cpu`",
         )
     chosen = assign_gpus(seats)
     compute = torch.device("cuda", chosen[rank])

@@ -56,10 +56,13 @@ def assert_one_sentence(process: subprocess.CompletedProcess[str], code: int, *p
 
 
 def test_a_run_reports_prediction_and_measurement(folder: Path) -> None:
-    process = plan_train(folder, "model.py", "--steps", "40", "--save-weights", "weights.pt", "--json")
+    process = plan_train(
+        folder, "model.py", "--steps", "40", "--deterministic", "--save-weights", "weights.pt", "--json"
+    )
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     assert result["config"] == "1-1"
+    assert (result["device"], result["device_name"], result["backend"]) == ("cpu", None, "gloo")
     assert result["samples_per_s"] > 0
     assert result["predicted_samples_per_s"] > 0
     assert [entry["minibatch"] for entry in result["losses"]] == list(range(40))
@@ -74,6 +77,7 @@ def test_the_table_for_people_says_that_random_data_means_nothing(folder: Path) 
     process = plan_train(folder, "model.py", "--steps", "20")
     assert process.returncode == 0, process.stderr
     assert "samples/s in steady state" in process.stdout
+    assert "cpu, messages over gloo" in process.stdout
     assert "predicted" in process.stdout
     assert "the model file has no dataset()" in process.stdout
     assert process.stderr == "", "no progress where stderr is no terminal"
@@ -119,6 +123,22 @@ def test_a_plan_without_a_model_is_refused(folder: Path) -> None:
     plan = load_plan(folder / "plan.json").model_copy(update={"graph_hash": None})
     save_plan(plan, folder / "imported.json")
     assert_one_sentence(plan_train(folder, "model.py", "--plan", "imported.json"), 2, "imported profile")
+
+
+def test_a_plan_for_another_kind_of_device_is_refused(folder: Path) -> None:
+    done = plan_train(folder, "model.py", "--device", "cuda")
+    assert_one_sentence(done, 2, "the plan was made for cpu (", "mean nothing for --device cuda")
+    plan = load_plan(folder / "plan.json")
+    device = plan.device.model_copy(update={"kind": "cuda", "name": "NVIDIA L4"})
+    save_plan(plan.model_copy(update={"device": device}), folder / "cuda.json")
+    done = plan_train(folder, "model.py", "--plan", "cuda.json")
+    assert_one_sentence(done, 2, "the plan was made for GPUs (NVIDIA L4), and PyTorch sees none here")
+    done = plan_train(folder, "model.py", "--plan", "cuda.json", "--device", "cpu")
+    assert_one_sentence(done, 2, "the plan was made for cuda (NVIDIA L4), and its times mean nothing for --device cpu")
+
+
+def test_nccl_between_cpus_is_refused(folder: Path) -> None:
+    assert_one_sentence(plan_train(folder, "model.py", "--backend", "nccl"), 2, "--backend nccl sends from GPUs")
 
 
 def test_a_plan_edited_into_a_deadlock_is_refused(folder: Path) -> None:

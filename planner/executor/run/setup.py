@@ -45,6 +45,12 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     device = device_kind(job)
     # Links between GPUs that were measured with gloo were measured so because they are used so.
     backend = job.backend or (job.plan.cluster.backend if device == "cuda" else None)
+    if device == "cuda" and not any(seat.gpus for seat in seats):
+        raise PlanError(
+            f"the plan was made for GPUs ({job.plan.device.name}), and PyTorch sees none here",
+            hint="is PyTorch built with CUDA, and is CUDA_VISIBLE_DEVICES right? To train on CPUs, profile the model "
+            "with `device=cpu` and solve again",
+        )
     place = choose_place(seats, int(os.environ["RANK"]), device, backend)
     if place.kind == "cuda":
         check_gpus(job.plan, seats)

@@ -34,6 +34,8 @@ def _head(plan: Plan) -> str:
         ("schedule", schedule_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
     ]
+    if plan.device.name != "unknown":
+        lines.append(("device", f"{plan.device.name} ({plan.device.kind})"))
     if words := options_words(plan):
         lines.append(("stages run", words))
     return named_values(lines)
@@ -55,7 +57,8 @@ def cluster_line(cluster: Cluster) -> str:
     )
     if cluster.kinds:
         return f"{levels}: {'; '.join(_kind(cluster, kind) for kind in cluster.kinds)}"
-    return f"{levels}, {_memory(cluster.memory_bytes)}"
+    measured = f", measured over {cluster.backend}" if cluster.backend is not None else ""
+    return f"{levels}, {_memory(cluster.memory_bytes)}{measured}"
 
 
 def _kind(cluster: Cluster, kind: DeviceKind) -> str:
