@@ -32,6 +32,7 @@ from planner.executor.run.frame import (
     train_together,
 )
 from planner.executor.run.outcome import Course, gather_result
+from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
 from planner.executor.run.setup import take_place
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
@@ -147,7 +148,8 @@ def train_data_parallel(
     model = model.to(place.compute)
     if module_options(plan).channels_last:
         lay_out(model)
-    data = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
+    made = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
+    data = ReadAhead(made, pinned=place.compute.type == "cuda")
     context = Context(
         job=job,
         spec=spec,
@@ -175,7 +177,9 @@ def _train(
     count = context.minibatches // rounds.minibatches
     first = (part.unit for round_ in range(min(count, RANDOM_BATCHES)) for part in worker.parts(round_))
     make_random_batches(context, first)
-    seconds = train_together(context, lambda: worker.run(worker.stream(count)))
+    units = (part.unit for round_ in range(count) for part in worker.parts(round_))
+    with reading_ahead(context.data, units):
+        seconds = train_together(context, lambda: worker.run(worker.stream(count)))
     per_round = sum(1 for _ in worker.parts(0))
     steady = steady_state(worker.log.completions, start_up=5 * per_round, drain=0, per_round=per_round)
     mine = WorkerReport(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -72,12 +72,25 @@ class Batch:
         return [_batch_of(spec.unflatten(list(part))) for part in zip(*pieces, strict=True)]
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`.
+
+        The host does not wait for a GPU: tensors are copied from pinned memory on the current stream, which is to use
+        them. PyTorch gives the pinned memory to nobody else before the copy has ended.
+        """
+        if torch.device(device).type == "cuda":
+            return self.pinned()._with(lambda leaf: leaf.to(device, non_blocking=leaf.is_pinned()))
+        return self._with(lambda leaf: leaf.to(device))
+
+    def pinned(self) -> Batch:
+        """Return the same batch with the tensors that are on the CPU in pinned memory; it needs CUDA."""
+        return self._with(lambda leaf: leaf.pin_memory() if _can_be_pinned(leaf) else leaf)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         leaves, spec = self._flat
-        moved = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if all(new is old for new, old in zip(moved, leaves, strict=True)):
+        changed = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return self
-        return _batch_of(spec.unflatten(moved))
+        return _batch_of(spec.unflatten(changed))
 
     def channels_last(self) -> Batch:
         """Return the same batch with the model's inputs in channels-last format; the target keeps its format."""
@@ -119,6 +132,13 @@ class Batch:
     def _tree(self) -> PyTree:
         # Sorted, so that the order in which a user writes keyword arguments changes no graph's hash.
         return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target
+
+
+def _can_be_pinned(tensor: Tensor) -> bool:
+    """Return whether `tensor` is in memory of its own on the CPU: an expanded one has one element for many."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    return all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def make_batch(returned: Any, place: str) -> Batch:

@@ -14,6 +14,7 @@ from planner.executor.communication.shared import SharedGradients, shared_parame
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, make_batches
+from planner.executor.run.reading_ahead import ReadAhead
 from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
@@ -120,7 +121,8 @@ def pipeline_context(
     assert plan.microbatch_size is not None  # or building the modules had failed
     if data is None:
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        data = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=job.options.drop_last)
+        made = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=job.options.drop_last)
+        data = ReadAhead(made, pinned=place.compute.type == "cuda")
     check_sizes(built.training.values(), data.last_sizes)
     shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
     context = PipelineContext(

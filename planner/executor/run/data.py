@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,15 @@ from planner.schedule.instructions import Unit
 
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
 
+# Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
+_ONE_READER = threading.Lock()
+
 
 class BatchSource(ABC):
     """The training data, the same on all workers."""
 
     random = False  # whether it is made up, so that losses mean nothing
+    pinned = False  # whether the batches are to be in pinned memory, for a GPU
     last_sizes: tuple[int, ...] = ()  # microbatch sizes of an epoch's last minibatch, if it is smaller
 
     def __init__(self, microbatches: int) -> None:
@@ -99,6 +104,11 @@ class DatasetBatches(BatchSource):
         self._order: list[int] = []
 
     def batch(self, unit: Unit) -> Batch:
+        with _ONE_READER:
+            batch = self._batch(unit)
+        return batch.pinned() if self.pinned else batch
+
+    def _batch(self, unit: Unit) -> Batch:
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
         if epoch != self._epoch:
             # A generator of its own: the order must not depend on what else draws random numbers.
@@ -137,7 +147,8 @@ class RandomBatches(BatchSource):
             # A seed of its own, so that workers agree on a batch whatever else they have made before.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed * 1_000_003 + which)
-                self._made[which] = self._example_batch(self._microbatch_size)
+                made = self._example_batch(self._microbatch_size)
+            self._made[which] = made.pinned() if self.pinned else made
         return self._made[which]
 
     def minibatch_size(self, minibatch: int) -> int:
@@ -177,4 +188,5 @@ class EvaluationBatches:
     def batch(self, unit: Unit) -> Batch:
         """Return batch `unit.minibatch`."""
         start = unit.minibatch * self._size
-        return collate([self._dataset[index] for index in range(start, start + self.size(unit))])
+        with _ONE_READER:
+            return collate([self._dataset[index] for index in range(start, start + self.size(unit))])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
@@ -22,6 +23,7 @@ from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import Evaluator, evaluation_points, until_updated
 from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
 from planner.executor.run.outcome import Course, gather_result, report_of
+from planner.executor.run.reading_ahead import reading_ahead
 from planner.executor.run.setup import check_schedule, take_place
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.timeline import Timeline
@@ -78,7 +80,8 @@ def train(
     evaluator = None if context.evaluation is None else Evaluator(context, groups.replicas)
     run = _Run(context, worker, evaluator, checkpointer, on_progress)
     make_random_batches(context, _first_units(context, first))
-    seconds = train_together(context, lambda: run.train(first))
+    with reading_ahead(context.data, _units(context, chain.from_iterable(_whole_stream(context, first)))):
+        seconds = train_together(context, lambda: run.train(first))
     report = report_of(context, worker, peak.bytes())
     result = gather_result(context, report, Course(worker.log, seconds, first, run.evaluations, checkpointer))
     if context.job.save_weights is not None:
@@ -167,9 +170,14 @@ def _whole_stream(context: PipelineContext, first: int) -> Iterator[Iterator[Ins
 
 def _first_units(context: PipelineContext, first: int) -> Iterator[Unit]:
     """Yield the units of the first minibatches whose samples this worker reads."""
-    for instruction in context.stream(first, min(first + RANDOM_BATCHES, context.minibatches)):
-        if isinstance(instruction, Forward) and context.stages[instruction.stage].module.needs_batch:
-            yield instruction.unit
+    return _units(context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches)))
+
+
+def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Iterator[Unit]:
+    """Yield the units whose samples this worker reads, in the order of its forwards."""
+    for each in instructions:
+        if isinstance(each, Forward) and context.stages[each.stage].module.needs_batch and context.data.size(each.unit):
+            yield each.unit
 
 
 def _with_hooks(context: PipelineContext, first: int, on_progress: ProgressCallback | None) -> ProgressCallback | None:
