@@ -57,7 +57,8 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "--save-weights",
         metavar="FILE",
-        help="write the trained weights under their names in the model, for torch.load",
+        help="write the trained weights under their names in the model: a .safetensors file, tensor by tensor, or one "
+        "for torch.load, for which worker 0 holds the whole model",
     )
     parser.add_argument(
         "--defer-weights",

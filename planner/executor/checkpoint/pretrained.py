@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import InputError
-from planner.executor.checkpoint.tensor_file import each_tensor, tensor_shapes
+from planner.executor.checkpoint.tensor_file import SUFFIX, each_tensor, tensor_shapes
 from planner.model.spec import NameInFile, TrainingSpec
 from planner.model.stage.deferred_weights import allocate
 
-SUFFIX = ".safetensors"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

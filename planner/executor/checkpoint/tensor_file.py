@@ -16,9 +16,10 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+SUFFIX = ".safetensors"
 _PIECE_BYTES = 1 << 24  # 16 MiB per write and hash
 _SYNC_BYTES = 1 << 28  # 256 MiB between two syncs
 
@@ -59,24 +61,60 @@ class FileDigest:
     sha256: str
 
 
+@dataclass(frozen=True)
+class Fact:
+    """What a file's header says of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Sorts tensors so that all are aligned."""
+        return (-self.dtype.itemsize, self.name)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def piece_sizes(self) -> Iterator[int]:
+        """Sizes of its `byte_pieces`."""
+        return (min(_PIECE_BYTES, self.size_bytes - start) for start in range(0, self.size_bytes, _PIECE_BYTES))
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Write `tensors`, moving one at a time to the CPU, and wait until they are on disk.
+    """Write `tensors`, moving a piece at a time to the CPU, and wait until they are on disk.
 
     Raises:
         InputError: for a dtype that the format lacks.
         OSError: when the disk is full or the folder cannot be written; the file is then incomplete.
     """
+    facts = [Fact(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    facts.sort(key=lambda fact: fact.order)
+    return write_pieces(
+        path, facts, (piece.numpy().data for fact in facts for piece in byte_pieces(tensors[fact.name]))
+    )
+
+
+def write_pieces(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> FileDigest:
+    """Write a file of the tensors that `facts` describe, in their order, whose bytes are `pieces`.
+
+    Raises:
+        InputError, OSError: as for `write_tensors`.
+    """
     assert sys.byteorder == "little"  # the byte order of the format, and of every platform of PyTorch
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
+    for fact in facts:
+        if fact.dtype not in _NAMES:
             raise InputError(
-                f"'{name}' is a tensor of {tensor.dtype}, which safetensors files cannot hold",
+                f"'{fact.name}' is a tensor of {fact.dtype}, which safetensors files cannot hold",
                 hint="keep such a tensor out of the state, register_buffer(..., persistent=False)",
             )
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     sha, size, synced = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
-        for piece in _pieces(ordered):
+        for piece in chain([memoryview(_header(facts))], pieces):
             file.write(piece)
             sha.update(piece)
             size += len(piece)
@@ -88,6 +126,31 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size, sha.hexdigest())
+
+
+def byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of `tensor` in pieces on the CPU; each is good until the next one is taken."""
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if content.device.type == "cpu":
+        yield from (content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES))
+        return
+    # Through one piece of pinned memory: a copy to other memory is slow, and would need as much as the tensor.
+    room = torch.empty(min(_PIECE_BYTES, len(content)), dtype=torch.uint8, pin_memory=True)
+    for start in range(0, len(content), _PIECE_BYTES):
+        piece = content[start : start + _PIECE_BYTES]
+        yield room[: len(piece)].copy_(piece)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name by which `dtype_of` finds any dtype, also one that files cannot hold."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that `dtype_name` named."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype), name
+    return found
 
 
 def read_tensors(
@@ -137,24 +200,16 @@ def _content(path: Path, expected: FileDigest | None) -> Iterator[mmap.mmap]:
         raise InputError(f"'{path}' cannot be read: {cause.strerror}", hint="is it all there?") from None
 
 
-def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
+def _header(facts: Iterable[Fact]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, tensor in ordered:
-        end = start + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for fact in facts:
+        end = start + fact.size_bytes
+        header[fact.name] = {"dtype": _NAMES[fact.dtype], "shape": list(fact.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data, too, begins at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def _pieces(ordered: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
-    yield _header(ordered)
-    for _, tensor in ordered:
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(content), _PIECE_BYTES):
-            yield content[start : start + _PIECE_BYTES]
 
 
 def _check(path: Path, descriptor: int, expected: FileDigest) -> None:

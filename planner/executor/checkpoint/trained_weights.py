@@ -13,10 +13,8 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.folders import find
 from planner.executor.checkpoint.index import load_checkpoint
 from planner.executor.checkpoint.read_parts import read_weights
-from planner.executor.checkpoint.tensor_file import read_tensors, write_tensors
+from planner.executor.checkpoint.tensor_file import SUFFIX, read_tensors, write_tensors
 from planner.formats.files import replacing
-
-SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)

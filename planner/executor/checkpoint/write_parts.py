@@ -57,7 +57,7 @@ def write_part(folder: Path, own: Restorable) -> StagePart:
     """
     first = own.replica == 0
     stem = f"stage-{own.stage}" + ("" if first else f"-replica-{own.replica}")
-    tensors, aliases = _distinct(own.module.state_dict() if first else _buffers(own.module))
+    tensors, aliases = distinct(own.module.state_dict() if first else _buffers(own.module))
     weights = _write_file(folder, f"{stem}.weights.safetensors", tensors)
     optimizer = file = None
     extras: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
 
 
-def _distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return each tensor under its first name, and by further name of a tied tensor its first one."""
     first: dict[tuple[object, ...], str] = {}
     tensors: dict[str, Tensor] = {}

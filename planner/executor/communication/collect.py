@@ -1,22 +1,17 @@
-"""Gather results and weights of all workers on rank 0, and write weights to disk."""
+"""Gather results of all workers on rank 0, and tell all what rank 0 knows."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from planner.errors import PlannerError
 from planner.executor.communication.control import control_group
 from planner.executor.job import Loss
-from planner.formats.files import replacing
 
 
 def gather_bytes(
@@ -75,26 +70,3 @@ def merge_losses(parts: Iterable[bytes]) -> tuple[Loss, ...]:
         Loss(minibatch=minibatch, loss=total[minibatch] if math.isfinite(total[minibatch]) else None)
         for minibatch in sorted(total)
     )
-
-
-def gather_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the union of all workers' `state` on rank 0; an empty dict elsewhere. All workers call it."""
-    part = io.BytesIO()
-    torch.save({name: tensor.cpu() for name, tensor in state.items()}, part)
-    union: dict[str, Tensor] = {}
-    for content in gather_bytes(part.getvalue()):
-        union.update(torch.load(io.BytesIO(content), weights_only=True))
-    return union
-
-
-def save_state(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict atomically; `torch.load(path, weights_only=True)` reads it.
-
-    Raises:
-        PlannerError: when the disk is full or the folder cannot be written; an existing file is left as it was.
-    """
-    try:
-        with replacing(path) as temporary:
-            torch.save(dict(state), temporary)
-    except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
-        raise PlannerError(f"the weights cannot be written to '{path}': {cause}", hint="is the disk full?") from None

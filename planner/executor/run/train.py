@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.communication.collect import gather_state, save_state
+from planner.executor.checkpoint.final_weights import save_gathered
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Evaluation, Job, TrainResult
@@ -156,10 +156,8 @@ def save_weights(context: PipelineContext, path: Path) -> None:
     """Gather the whole model's weights on rank 0 and write them; all workers call it."""
     mine = [stage.module for number, stage in context.stages.items() if context.is_first_replica(number)]
     state = {name: tensor for module in mine for name, tensor in module.state_dict().items()}
-    gathered = gather_state(state)
-    if context.rank == 0:
-        context.heartbeat.enter("writing the weights")
-        save_state(gathered, path)
+    context.heartbeat.enter("writing the weights", meeting=True)
+    save_gathered(state, path)
 
 
 def _whole_stream(context: PipelineContext, first: int) -> Iterator[Iterator[Instruction]]:

@@ -1,0 +1,97 @@
+"""The whole model's weights in one file, from workers that hold parts of them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.errors import InputError, PlannerError
+from planner.executor.checkpoint import tensor_file
+from planner.executor.checkpoint.final_weights import save_gathered
+from planner.executor.checkpoint.trained_weights import read_trained
+from planner.executor.communication.place import join_group
+from tests.executor.processes import TIMEOUT_S
+
+
+def _state(rank: int) -> dict[str, Tensor]:
+    """Two names of one weight, an empty tensor, several pieces, another layout; "both" is on both workers."""
+    torch.manual_seed(rank)
+    tied = nn.Linear(3, 5).weight.detach()
+    return {
+        f"{rank}.tied": tied,
+        f"{rank}.again": tied.detach(),
+        f"{rank}.empty": torch.empty(0, 4),
+        f"{rank}.number": torch.tensor(7 + rank),
+        f"{rank}.turned": torch.randn(40, 30).t().bfloat16(),
+        f"{rank}.flag": torch.tensor([True, False]),
+        "both": torch.ones(2),
+    }
+
+
+def _expected() -> dict[str, Tensor]:
+    return _state(0) | _state(1)
+
+
+@pytest.fixture
+def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            patch.setenv(name, value)
+        meeting = tmp_path_factory.mktemp("meeting") / "file"
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_weights_are_readable_for_whom_the_umask_lets(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    before = os.umask(0o027)
+    try:
+        save_gathered({"weight": torch.ones(2)}, path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
+    for name in ("below", "below.safetensors"):
+        with pytest.raises(PlannerError, match="cannot be written"):
+            save_gathered({"weight": torch.ones(2)}, path / name)
+    with pytest.raises(InputError, match="safetensors files cannot hold"):
+        save_gathered({"weight": torch.ones(2, dtype=torch.complex128)}, tmp_path / "complex.safetensors")
+
+
+def test_tensors_of_two_workers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", __file__, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("weights.pt", "weights.safetensors"):
+        found = read_trained(tmp_path / name)
+        assert found.keys() == _expected().keys()
+        for key, tensor in _expected().items():
+            assert torch.equal(found[key], tensor), key
+            assert found[key].dtype == tensor.dtype
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert state["1.tied"].data_ptr() == state["1.again"].data_ptr()
+
+
+def _worker(folder: Path) -> None:
+    tensor_file._PIECE_BYTES = 256
+    join_group()
+    for name in ("weights.pt", "weights.safetensors"):
+        save_gathered(_state(dist.get_rank()), folder / name)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _worker(Path(sys.argv[1]))
