@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from planner.devices import slurm
 from planner.devices.place import kind_here
 from planner.errors import InputError, PlannerError, reason_of
 from planner.formats.device_names import DeviceType
@@ -122,8 +123,10 @@ def _chosen(options: SelftestOptions) -> Sequence[Check]:
 
 
 def _refuse_several_hosts() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    started = {**os.environ, **slurm.worker_variables(os.environ)}
+    if int(started.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
-            "the self-test is for one host, and torchrun started several workers",
-            hint="run it without torchrun on each host; plan profile under torchrun measures the links between hosts",
+            "the self-test is for one host and starts its own workers, and this is one of several processes",
+            hint="run it once on each host, without torchrun; plan profile under torchrun measures the links between "
+            "hosts",
         )

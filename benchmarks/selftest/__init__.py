@@ -1,0 +1,1 @@
+"""Does everything work on this machine? See README.md in this folder."""

@@ -1,0 +1,59 @@
+"""Run `plan selftest`, and write its table into the README beside this file.
+
+python -m benchmarks.selftest --save
+python -m benchmarks.selftest --device cuda --save
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.kept import between_marks, environment
+from planner.cli.selftest import selftest_report
+from planner.formats.files import write_text
+from planner.profiler.measured.malloc import keep_freed_pages
+from planner.selftest.rows import Row, SelftestReport
+from planner.selftest.run import WORKERS, SelftestOptions, selftest
+
+README = Path(__file__).with_name("README.md")
+
+
+def main() -> int:
+    """Run the self-test, print its table, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--save", action="store_true", help="write the table into the README")
+    arguments = parser.parse_args()
+    keep_freed_pages()
+    report = selftest(SelftestOptions(device=arguments.device, workers=arguments.workers), _show)
+    print(selftest_report(report))
+    if arguments.save:
+        page = README.read_text(encoding="utf-8")
+        write_text(README, between_marks(page, marks(report.device), section(report)))
+    return 0 if report.passed else 1
+
+
+def marks(device: str) -> tuple[str, str]:
+    """Return the comments in the README between which the table for a kind of device stands."""
+    return f"<!-- selftest_{device}: written by benchmarks.selftest -->", f"<!-- end of selftest_{device} -->"
+
+
+def section(report: SelftestReport) -> str:
+    """Return the report as Markdown."""
+    rows = [[row.check, row.name, row.result, row.found, f"{row.seconds:.0f}"] for row in report.rows]
+    table = tabulate(rows, ["check", "case", "result", "found", "seconds"], tablefmt="github", disable_numparse=True)
+    counts = ", ".join(f"{report.count(result)} {result}" for result in ("passed", "failed", "skipped"))
+    about = f"{report.date}, {report.workers} workers, {environment()}."
+    return f"{about}\n{counts}, in {report.seconds:.0f} s.\n\n{table}"
+
+
+def _show(row: Row) -> None:
+    print(f"{row.result:8}{row.check}: {row.name} ({row.seconds:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
