@@ -46,7 +46,7 @@ class StageReplica:
         self.index = stage.number
         self.module = stage.module
         self.optimizer = stage.optimizer
-        self.versions = WeightVersions(parameters)
+        self.versions = WeightVersions(parameters, stage.module.arrange)
         self._shared = stage.shared
         self._transfers = context.transfers
         self._averager = None if replicas is None else GradientAverager(parameters, replicas)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+Arrange = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None]
+
 
 @dataclass
 class _Version:
@@ -35,10 +37,12 @@ class WeightVersions:
 
     Args:
         parameters: of the stage, each once.
+        arrange: lays out a new version's tensors, given the parameters and them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], arrange: Arrange = lambda parameters, tensors: None) -> None:
         self._parameters = list(parameters)
+        self._arrange = arrange
         self._newest = 0
         self._versions = {0: _Version([parameter.data for parameter in self._parameters])}
         self._used: dict[object, int] = {}
@@ -80,7 +84,7 @@ class WeightVersions:
         current = self._versions[self._newest]
         # Copy only if someone still needs the weights from before the step: the copy costs a pass over all weights.
         if current.users or self._newest in self._kept:
-            fresh = self._free.pop() if self._free else [torch.empty_like(data) for data in current.data]
+            fresh = self._free.pop() if self._free else self._new_storage(current.data)
             torch._foreach_copy_(fresh, current.data)
             self._newest += 1
             self._versions[self._newest] = _Version(fresh)
@@ -91,6 +95,11 @@ class WeightVersions:
         self.most_versions = max(self.most_versions, len(self._versions) + len(self._free))
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             step()
+
+    def _new_storage(self, like: list[Tensor]) -> list[Tensor]:
+        fresh = [torch.empty_like(data) for data in like]
+        self._arrange(self._parameters, fresh)
+        return fresh
 
     def _drop_unneeded(self) -> None:
         needed = {self._newest} | self._kept

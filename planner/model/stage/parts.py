@@ -18,6 +18,7 @@ from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, Val
 from planner.model.capture.size import samples_in
 from planner.model.memory_format import channels_last
 from planner.model.stage.fast_calls import Registry
+from planner.model.stage.recurrent import RecurrentWeights, recurrent_weights
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class StageParts:
     fixed_batch_size: int | None
     autocast: torch.dtype | None
     channels_last: bool
+    recurrent: tuple[RecurrentWeights, ...] = ()
     _expected: dict[int, list[tuple[ValueSpec, tuple[int, ...]]]] = field(default_factory=dict)  # by batch size
 
     @cached_property
@@ -204,4 +206,5 @@ def stage_parts(graph: LayerGraph, boundary: Boundary, weights: nn.Module, code:
         fixed_batch_size=graph.batch_size,
         autocast=graph.options.autocast,
         channels_last=graph.options.channels_last,
+        recurrent=recurrent_weights(graph, boundary.layers),
     )

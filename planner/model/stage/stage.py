@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -111,6 +111,21 @@ class StageModule(nn.Module):
         Each layer that draws random numbers then seeds the default generator of its device first.
         """
         self._key.set(seed, minibatch, microbatch)
+
+    def arrange(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+        """Lay out `tensors`, which stand for some of the stage's `parameters` one for one, as their kernels need it."""
+        standing_for = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
+        for recurrent in self._parts.recurrent:
+            weights = [standing_for.get(id(self.get_parameter(name))) for name in recurrent.names]
+            known = [weight for weight in weights if weight is not None]
+            if len(known) == len(weights):
+                recurrent.join(known)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        parameters = list(self.parameters())
+        self.arrange(parameters, parameters)  # not their `data`, whose new place would not be theirs
+        return self
 
     def set_observer(self, observer: LayerObserver | None) -> None:
         """Tell `observer` of every layer from now on; the stage must have been built observable."""
