@@ -13,6 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from planner.devices import slurm
 from planner.devices.seats import Seat
+from planner.errors import WorkerError
 
 _rounds = count()
 
@@ -48,7 +49,20 @@ def exchange(store: Store, mine: Seat) -> list[Seat]:
     """Tell all workers about this one, and return what all say, by rank; waits for the last, up to the store's limit.
 
     Every call has its own keys, because a script may train several pipelines, one after the other.
+
+    Raises:
+        WorkerError: when a worker does not come.
     """
     prefix = f"seat/{next(_rounds)}"
     store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
-    return [Seat.model_validate_json(store.get(f"{prefix}/{rank}")) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    return [_seat(store, f"{prefix}/{rank}", rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+
+
+def _seat(store: Store, key: str, rank: int) -> Seat:
+    try:
+        return Seat.model_validate_json(store.get(key))
+    except dist.DistStoreError as cause:  # a time-out; a store that is lost raises DistNetworkError
+        raise WorkerError(
+            f"worker {rank} did not come in time",
+            hint="is the command started on all hosts, with the same plan?",
+        ) from cause

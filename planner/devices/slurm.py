@@ -14,6 +14,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
+from planner.errors import WorkerError, first_line
+
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
 _FIRST_PORT, _PORTS = 12000, 20000
 _TIMEOUT = timedelta(minutes=10)
@@ -23,18 +25,28 @@ _store: TCPStore | None = None  # of this process; it ends with it
 
 
 def become_worker() -> None:
-    """Set torchrun's variables, if Slurm started this process as one of several tasks; open the store on the first."""
+    """Set torchrun's variables, if Slurm started this process as one of several tasks; open the store on the first.
+
+    Raises:
+        WorkerError: when the store cannot be opened, or not be reached.
+    """
     global _store
     variables = worker_variables(os.environ)
+    if not variables:
+        return
+    host, port, first = variables["MASTER_ADDR"], variables["MASTER_PORT"], variables["RANK"] == "0"
+    try:
+        # The others wait here until the first task has come: Slurm starts tasks when each node is ready.
+        store = TCPStore(host, int(port), is_master=first, wait_for_workers=False, timeout=_TIMEOUT)
+    except RuntimeError as cause:
+        done = "opened" if first else "reached"
+        raise WorkerError(
+            f"the store of Slurm's first task, {host}:{port}, cannot be {done}: {first_line(cause)}",
+            hint="MASTER_ADDR and MASTER_PORT choose another address of that task's node, and another port",
+        ) from cause
+    if first:
+        _store = store
     os.environ.update(variables)
-    if variables.get("RANK") == "0" and _store is None:
-        _store = TCPStore(
-            variables["MASTER_ADDR"],
-            int(variables["MASTER_PORT"]),
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_TIMEOUT,
-        )
 
 
 def end_last(seconds: float) -> None:
