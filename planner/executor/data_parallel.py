@@ -31,7 +31,7 @@ from planner.executor.run.frame import (
     start_worker,
     train_together,
 )
-from planner.executor.run.outcome import Course, gather_result
+from planner.executor.run.outcome import Course, gather_result, memory_fields
 from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
 from planner.executor.run.setup import take_place
 from planner.executor.run.worker import Observers, Worker
@@ -187,9 +187,9 @@ def _train(
         stage=0,
         busy_share=steady.busy_share,
         samples_per_s=steady.units_per_s * context.microbatch_size,
-        peak_memory_bytes=peak.bytes(),
         predicted_memory_bytes=0,
         weight_versions=1,
+        **memory_fields(peak),
     )
     result = gather_result(context, mine, Course(worker.log, seconds))
     if result is None:

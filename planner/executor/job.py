@@ -89,10 +89,12 @@ class WorkerReport(Record):
     stage: int
     busy_share: float  # of the steady state, spent in forward, backward and update
     samples_per_s: float  # in steady state, through this replica
-    peak_memory_bytes: int
-    predicted_memory_bytes: int
+    peak_memory_bytes: int  # allocated
+    predicted_memory_bytes: int  # of tensors, to compare with that
     weight_versions: int
     deferred_weights: bool = False  # whether it made no other stage's weights
+    reserved_memory_bytes: int | None = None  # by the allocator at the peak, on a GPU
+    used_memory_bytes: int | None = None  # of the GPU by all its processes, contexts and communicators included
 
 
 class Loss(Record):

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from planner.errors import ClusterError
 from planner.formats.device_names import Backend
-from planner.formats.files import AlwaysTrue, Record, load_record, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, save_record
 
 MOST_GPUS = 2**17  # a plan names every rank
 
@@ -39,12 +39,14 @@ class DeviceKind(Record):
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
 
 
-class Cluster(Record):
+class Cluster(GrownRecord):
     """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after another.
 
     Messages do not overlap with computation on a CPU without a core to spare: there, the workers' own cores move the
     bytes.
     """
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"backend"})
 
     schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer

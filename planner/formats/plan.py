@@ -150,8 +150,10 @@ class SolverReport(Record):
     exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
 
 
-class Plan(Record):
+class Plan(GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"tf32", "deterministic"})
 
     schema_version: Literal[1] = 1
     model: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +13,14 @@ from planner.profiler.measured.malloc import return_free_pages
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What a worker's GPU holds beyond its tensors, at the peak: the allocator gives nothing back before the end."""
+
+    reserved_bytes: int  # by the allocator for this worker's tensors: allocated at the peak, and fragments
+    used_bytes: int  # as the device reports it, with contexts and communicators; of all processes that use it
 
 
 class PeakMemory:
@@ -42,6 +51,13 @@ class PeakMemory:
         else:
             peak = _status_bytes("VmHWM") - (_status_bytes("RssFile") - self._code_bytes)
         return max(0, peak - self._before_bytes) + self._already_bytes
+
+    def on_gpu(self) -> GpuMemory | None:
+        """Return what the device itself holds; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return GpuMemory(torch.cuda.max_memory_reserved(self._device), total_bytes - free_bytes)
 
 
 def _reset_high_water_mark() -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
 from planner.executor.job import Evaluation, TrainResult, WorkerReport
 from planner.executor.observe.measure import steady_state
+from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.run_log import Past
 from planner.executor.observe.worker_log import WorkerLog
 from planner.executor.run.context import Context, PipelineContext
 from planner.executor.run.worker import PipelineWorker
 
 
-def report_of(context: PipelineContext, worker: PipelineWorker, peak_memory_bytes: int) -> WorkerReport:
+def report_of(context: PipelineContext, worker: PipelineWorker, peak: PeakMemory) -> WorkerReport:
     """Summarise what this worker measured of its stages."""
     plan, shape, stages = context.plan, context.shape, worker.stages
     depth, first = shape.in_flight(0), min(stages)
@@ -32,11 +34,29 @@ def report_of(context: PipelineContext, worker: PipelineWorker, peak_memory_byte
         busy_share=steady.busy_share,
         # Backwards of all the worker's stages are counted, and each unit has one in every stage.
         samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
-        peak_memory_bytes=peak_memory_bytes,
-        predicted_memory_bytes=plan.memory_bytes(first),
+        predicted_memory_bytes=plan.tensor_bytes(first),
+        **memory_fields(peak),
         weight_versions=max(replica.versions.most_versions for replica in stages.values()),
         deferred_weights=context.deferred,
     )
+
+
+class MemoryFields(TypedDict):
+    """The fields of a worker's report that say what memory it took."""
+
+    peak_memory_bytes: int
+    reserved_memory_bytes: int | None
+    used_memory_bytes: int | None
+
+
+def memory_fields(peak: PeakMemory) -> MemoryFields:
+    """Return what a worker reports of its memory."""
+    gpu = peak.on_gpu()
+    return {
+        "peak_memory_bytes": peak.bytes(),
+        "reserved_memory_bytes": None if gpu is None else gpu.reserved_bytes,
+        "used_memory_bytes": None if gpu is None else gpu.used_bytes,
+    }
 
 
 @dataclass(frozen=True)

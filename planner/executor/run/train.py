@@ -82,7 +82,7 @@ def train(
     make_random_batches(context, _first_units(context, first))
     with reading_ahead(context.data, _units(context, chain.from_iterable(_whole_stream(context, first)))):
         seconds = train_together(context, lambda: run.train(first))
-    report = report_of(context, worker, peak.bytes())
+    report = report_of(context, worker, peak)
     result = gather_result(context, report, Course(worker.log, seconds, first, run.evaluations, checkpointer))
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))

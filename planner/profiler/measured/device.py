@@ -13,6 +13,9 @@ import torch
 from planner.errors import InputError
 from planner.formats.profile import Device
 
+# An assumption: no context is larger, so more than this is another process'.
+_MOST_CONTEXT_BYTES = 2 * 2**30
+
 
 def check_positive(name: str, number: int) -> None:
     """Refuse an argument that is less than 1.
@@ -45,10 +48,15 @@ def parse_device(name: str) -> torch.device:
 
 
 def describe_device(device: torch.device, threads: int, processes: int) -> Device:
-    """Return what a profile says of `device`."""
+    """Return what a profile says of `device`; on a GPU after the measurement, which loads the kernels."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Device(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
+        return Device(
+            kind="cuda",
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            context_bytes=_context_bytes(device),
+        )
     return Device(
         kind="cpu",
         name=_cpu_name(),
@@ -56,6 +64,16 @@ def describe_device(device: torch.device, threads: int, processes: int) -> Devic
         processes=processes if processes > 1 else None,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
+
+
+def _context_bytes(device: torch.device) -> int | None:
+    """Return what this process takes of a GPU beside the allocator's segments: context, kernels, handles of libraries.
+
+    The device tells only what all processes take. None where that cannot be this one's context alone.
+    """
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    context_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    return context_bytes if 0 < context_bytes <= _MOST_CONTEXT_BYTES else None
 
 
 def _cpu_name() -> str:

@@ -9,14 +9,16 @@ from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.executor.job import Evaluation, Loss, TrainResult
+    from collections.abc import Sequence
+
+    from planner.executor.job import Evaluation, Loss, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
 
 
 def training_report(result: TrainResult) -> str:
     """Report throughput, workers, loss and evaluations."""
-    parts = [_throughput(result), _workers(result), _loss(result)]
+    parts = [_throughput(result), workers_table(result.reports), _loss(result)]
     if result.evaluations:
         parts.append(_evaluations(result))
     return "\n\n".join(parts)
@@ -70,8 +72,10 @@ def _device(result: TrainResult) -> str:
     return f"{result.device}{name}, messages over {result.backend}"
 
 
-def _workers(result: TrainResult) -> str:
-    headers = ["worker", "stage", "busy", "peak memory predicted", "measured", "weight versions"]
+def workers_table(reports: Sequence[WorkerReport]) -> str:
+    """Write what each worker measured."""
+    headers = ["worker", "stage", "busy", "peak memory predicted", "measured", "reserved", "used of the GPU"]
+    headers += ["weight versions"]
     rows = [
         [
             report.rank,
@@ -79,11 +83,20 @@ def _workers(result: TrainResult) -> str:
             f"{report.busy_share:.0%}",
             format_bytes(report.predicted_memory_bytes) if report.predicted_memory_bytes else "-",
             format_bytes(report.peak_memory_bytes),
+            _bytes_or_dash(report.reserved_memory_bytes),
+            _bytes_or_dash(report.used_memory_bytes),
             report.weight_versions,
         ]
-        for report in result.reports
+        for report in reports
     ]
-    return Table(headers, rows).text()
+    table = Table(headers, rows)
+    if all(report.used_memory_bytes is None for report in reports):  # on CPUs
+        table = table.without("reserved").without("used of the GPU")
+    return table.text()
+
+
+def _bytes_or_dash(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
 
 
 def _loss(result: TrainResult) -> str:

@@ -1,0 +1,68 @@
+"""Peaks of memory: on the CPU as measured, on a GPU from a pretended device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from planner.executor.job import WorkerReport
+from planner.executor.observe.memory import GpuMemory, PeakMemory
+from planner.executor.run.outcome import memory_fields
+from planner.profiler.measured.device import describe_device
+from planner.report.tables.training import workers_table
+
+GB = 10**9
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of 40 GB: 30 reserved, 1 for the context and communicators."""
+    for name, value in {
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 10 * GB,
+        "max_memory_allocated": 28 * GB,
+        "max_memory_reserved": 30 * GB,
+        "memory_reserved": 30 * GB,
+        "mem_get_info": (9 * GB, 40 * GB),
+        "get_device_properties": SimpleNamespace(name="pretended", total_memory=40 * GB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    return torch.device("cuda", 0)
+
+
+def test_a_gpus_peaks_are_allocated_reserved_and_used(gpu: torch.device) -> None:
+    peak = PeakMemory(gpu, already_bytes=2 * GB)
+    assert peak.bytes() == 20 * GB
+    assert peak.on_gpu() == GpuMemory(reserved_bytes=30 * GB, used_bytes=31 * GB)
+    assert memory_fields(peak) == {
+        "peak_memory_bytes": 20 * GB,
+        "reserved_memory_bytes": 30 * GB,
+        "used_memory_bytes": 31 * GB,
+    }
+
+
+def test_a_cpus_peak_is_one_number() -> None:
+    peak = PeakMemory(torch.device("cpu"), already_bytes=5)
+    assert peak.bytes() >= 5
+    assert peak.on_gpu() is None
+
+
+def test_the_profile_knows_the_context_unless_others_use_the_gpu(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert describe_device(gpu, 1, 1).context_bytes == 1 * GB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 * GB, 40 * GB))
+    assert describe_device(gpu, 1, 1).context_bytes is None
+
+
+def test_the_table_tells_what_a_gpu_holds_where_there_is_one() -> None:
+    fields = {"rank": 0, "stage": 0, "busy_share": 1.0, "samples_per_s": 1.0, "weight_versions": 1}
+    memory = {"peak_memory_bytes": 20 * GB, "predicted_memory_bytes": 21 * GB}
+    on_cpu = WorkerReport.model_validate(fields | memory)
+    on_gpu = on_cpu.model_copy(update={"reserved_memory_bytes": 30 * GB, "used_memory_bytes": 31 * GB})
+    assert "used of the GPU" not in workers_table([on_cpu])
+    heading, *_, row = workers_table([on_gpu]).splitlines()
+    assert heading.split()[-7:] == ["reserved", "used", "of", "the", "GPU", "weight", "versions"]
+    assert row.split()[-7:] == ["20", "GB", "30", "GB", "31", "GB", "1"]
