@@ -16,7 +16,7 @@ from torch import Tensor
 from planner.devices.place import Place
 from planner.errors import first_line
 from planner.executor.communication.groups import LinkGroups
-from planner.executor.communication.messages import Layout, check, header, unpack
+from planner.executor.communication.messages import Layout, Outgoing, check, header_here, unpack
 from planner.executor.communication.routes import Route, route_of
 from planner.executor.health.failures import ConnectionLostError
 from planner.schedule.instructions import Instruction, Receive, Send, SendShared, matching_receive
@@ -52,9 +52,9 @@ class Posted:
         wait_for(self.work, self.receive.peer_rank)
 
     def check(self, first_bytes: Tensor | None = None) -> None:
-        """Check the header of the message: in the buffer, or in a copy of its first bytes."""
-        given = header(self.buffer) if first_bytes is None else first_bytes
-        check(self.layout, self.receive.unit, given, f"rank {self.receive.peer_rank}")
+        """Check the header of the message: in a buffer of the CPU, or in a copy of its first bytes."""
+        word = header_here(self.buffer) if first_bytes is None else int(first_bytes)
+        check(self.layout, self.receive.unit, word, f"rank {self.receive.peer_rank}")
 
 
 class Links(ABC):
@@ -79,7 +79,8 @@ class Links(ABC):
         self._place = place
         self._moves = place.wire != place.compute
         self._rank = dist.get_rank()
-        self._sent: defaultdict[Route, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+        self._sent: defaultdict[Route, deque[tuple[dist.Work, Outgoing]]] = defaultdict(deque)
+        self._left: dict[Route, Outgoing] = {}  # the newest that has left, to be filled again
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
@@ -126,11 +127,19 @@ class Links(ABC):
     def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
         """Send `values`."""
 
-    def _post_send(self, route: Route, buffer: Tensor) -> None:
-        work = dist.isend(buffer, route.peer_rank, self._groups.of(route), tag=route.tag)
+    def _packed(self, send: Send, route: Route, values: dict[str, Tensor]) -> Outgoing:
+        layout = self._layout_of(send)
+        message = self._left.pop(route, None)
+        if message is None or message.layout is not layout:
+            message = Outgoing(layout, self._place.wire)
+        message.fill(send.unit, values)
+        return message
+
+    def _post_send(self, route: Route, message: Outgoing) -> None:
+        work = dist.isend(message.buffer, route.peer_rank, self._groups.of(route), tag=route.tag)
         assert work is not None
         # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
-        self._sent[route].append((work, buffer))
+        self._sent[route].append((work, message))
         self._finish(route, self._limits.messages)
 
     def _post_receive(self, receive: Receive, layout: Layout, buffer: Tensor) -> Posted:
@@ -142,8 +151,10 @@ class Links(ABC):
     def _finish(self, route: Route, keep: int) -> None:
         pending = self._sent[route]
         while len(pending) > keep:
-            work, _buffer = pending.popleft()
+            work, message = pending.popleft()
             wait_for(work, route.peer_rank)
+            if not route.shared:  # those are as large as the weights, and not worth their memory
+                self._left[route] = message
 
 
 def wait_for(work: dist.Work, peer: int) -> None:

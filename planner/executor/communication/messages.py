@@ -12,6 +12,7 @@ Every operation here costs the host a microsecond or two per message, so there a
 
 from __future__ import annotations
 
+import ctypes
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -71,28 +72,47 @@ def layout_of(specs: Sequence[ValueSpec], batch_size: int) -> Layout:
     return Layout(batch_size, tuple(slots), start, checksum)
 
 
-def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.device) -> Tensor:
-    """Copy `values` into a new uint8 buffer on device `wire`.
+class Outgoing:
+    """The buffer of a message to send, with views of its header and its values.
 
-    Raises:
-        WorkerError: when a value has another shape or dtype than the captured graph says.
+    Making them takes longer than to fill them, so a message that has left is filled again with the next of its layout.
+
+    Args:
+        layout: of the buffer.
+        wire: device that sends.
     """
-    buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
-    header(buffer).fill_(_word(layout, unit))
-    for slot in layout.slots:
-        value = values[slot.spec.name]
-        if value.shape != slot.shape or value.dtype != slot.spec.dtype:
-            raise WorkerError(
-                f"value '{slot.spec.name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
-                f"{slot.spec.dtype} of shape {slot.shape}",
-                hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
-            )
-        target, source = slot.view(buffer), slot.spec.to_wire(value.detach())
-        if source.device.type == "cpu" and source.dim() == 0:
-            target.fill_(source.item())  # a loss scale: copied to a GPU, it would let the host wait
-        else:
-            target.copy_(source)
-    return buffer
+
+    __slots__ = ("_header", "_places", "buffer", "layout")
+
+    def __init__(self, layout: Layout, wire: torch.device) -> None:
+        self.layout = layout
+        self.buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device=wire)
+        self._header = header(self.buffer)
+        self._places = [(slot, slot.spec.name, slot.view(self.buffer)) for slot in layout.slots]
+
+    def fill(self, unit: Unit, values: Mapping[str, Tensor]) -> None:
+        """Copy `values` into the buffer.
+
+        Raises:
+            WorkerError: when a value has another shape or dtype than the captured graph says.
+        """
+        self._header.fill_(_word(self.layout, unit))
+        for slot, name, place in self._places:
+            value = values[name]
+            if value.shape != slot.shape or value.dtype != place.dtype:
+                raise WorkerError(
+                    f"value '{name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
+                    f"{place.dtype} of shape {slot.shape}",
+                    hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
+                )
+            place.copy_(slot.spec.to_wire(value.detach()))
+
+
+def pack(layout: Layout, unit: Unit, values: Mapping[str, Tensor], wire: torch.device) -> Tensor:
+    """Copy `values` into a new uint8 buffer on device `wire`; raises as `Outgoing.fill`."""
+    message = Outgoing(layout, wire)
+    message.fill(unit, values)
+    return message.buffer
 
 
 def header(buffer: Tensor) -> Tensor:
@@ -100,19 +120,27 @@ def header(buffer: Tensor) -> Tensor:
     return buffer.view(torch.int64)[0]
 
 
-def check(layout: Layout, unit: Unit, found: Tensor, sender: str) -> None:
+def header_here(buffer: Tensor) -> int:
+    """Return the header of the message in `buffer`, which is in the CPU's memory.
+
+    It is read at its address, because to make views of the buffer and read those takes as long as all else that a
+    receiver does.
+    """
+    return ctypes.c_int64.from_address(buffer.data_ptr()).value
+
+
+def check(layout: Layout, unit: Unit, word: int, sender: str) -> None:
     """Check that a message is the expected one.
 
     Args:
         layout: of the expected message.
         unit: of the expected message.
-        found: the header of the message, on the CPU.
+        word: the header of the message.
         sender: for the error.
 
     Raises:
         WorkerError: when it is another.
     """
-    word = int(found)
     if word == _word(layout, unit):
         return
     checksum, minibatch, microbatch = word >> 48 & _CHECKSUM, word >> 16 & _MINIBATCH, word & _MICROBATCH

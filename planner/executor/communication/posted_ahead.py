@@ -16,7 +16,6 @@ from torch import Tensor
 from planner.devices.place import Place
 from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.links import LayoutOf, Links, Posted, Segments, SendLimits
-from planner.executor.communication.messages import pack
 from planner.executor.communication.routes import Route, route_of
 from planner.schedule.instructions import POSTED, Instruction, Receive, Send
 
@@ -110,7 +109,7 @@ class PostedAhead(Links):
         return posted
 
     def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
-        self._post_send(route, pack(self._layout_of(send), send.unit, values, self._place.wire))
+        self._post_send(route, self._packed(send, route, values))
 
     def _post(self, receive: Receive) -> Posted:
         layout = self._layout_of(receive)

@@ -34,7 +34,7 @@ from planner.devices.place import Place
 from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import LayoutOf, Links, Posted, Segments, SendLimits
-from planner.executor.communication.messages import header, pack
+from planner.executor.communication.messages import Outgoing, header
 from planner.executor.communication.routes import Route, route_of
 from planner.schedule.instructions import Instruction, Message, Receive, Send
 
@@ -69,7 +69,7 @@ class PostedInRuns(Links):
         super().__init__(groups, layout_of, limits, place)
         self._runs = (run for segment in instructions() for run in _runs(segment, dist.get_rank()))
         self._run: deque[Message] = deque()  # what is left of the present one
-        self._packed: list[tuple[Route, Tensor]] = []  # its sends so far
+        self._waiting: list[tuple[Route, Outgoing]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives
         self._spare: dict[Route, _Buffer] = {}
         self._later = Later(place.wire)
@@ -82,7 +82,7 @@ class PostedInRuns(Links):
 
     def _start(self, send: Send, route: Route, values: dict[str, Tensor]) -> None:
         self._reach(send)
-        self._packed.append((route, pack(self._layout_of(send), send.unit, values, self._place.wire)))
+        self._waiting.append((route, self._packed(send, route, values)))
         if not (self._run and isinstance(self._run[0], Send)):
             self._post()
 
@@ -108,9 +108,9 @@ class PostedInRuns(Links):
         receives = [each for each in (first, *self._run) if isinstance(each, Receive)]
         prepared = [self._prepared(receive) for receive in receives]
         # From here to the last call nothing may be allocated.
-        for route, packed in self._packed:
-            self._post_send(route, packed)
-        self._packed.clear()
+        for route, message in self._waiting:
+            self._post_send(route, message)
+        self._waiting.clear()
         for receive, (buffer, spare) in zip(receives, prepared, strict=True):
             with self._beside(buffer):
                 self._posted.append(self._post_receive(receive, self._layout_of(receive), buffer.memory))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.errors import WorkerError
-from planner.executor.communication.messages import Layout, check, header, layout_of, pack
+from planner.executor.communication.messages import Layout, Outgoing, check, header, header_here, layout_of, pack
 from planner.executor.communication.messages import unpack as values_in
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
@@ -25,7 +25,7 @@ def make_spec(name: str, dtype: torch.dtype, rest: tuple[int, ...], order: tuple
 
 def unpack(layout: Layout, unit: Unit, buffer: torch.Tensor, sender: str) -> dict[str, torch.Tensor]:
     """What a receiver does."""
-    check(layout, unit, header(buffer), sender)
+    check(layout, unit, header_here(buffer), sender)
     return values_in(layout, buffer)
 
 
@@ -128,3 +128,14 @@ def test_another_microbatch_and_a_message_of_somebody_else_are_errors() -> None:
         unpack(layout, Unit(3, 0), message, "rank 5")
     with pytest.raises(WorkerError, match="rank 5 sent"):
         unpack(layout, Unit(3, 1), torch.zeros_like(message), "rank 5")
+
+
+def test_a_message_that_has_left_is_filled_again() -> None:
+    layout = layout_of(SPECS, 2)
+    message = Outgoing(layout, CPU)
+    for minibatch in range(3):
+        values = make_values(2)
+        message.fill(Unit(minibatch), values)
+        assert int(header(message.buffer)) == header_here(message.buffer)
+        got = unpack(layout, Unit(minibatch), message.buffer, "rank 0")
+        assert all(torch.equal(got[name], value) for name, value in values.items())
