@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from planner.devices.cuda_variables import CUDA_VARIABLES
 from planner.errors import WorkerError
 from planner.executor.checkpoint.resume import after_failure
 from planner.executor.communication import rendezvous
@@ -127,7 +128,7 @@ def _environment(interface: str) -> Iterator[None]:
     """Set the environment that the workers inherit: one network interface, and one thread unless it says otherwise."""
     wanted = dict.fromkeys(rendezvous.VARIABLES, interface)
     wanted[LAUNCHER_VARIABLE] = str(os.getpid())
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S}
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **CUDA_VARIABLES}
     wanted |= {name: value for name, value in defaults.items() if name not in os.environ}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

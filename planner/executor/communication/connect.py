@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planner.devices.groups import GLOO
 from planner.devices.place import Place
-from planner.executor.communication.control import GLOO
 from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.links import LayoutOf, Links, Segments, SendLimits
 from planner.executor.communication.posted_ahead import PostedAhead

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-GLOO = "gloo"
+from planner.devices.groups import GLOO
 
 
 def control_group() -> dist.ProcessGroup:

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from planner.devices.groups import GLOO
 from planner.devices.meeting import worker_store
-from planner.executor.communication.control import GLOO
 
 TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat
 

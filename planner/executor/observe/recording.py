@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from planner.executor.communication.collect import gather_bytes
 from planner.executor.communication.control import control_group
+from planner.executor.observe.clock import Clock, Mark
 from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, EventKind, Events, Timeline
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
@@ -42,41 +43,40 @@ class TraceRecorder:
     Args:
         rank: of this worker.
         window: minibatches to record.
-        device: that computes. On a GPU each recorded instruction is waited for, so that its time is its own; recorded
-            minibatches are therefore somewhat slower than others.
+        device: that computes. On a GPU an instruction's time is that of its operations there, by events.
     """
 
     def __init__(self, rank: int, window: Window, device: torch.device) -> None:
         self._rank = rank
         self.window = window
-        self._device = device
-        self._notes: deque[tuple[int, Instruction, float, float]] = deque()
+        self._clock = Clock(device)
+        self._notes: deque[tuple[int, Instruction, Mark, Mark]] = deque()
         self._newest = 0
 
-    def settle(self, instruction: Instruction) -> None:
-        """Wait on a GPU until `instruction`, which has been started, ends."""
-        if self._device.type == "cuda" and self._wanted(_minibatch(instruction, self._newest)):
-            torch.cuda.synchronize(self._device)
+    def mark(self, instruction: Instruction) -> Mark | None:
+        """Mark the beginning or the end of `instruction`; None outside the window."""
+        return self._clock.now() if self._wanted(_minibatch(instruction, self._newest)) else None
 
-    def record(self, instruction: Instruction, start_s: float, end_s: float) -> None:
-        """Record that `instruction` ran from `start_s` to `end_s` on `time.perf_counter`'s clock."""
+    def record(self, instruction: Instruction, start: Mark | None, end: Mark | None) -> None:
+        """Record that `instruction` ran from `start` to `end`."""
         # Updates and all-reduces count rounds, so they go with the newest minibatch.
         minibatch = _minibatch(instruction, self._newest)
         self._newest = max(self._newest, minibatch)
-        if not self._wanted(minibatch):
+        if start is None or end is None:
             return
-        self._notes.append((minibatch, instruction, start_s, end_s))
+        self._notes.append((minibatch, instruction, start, end))
         if self.window.last is not None:
             while self._notes[0][0] <= self._newest - self.window.last:
                 self._notes.popleft()
 
     def events(self, first: int = 0) -> Iterator[Event]:
-        """Yield what was recorded, on this worker's clock."""
-        for minibatch, instruction, start_s, end_s in self._notes:
+        """Yield what was recorded, on this worker's clock; after the run."""
+        self._clock.settle()
+        for minibatch, instruction, start, end in self._notes:
             own = isinstance(instruction, Message) and instruction.peer_rank == self._rank
             kind = _kind_of(type(instruction).__name__)
             if kind is not None and minibatch >= first and not own:  # within one worker nothing is sent
-                yield _event(self._rank, instruction, kind, start_s, end_s)
+                yield _event(self._rank, instruction, kind, self._clock.seconds(start), self._clock.seconds(end))
 
     def _wanted(self, minibatch: int) -> bool:
         return minibatch >= self.window.first and (self.window.end is None or minibatch < self.window.end)

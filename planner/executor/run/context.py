@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from planner.devices.groups import DataGroups
 from planner.devices.place import Place
-from planner.executor.communication.groups import DataGroups
 from planner.executor.communication.place import message_timeout
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat

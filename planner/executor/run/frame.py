@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.devices.cuda_variables import set_cuda_variables
 from planner.executor.communication.control import control_group
 from planner.executor.communication.place import join_group, message_timeout
 from planner.executor.health.ending import abort_groups, keep_failures_ours
@@ -31,6 +32,7 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
     check_world(job.plan)
     torch.set_num_threads(job.plan.device.threads or 1)
     keep_failures_ours()
+    set_cuda_variables()
     heartbeat = heartbeat or Heartbeat()
     heartbeat.enter("starting")
     return heartbeat

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ class Worker(ABC):
         busy, execute = self._busy, self._execute
         for instruction in instructions:
             beat(instruction)
-            start_s = 0.0 if recorder is None else time.perf_counter()
+            start = None if recorder is None else recorder.mark(instruction)
             kind = type(instruction)
             if kind in _COMPUTE:
                 busy.begin()
@@ -90,8 +89,7 @@ class Worker(ABC):
             else:
                 execute(instruction)
             if recorder is not None:
-                recorder.settle(instruction)
-                recorder.record(instruction, start_s, time.perf_counter())
+                recorder.record(instruction, start, recorder.mark(instruction))
         self._later.flush()
 
     @abstractmethod

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
+from planner.devices.groups import DataGroups
 from planner.schedule.instructions import POSTED
 
 SHORT_BYTES = 64  # so short that only the latency counts
@@ -17,15 +18,26 @@ SHORT_BYTES = 64  # so short that only the latency counts
 class Endpoint:
     """One process's end of its links.
 
+    All processes of the job make one, with the same pairs.
+
     Args:
+        groups: makes the process groups.
         device: where the messages lie.
+        pairs: ranks that exchange messages.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, groups: DataGroups, device: torch.device, pairs: Iterable[tuple[int, int]]) -> None:
         self.rank = dist.get_rank()
         self.device = device
-        # The executor has a group per direction, which is a connection of its own; so has the measurement.
-        self._groups = [dist.new_group(), dist.new_group()]
+        # By sender and receiver. The executor has a group per direction, which is a connection of its own; so has the
+        # measurement.
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        both = [ends for pair in pairs for ends in (pair, pair[::-1])]
+        if groups.tagged:
+            by_direction = {ends: groups.of(None) for ends in ((0, 1), (1, 0))}
+            self._groups = {(a, b): by_direction[int(a > b), int(a < b)] for a, b in both}
+        else:
+            self._groups = {(sender, receiver): groups.between(sender, receiver) for sender, receiver in both}
 
     def exchange_s(self, peer: int | None, size: int, rounds: int) -> list[float]:
         """Return the seconds of each exchange of `size` bytes with `peer`, both ways at once; without a peer none.
@@ -84,9 +96,10 @@ class Endpoint:
         return times_s
 
     def _post(self, peer: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> tuple[dist.Work, dist.Work]:
-        lower = int(self.rank < peer)
-        receive = dist.irecv(incoming, src=peer, group=self._groups[1 - lower])
-        send = dist.isend(outgoing, dst=peer, group=self._groups[lower])
+        # Each direction is a communicator of its own, made before: neither call waits for the peer, so neither end can
+        # keep the other from its second.
+        receive = dist.irecv(incoming, src=peer, group=self._groups[peer, self.rank])
+        send = dist.isend(outgoing, dst=peer, group=self._groups[self.rank, peer])
         assert receive is not None
         assert send is not None
         return receive, send

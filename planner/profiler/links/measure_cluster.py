@@ -18,8 +18,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from planner.devices.cuda_variables import set_cuda_variables
+from planner.devices.groups import GLOO, DataGroups
 from planner.devices.meeting import exchange, started_as_worker, worker_store
-from planner.devices.place import choose_place, take
+from planner.devices.place import Place, choose_place, take
 from planner.devices.seats import own_seat
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
@@ -84,14 +86,15 @@ def measure_cluster(
             "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m planner ...",
         )
     torch.set_num_threads(1)
+    set_cuda_variables()
     rank, world, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     try:
         store = worker_store(timeout)
         place = choose_place(exchange(store, own_seat()), rank, device, backend)
         take(place)
-        dist.init_process_group(place.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(GLOO, store=store, rank=rank, world_size=world, timeout=timeout)
         try:
-            levels = _LevelMeasurement(place.wire, message_bytes, bucket_bytes).levels()
+            levels = _LevelMeasurement(place, timeout, message_bytes, bucket_bytes).levels()
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as cause:  # what torch.distributed raises for lost or unreachable peers
@@ -123,39 +126,55 @@ class _LevelMeasurement:
     """Measures each level of the job's cluster.
 
     Each number is the slowest rank's, by a maximum over all. So it is the same on every rank, as the rounds that follow
-    from it must be.
+    from it must be. What is measured goes through groups for data; the rest, and the order of all, through the default
+    group, which is of gloo.
+
+    Args:
+        place: of this worker.
+        timeout: for one message.
+        message_bytes: length of the long messages.
+        bucket_bytes: size of what is all-reduced.
     """
 
-    def __init__(self, device: torch.device, message_bytes: int, bucket_bytes: int) -> None:
-        self._device = device
+    def __init__(self, place: Place, timeout: timedelta, message_bytes: int, bucket_bytes: int) -> None:
+        self._device = place.wire
         self._message_bytes = message_bytes
         self._bucket_bytes = bucket_bytes
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._workers = self._common("LOCAL_WORLD_SIZE")
-        self._end = Endpoint(device)
+        if self._world == 1:
+            raise InputError("a single worker has no links", hint="start at least two: torchrun --nproc-per-node 2 ...")
+        workers = self._workers = self._common("LOCAL_WORLD_SIZE")
+        hosts = self._hosts = self._world // workers
+        self._inner, self._outer = exchanges(hosts, workers)
+        groups = DataGroups(place, timeout)
+        pairs = [pair for one in (*self._inner, *self._outer) for pair in one.pairs]
+        self._end = Endpoint(groups, place.wire, pairs)
+        within = [range(h * workers, (h + 1) * workers) for h in range(hosts)]
+        across = [range(k, self._world, workers) for k in range(workers)]
+        # Every worker makes every group, those that it is not in included.
+        self._within, self._across = (
+            [groups.of(ring) for ring in rings if len(ring) > 1] for rings in (within, across)
+        )
+        groups.use_once()
 
     def levels(self) -> tuple[Level, ...]:
         """Return the levels on rank 0, none elsewhere."""
-        if self._world == 1:
-            raise InputError("a single worker has no links", hint="start at least two: torchrun --nproc-per-node 2 ...")
-        hosts, workers = self._world // self._workers, self._workers
-        inner, outer = exchanges(hosts, workers)
-        host = [list(range(h * workers, (h + 1) * workers)) for h in range(hosts)]
-        across = [list(range(k, self._world, workers)) for k in range(workers)]
         levels = []
-        if workers > 1:
-            levels.append(self._level(workers, inner, host, sharing=1))
-        if hosts > 1:
-            levels.append(self._level(hosts, outer, across, sharing=workers))
+        if self._workers > 1:
+            levels.append(self._level(self._workers, self._inner, self._within[self._rank // self._workers], sharing=1))
+        if self._hosts > 1:
+            levels.append(
+                self._level(self._hosts, self._outer, self._across[self._rank % self._workers], sharing=self._workers)
+            )
         return tuple(levels) if self._rank == 0 else ()
 
-    def _level(self, size: int, sets: Sequence[Exchange], rings: Sequence[Sequence[int]], sharing: int) -> Level:
+    def _level(self, size: int, sets: Sequence[Exchange], ring: dist.ProcessGroup, sharing: int) -> Level:
         speeds = [self._pairs(one) for one in sets]
         return Level(
             size=size,
             bandwidth_bytes_per_s=min(bandwidth for bandwidth, _ in speeds),
             latency_s=max(latency_s for _, latency_s in speeds),
-            all_reduce_bandwidth_bytes_per_s=self._all_reduce(rings, size) * sharing,
+            all_reduce_bandwidth_bytes_per_s=self._all_reduce(ring, size) * sharing,
         )
 
     def _pairs(self, exchange: Exchange) -> tuple[float, float]:
@@ -187,20 +206,17 @@ class _LevelMeasurement:
         all_s = self._slowest(ends_s[-1] - start_s if ends_s else 0.0)
         return exchange.sharing * rounds * size / all_s if exchange.sharing > 1 else size / interval_s, interval_s
 
-    def _all_reduce(self, rings: Sequence[Sequence[int]], size: int) -> float:
+    def _all_reduce(self, ring: dist.ProcessGroup, size: int) -> float:
         """Return the bytes that each worker sends per second, 2(r-1)/r per bucket, while all rings reduce at once."""
-        # Every rank must create every group, in the same order, those that it is not in included.
-        groups = [dist.new_group(list(ring)) for ring in rings]
-        mine = next(group for group, ring in zip(groups, rings, strict=True) if self._rank in ring)
         bucket = torch.ones(self._bucket_bytes // 4, device=self._device)
-        once_s = self._slowest(median(self._end.all_reduce_s(bucket, 2, mine)))
+        once_s = self._slowest(median(self._end.all_reduce_s(bucket, 2, ring)))
         rounds = max(3, int(_SECONDS / once_s))
-        slowest_s = self._slowest(median(self._end.all_reduce_s(bucket, rounds, mine)))
+        slowest_s = self._slowest(median(self._end.all_reduce_s(bucket, rounds, ring)))
         return 2 * (size - 1) / size * self._bucket_bytes / slowest_s
 
     def _common(self, variable: str) -> int:
         """Return the value of an environment variable that must be the same for every worker."""
-        mine = torch.tensor([int(os.environ.get(variable, "1"))], device=self._device)
+        mine = torch.tensor([int(os.environ.get(variable, "1"))])
         every = [torch.zeros_like(mine) for _ in range(self._world)]
         dist.all_gather(every, mine)
         values = sorted({int(value) for value in every})
@@ -212,6 +228,6 @@ class _LevelMeasurement:
         return values[0]
 
     def _slowest(self, seconds: float) -> float:
-        value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        value = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)

@@ -17,6 +17,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from planner.devices.groups import GLOO, DataGroups
+from planner.devices.place import CPU
 from planner.errors import WorkerError
 from planner.profiler.links.exchange import SHORT_BYTES, Endpoint
 
@@ -93,9 +95,10 @@ def measure_link(
 def _worker(folder: Path, message_bytes: int, timeout_s: float, rank: int) -> None:
     torch.set_num_threads(1)
     store = (folder / "store").as_uri()
-    dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(GLOO, store, rank=rank, world_size=2, timeout=timeout)
     try:
-        speed = _measure(Endpoint(torch.device("cpu")), message_bytes)
+        speed = _measure(Endpoint(DataGroups(CPU, timeout), CPU.wire, [(0, 1)]), message_bytes)
         if rank == 0:
             (folder / _RESULT).write_text(json.dumps(asdict(speed)), encoding="utf-8")
     finally:

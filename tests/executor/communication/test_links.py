@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from planner.devices.groups import DataGroups
 from planner.devices.place import CPU
-from planner.executor.communication.groups import DataGroups, LinkGroups
+from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.routes import lanes_of, route_of
 from planner.executor.run.assemble import all_streams
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
@@ -28,7 +30,7 @@ class Made(DataGroups):
     """Groups that are only written down, each a number in order of making."""
 
     def __init__(self, *, tagged: bool) -> None:
-        super().__init__(CPU)
+        super().__init__(CPU, timedelta(0))
         self.made: list[tuple[int, int] | None] = []
         self.is_tagged = tagged
 

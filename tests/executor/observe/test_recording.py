@@ -15,8 +15,7 @@ SHAPE = PipelineShape(((0,), (1,)), (Channel(0, 1),), ONE_F_ONE_B)
 def record(window: Window, minibatches: int) -> TraceRecorder:
     recorder = TraceRecorder(0, window, torch.device("cpu"))
     for number, instruction in enumerate(stream(SHAPE, 0, 0, minibatches)):
-        recorder.settle(instruction)
-        recorder.record(instruction, float(number), number + 0.5)
+        recorder.record(instruction, None if recorder.mark(instruction) is None else float(number), number + 0.5)
     return recorder
 
 

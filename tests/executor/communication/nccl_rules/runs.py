@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from planner.devices.groups import DataGroups
 from planner.devices.place import CPU, Place
 from planner.executor.communication.collect import gather_bytes
-from planner.executor.communication.groups import DataGroups
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, RunOptions, TrainingOptions
@@ -203,7 +204,7 @@ def _context(run: Run, rank: int, world: World) -> PipelineContext:
         heartbeat=_Heartbeat(world),
         data=_Data(run.microbatches),
         minibatches=run.minibatches,
-        groups=DataGroups(place),
+        groups=DataGroups(place, timedelta(0)),
         shape=shape,
         stages=held,
         transfers=transfers,

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from planner.devices.groups import DataGroups
 from planner.executor.communication import connect
-from planner.executor.communication.groups import DataGroups
 from planner.executor.communication.posted_ahead import PostedAhead
 from tests.executor.communication.nccl_rules.cases import runs
 from tests.executor.communication.nccl_rules.rules import (

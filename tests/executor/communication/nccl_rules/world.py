@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from planner.executor.communication import groups
+from planner.devices import groups
 from planner.executor.communication.later import Later
 from planner.executor.communication.posted_in_runs import PostedInRuns, _Buffer
 from tests.executor.communication.nccl_rules.rules import (
