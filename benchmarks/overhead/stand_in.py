@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.devices.place import CPU
+from planner.devices.place import CPU, Place
 from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.messages import pack
@@ -37,6 +37,7 @@ class Neighbours:
     """The other workers' messages, in the order of this worker's receives, handed over when a receive is posted."""
 
     groups: LinkGroups
+    wire: torch.device
     waiting: defaultdict[_Lane, deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
     spent_s: float = 0.0  # on handing over, which is the network's work and not the worker's
 
@@ -45,8 +46,8 @@ class Neighbours:
         for receive in instructions:
             if isinstance(receive, Receive):
                 layout, route = layouts.of(receive), route_of(receive)
-                values = {slot.spec.name: torch.randn(slot.shape) * 1e-3 for slot in layout.slots}
-                message = pack(layout, receive.unit, values, CPU.wire)
+                values = {slot.spec.name: torch.randn(slot.shape, device=self.wire) * 1e-3 for slot in layout.slots}
+                message = pack(layout, receive.unit, values, self.wire)
                 self.waiting[receive.peer_rank, route.tag, self.groups.of(route)].append(message)
 
     def hand_over(self, lane: _Lane, buffer: Tensor) -> None:
@@ -83,11 +84,13 @@ def lone_rank(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build(plan: Plan, spec: TrainingSpec, minibatches: int) -> tuple[PipelineContext, PipelineWorker, Neighbours]:
-    """Build the worker of this rank, with all messages of `minibatches` waiting for it."""
-    context = pipeline_context(Job(model=spec.origin, plan=plan, steps=minibatches), spec, CPU)
+def build(
+    plan: Plan, spec: TrainingSpec, minibatches: int, place: Place = CPU
+) -> tuple[PipelineContext, PipelineWorker, Neighbours]:
+    """Build the worker of this rank, with all messages of `minibatches` waiting for it at `place`."""
+    context = pipeline_context(Job(model=spec.origin, plan=plan, steps=minibatches), spec, place)
     groups = Groups.create(context)
-    neighbours = Neighbours(groups.links)
+    neighbours = Neighbours(groups.links, place.wire)
     shared = {number: stage.shared for number, stage in context.stages.items()}
     neighbours.expect(
         context.stream(0, minibatches), Layouts(context.transfers, shared, context.data.size, with_scale=False)
