@@ -10,7 +10,7 @@ from planner.executor.checkpoint.resume import seed_of_run
 from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOptions, TrainingOptions, TrainResult
 from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
-from planner.executor.run.setup import device_kind
+from planner.executor.run.agreement import device_kind
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_accumulate

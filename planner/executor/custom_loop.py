@@ -25,11 +25,12 @@ from planner.errors import InputError
 from planner.executor.communication.control import control_group
 from planner.executor.health.script_supervisor import ScriptSupervisor
 from planner.executor.job import Job, TrainingOptions
+from planner.executor.run.agreement import take_place
 from planner.executor.run.assemble import Groups, make_worker
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import BatchSource
 from planner.executor.run.frame import connect_all, joined, start_worker
-from planner.executor.run.setup import check_schedule, take_place
+from planner.executor.run.setup import check_schedule
 from planner.executor.run.train import save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.device_names import Backend, DeviceType

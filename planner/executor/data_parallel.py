@@ -21,6 +21,7 @@ from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Job, TrainResult, WorkerReport
 from planner.executor.observe.measure import ProgressCallback, progress_reporter, steady_state
+from planner.executor.run.agreement import take_place
 from planner.executor.run.context import Context, data_groups
 from planner.executor.run.data import RANDOM_BATCHES, BatchSource, make_batches
 from planner.executor.run.frame import (
@@ -33,7 +34,6 @@ from planner.executor.run.frame import (
 )
 from planner.executor.run.outcome import Course, gather_result, memory_fields
 from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
-from planner.executor.run.setup import take_place
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.kept_state import random_state_kept

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
-from planner.executor.communication.place import join_group
+from planner.executor.communication.control import join_group
 from planner.executor.job import TrainingOptions
 from tests.executor import eager
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from planner.devices.place import CPU
-from planner.executor.communication.place import join_group
+from planner.executor.communication.control import join_group
 from planner.executor.job import Job, TrainResult
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.train import train

@@ -33,7 +33,7 @@ from planner.executor.checkpoint.index import INDEX, Checkpoint, SavedCheckpoint
 from planner.executor.checkpoint.read_parts import restore_stage
 from planner.executor.checkpoint.write_parts import Restorable, has_part, write_part
 from planner.executor.communication.collect import broadcast_bytes, encode_losses, gather_bytes, merge_losses
-from planner.executor.communication.place import message_timeout
+from planner.executor.communication.control import message_timeout
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Evaluation, Job
 from planner.executor.observe.run_log import Past, RunLog

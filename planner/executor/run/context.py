@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from planner.devices.groups import DataGroups
 from planner.devices.place import Place
-from planner.executor.communication.place import message_timeout
+from planner.executor.communication.control import message_timeout
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job

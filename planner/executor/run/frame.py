@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.devices.cuda_variables import set_cuda_variables
-from planner.executor.communication.control import control_group
-from planner.executor.communication.place import join_group, message_timeout
+from planner.executor.communication.control import control_group, join_group, message_timeout
 from planner.executor.health.ending import abort_groups, keep_failures_ours
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor

@@ -17,6 +17,7 @@ from planner.executor.observe.measure import ProgressCallback, evaluated, progre
 from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.observe.watchers import all_of, hook, tensorboard
 from planner.executor.observe.worker_log import WorkerLog
+from planner.executor.run.agreement import take_place
 from planner.executor.run.assemble import Groups, make_worker, restore
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
@@ -24,7 +25,7 @@ from planner.executor.run.evaluator import Evaluator, evaluation_points, until_u
 from planner.executor.run.frame import joined, make_random_batches, peak_memory, start_worker, train_together
 from planner.executor.run.outcome import Course, gather_result, report_of
 from planner.executor.run.reading_ahead import reading_ahead
-from planner.executor.run.setup import check_schedule, take_place
+from planner.executor.run.setup import check_schedule
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec

@@ -18,7 +18,7 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import tensor_file
 from planner.executor.checkpoint.final_weights import save_gathered
 from planner.executor.checkpoint.trained_weights import read_trained
-from planner.executor.communication.place import join_group
+from planner.executor.communication.control import join_group
 from tests.executor.processes import TIMEOUT_S
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 import pytest
 
+from planner.devices.place import CPU
 from planner.devices.seats import Gpu, Seat
 from planner.errors import PlanError
 from planner.executor.job import Job
-from planner.executor.run.setup import check_gpus, check_same_job, check_servers, device_kind
+from planner.executor.run.agreement import check_gpus, check_same_job, check_servers, compare_backends, device_kind
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.device_names import DeviceType
 from planner.formats.plan import Plan
@@ -76,6 +78,19 @@ def test_different_gpus_are_refused_unless_the_plan_knows_of_them(plan: Plan) ->
         check_gpus(plan, mixed)
     kinds = (DeviceKind(count=2), DeviceKind(count=1, speed=0.5))
     check_gpus(with_cluster(plan, flat_cluster(3, 1e9).model_copy(update={"kinds": kinds})), mixed)
+
+
+def test_links_of_another_backend_are_worth_a_warning_of_worker_0(
+    plan: Plan, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("planner"), "propagate", True)  # an earlier test may have run a worker
+    measured = with_cluster(plan, flat_cluster(2, 1e9).model_copy(update={"backend": "nccl"}))
+    for rank, warnings in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        compare_backends(plan, CPU)
+        compare_backends(measured, CPU)
+        assert len(caplog.messages) == warnings
+    assert "measured over nccl, and messages go over gloo" in caplog.text
 
 
 def test_workers_that_began_differently_are_named() -> None:

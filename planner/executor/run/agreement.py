@@ -1,0 +1,183 @@
+"""What all workers agree on before they build anything: one job, on hosts and devices that its plan was made for.
+
+Every worker tells the others what it began with and what it sees, and all decide alike by that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import mul
+from typing import cast, get_args
+
+import torch
+
+from planner.devices.meeting import exchange, worker_store
+from planner.devices.numerics import numerics_of
+from planner.devices.place import Place, assign_gpus, choose_place, take
+from planner.devices.seats import Seat, names_of, own_seat
+from planner.errors import PlanError
+from planner.executor.communication.control import message_timeout
+from planner.executor.health.heartbeat import Heartbeat
+from planner.executor.job import Job
+from planner.formats.device_names import DeviceType
+from planner.formats.plan import Plan
+from planner.version import __version__
+
+_log = logging.getLogger(__name__)
+
+
+def take_place(job: Job, heartbeat: Heartbeat) -> Place:
+    """Meet the other workers, agree with them on where to compute, and take this worker's place.
+
+    This comes before anything is done on a GPU and before the model file is run, which may do so.
+
+    Raises:
+        PlanError: when hosts were given different jobs, or are not what the plan was made for.
+        InputError: when the devices or the backend that the job asks for are not there.
+    """
+    heartbeat.enter("meeting the other workers", meeting=True)
+    store = worker_store(message_timeout(job.run_options.hang_timeout_s))
+    seats = exchange(store, own_seat(_same(job)))
+    check_same_job(seats)
+    check_servers(job.plan, seats)
+    device = device_kind(job)
+    if device == "cuda" and not any(seat.gpus for seat in seats):
+        raise PlanError(
+            f"the plan was made for GPUs ({job.plan.device.name}), and PyTorch sees none here",
+            hint="is PyTorch built with CUDA, and is CUDA_VISIBLE_DEVICES right? To train on CPUs, profile the model "
+            "with `device=cpu` and solve again",
+        )
+    place = choose_place(seats, int(os.environ["RANK"]), device, job.backend)
+    if place.kind == "cuda":
+        check_gpus(job.plan, seats)
+    compare_backends(job.plan, place)
+    take(place)
+    planned = numerics_of(job.plan)
+    replace(planned, deterministic=planned.deterministic or job.options.deterministic).set()
+    heartbeat.enter("building its model")
+    return place
+
+
+def compare_backends(plan: Plan, place: Place) -> None:
+    """Warn, on worker 0, if the plan's links are those of another backend."""
+    measured = plan.cluster.backend
+    if measured not in (None, place.backend) and os.environ["RANK"] == "0":
+        _log.warning(
+            "the links were measured over %s, and messages go over %s: predictions may not hold",
+            measured,
+            place.backend,
+        )
+
+
+def device_kind(job: Job) -> DeviceType | None:
+    """Return the kind of device to train on: the one that the plan was made for, if it says so.
+
+    Raises:
+        PlanError: when the job asks for another kind.
+    """
+    planned = job.plan.device.kind
+    if planned not in get_args(DeviceType):  # an imported profile does not know its device
+        return job.device
+    if job.device not in (None, planned):
+        raise PlanError(
+            f"the plan was made for {planned} ({job.plan.device.name}), and its times mean nothing for "
+            f"`device={job.device}`",
+            hint=f"profile the model with `device={job.device}` and solve again, or leave out `device`",
+        )
+    return cast("DeviceType", planned)
+
+
+def check_same_job(seats: Sequence[Seat]) -> None:
+    """Check that all workers run the same job: messages carry no headers, and match by their order alone.
+
+    Raises:
+        PlanError: when hosts were given different plans, options or versions.
+    """
+    for what, expected in seats[0].same.items():
+        others = [seat for seat in seats if seat.same.get(what) != expected]
+        if others:
+            raise PlanError(
+                f"{names_of(others)} began with {others[0].same.get(what)}, and {names_of(seats[:1])} with {expected}",
+                hint="give all hosts the same plan, the same arguments, and the same versions of planner and torch",
+            )
+
+
+def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
+    """Check that the hosts have as many workers as the plan's servers: it puts neighbours where links are fast.
+
+    A host may also be a group of servers, up to the whole cluster: a plan for two servers can be tried on one.
+
+    Raises:
+        PlanError: when workers that the plan joins by an inner link are on several hosts, or the other way round.
+    """
+    sizes = [level.size for level in plan.cluster.levels]
+    if len(sizes) == 1:  # all links are alike
+        return
+    hosts = [seat.server for seat in seats]
+    for size in accumulate(sizes, mul):
+        groups = [seat.rank // size for seat in seats]
+        if len(set(groups)) == len(set(hosts)) == len(set(zip(groups, hosts, strict=True))):
+            return
+    servers = [seat.rank // sizes[0] for seat in seats]
+    started = Counter(hosts)
+    raise PlanError(
+        f"the plan is for {'x'.join(map(str, sizes))} GPUs, with workers {_grouped(servers)} on a server each, and the "
+        f"hosts run workers {_grouped(hosts)}",
+        hint=f"start {sizes[0]} workers on each host, with consecutive ranks, or solve for these hosts: "
+        f"`sizes={started[hosts[0]]}x{len(started)}`",
+    )
+
+
+def _grouped(keys: Sequence[int]) -> str:
+    """Write the ranks with the same key: "0-3, 4-7", or "0+2, 1+3" if they are not consecutive."""
+    groups = [[rank for rank, key in enumerate(keys) if key == group] for group in dict.fromkeys(keys)]
+    shown = [
+        f"{ranks[0]}-{ranks[-1]}"
+        if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+        else "+".join(map(str, ranks))
+        for ranks in groups
+    ]
+    return ", ".join(shown[:4] + ["..."] * (len(shown) > 4))
+
+
+def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
+    """Check that all workers have GPUs of one kind, unless the plan knows of several.
+
+    Raises:
+        PlanError: when they have not.
+    """
+    if plan.cluster.kinds:
+        return
+    names = [seat.gpus[index].name for seat, index in zip(seats, assign_gpus(seats), strict=True)]
+    others = [seat for seat, name in zip(seats, names, strict=True) if name != names[0]]
+    if others:
+        raise PlanError(
+            f"{names_of(others)} would compute on {names[others[0].rank]}, and {names_of(seats[:1])} on {names[0]}, "
+            "but the plan takes all GPUs as equal",
+            hint="describe the kinds of GPUs in cluster.json and solve again, or choose equal ones with "
+            "CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _same(job: Job) -> dict[str, str]:
+    """Return what must be the same for all workers of a run, in words, by what it is."""
+    own: dict[str, bool | set[str]] = dict.fromkeys(
+        ("model", "run", "result_path", "failure_folder", "show_progress", "plan"), True
+    )
+    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # may differ between hosts
+    plan = hashlib.blake2b(job.plan.model_dump_json().encode(), digest_size=7).hexdigest()
+    same = {
+        "planner": f"planner {__version__}",
+        "torch": f"torch {torch.__version__}",
+        "plan": f"the plan '{job.plan.config}' of digest {plan}",
+    }
+    for name, value in job.model_dump(mode="json", exclude=own).items():
+        fields = value if isinstance(value, dict) else {name: value}
+        same |= {field: f"`{field}={content}`" for field, content in fields.items()}
+    return same
