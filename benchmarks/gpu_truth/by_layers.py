@@ -72,7 +72,7 @@ def parts_of(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:
         layer=summed("layer", operators),
         operators=operators,
         head=summed("head", profile.layers[inner[-1] + 1 :]),
-        boundary_bytes=microbatch_size * gpt.seq * gpt.hidden * (2 if gpt.half or options.dtype != "float32" else 4),
+        boundary_bytes=microbatch_size * gpt.seq * gpt.hidden * (4 if options.dtype in ("float32", "tf32") else 2),
         microbatch_size=microbatch_size,
         device=profile.device,
     )

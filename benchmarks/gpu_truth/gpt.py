@@ -26,7 +26,6 @@ class Gpt:
         biases: whether linear layers have them.
         gated: the MLP multiplies by a gate (SwiGLU), norms are RMS norms and positions are rotary, as in Llama.
         flash: attention is one fused kernel.
-        half: weights and gradients in float16; otherwise float32.
     """
 
     name: str
@@ -40,12 +39,11 @@ class Gpt:
     biases: bool = True
     gated: bool = False
     flash: bool = False
-    half: bool = True
 
     def training_spec(self) -> TrainingSpec:
         """Return the model with its loss, AdamW and batches of random tokens."""
         functions: dict[str, Any] = {
-            "build_model": lambda: _Model(self).half() if self.half else _Model(self),
+            "build_model": lambda: _Model(self),
             "example_batch": self._batch,
             "loss": _loss,
             "optimizer": _optimizer,
@@ -59,24 +57,15 @@ class Gpt:
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     # Megatron's loss is in single precision.
-    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+    return F.cross_entropy(output.flatten(0, 1).float(), target.t().flatten())
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
     return AdamW(parameters, lr=1e-4)
 
 
-class _Norm(nn.Module):
-    """RMS norm (Zhang & Sennrich 2019), written as in Llama's published code."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        result: Tensor = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x)
-        return result
+def _norm(gpt: Gpt) -> nn.Module:
+    return nn.RMSNorm(gpt.hidden, eps=1e-5) if gpt.gated else nn.LayerNorm(gpt.hidden)
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -85,9 +74,10 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Attention(nn.Module):
-    """Causal self-attention, (batch, tokens, width) -> the same."""
+    """Causal self-attention, (tokens, batch, width) -> the same: in Megatron's layout, heads need no copies."""
 
     mask: Tensor
+    nothing: Tensor
     cosine: Tensor
     sine: Tensor
 
@@ -97,25 +87,30 @@ class _Attention(nn.Module):
         self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden, bias=gpt.biases)
         self.dense = nn.Linear(gpt.hidden, gpt.hidden, bias=gpt.biases)
         self.register_buffer("mask", torch.ones(gpt.seq, gpt.seq, dtype=torch.bool).triu(1))
-        self.register_buffer("cosine", torch.zeros(gpt.seq, gpt.hidden // gpt.heads))
-        self.register_buffer("sine", torch.zeros(gpt.seq, gpt.hidden // gpt.heads))
+        self.register_buffer("nothing", torch.zeros(1, 1, 1))
+        self.register_buffer("cosine", torch.zeros(gpt.seq, 1, 1, gpt.hidden // gpt.heads))
+        self.register_buffer("sine", torch.zeros(gpt.seq, 1, 1, gpt.hidden // gpt.heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        gpt, (batch, tokens, width) = self.gpt, x.shape
+        gpt, (tokens, batch, width) = self.gpt, x.shape
         depth = width // gpt.heads
-        q, k, v = (
-            part.view(batch, tokens, gpt.heads, depth).transpose(1, 2) for part in self.qkv(x).split(width, dim=2)
-        )
+        q, k, v = self.qkv(x).view(tokens, batch, gpt.heads, 3 * depth).chunk(3, dim=-1)
         if gpt.gated:
             q, k = _rotated(q, self.cosine, self.sine), _rotated(k, self.cosine, self.sine)
         dropout = gpt.dropout if self.training else 0.0
         if gpt.flash:
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            y = F.scaled_dot_product_attention(
+                *(part.permute(1, 2, 0, 3) for part in (q, k, v)), dropout_p=dropout, is_causal=True
+            )
         else:
-            scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(depth)
+            q, k, v = (part.view(tokens, batch * gpt.heads, depth).transpose(0, 1) for part in (q, k, v))
+            scores = torch.baddbmm(self.nothing, q, k.transpose(1, 2), beta=0.0, alpha=1 / math.sqrt(depth)).view(
+                batch, gpt.heads, tokens, tokens
+            )
             weights = torch.softmax(scores.masked_fill(self.mask, -10000.0), dim=-1)
-            y = torch.matmul(F.dropout(weights, dropout), v)
-        result: Tensor = self.dense(y.transpose(1, 2).reshape(batch, tokens, width))
+            weights = F.dropout(weights, dropout).view(batch * gpt.heads, tokens, tokens)
+            y = torch.bmm(weights, v).view(batch, gpt.heads, tokens, depth)
+        result: Tensor = self.dense(y.permute(2, 0, 1, 3).reshape(tokens, batch, width))
         return result
 
 
@@ -137,7 +132,7 @@ class _Mlp(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (_Norm(gpt.hidden) if gpt.gated else nn.LayerNorm(gpt.hidden) for _ in range(2))
+        self.norm1, self.norm2 = _norm(gpt), _norm(gpt)
         self.attention, self.mlp = _Attention(gpt), _Mlp(gpt)
         self.dropout1, self.dropout2 = nn.Dropout(gpt.dropout), nn.Dropout(gpt.dropout)
 
@@ -159,7 +154,7 @@ class _Embedding(nn.Module):
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(self.numbers)
-        result: Tensor = self.dropout(x)
+        result: Tensor = self.dropout(x.transpose(0, 1).contiguous())
         return result
 
 
@@ -168,7 +163,7 @@ class _Model(nn.Module):
         super().__init__()
         self.embedding = _Embedding(gpt)
         self.layers = nn.ModuleList(_Layer(gpt) for _ in range(gpt.layers))
-        self.norm = _Norm(gpt.hidden) if gpt.gated else nn.LayerNorm(gpt.hidden)
+        self.norm = _norm(gpt)
         self.head = nn.Linear(gpt.hidden, gpt.vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

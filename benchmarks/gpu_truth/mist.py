@@ -11,10 +11,13 @@ from benchmarks.gpu_truth.gpt import Gpt
 from benchmarks.gpu_truth.rows import Row, Stages, anchors, parts, price
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Layer
+from planner.profiler.estimated.devices import DEVICES
 from planner.profiler.estimated.estimate import EstimateOptions
+from planner.profiler.estimated.execution import Fusion
 from planner.solver.result import Evaluation
 
 _DEVICES = {"L4-24GB": "l4", "A10G-24GB": "a10g", "A100-SXM4-40GB": "a100"}
+_L4_CLOCK = 1050 / 2040  # MHz: README of the anchors, and the data sheet's boost
 _PCIE = 4e9  # README of the anchors: 3 to 5 GB/s
 # Aceso's operators in each captured operation of a layer: softmax has its dropout, and the first product its GELU.
 _OPERATORS = (1, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1)
@@ -48,7 +51,7 @@ def _mist_row(config: Mapping[str, Any]) -> Row:
         biases=model["biases"],
         flash=model["flash_attention"],
     )
-    costs = parts(gpt, stages[0]["microbatch"], EstimateOptions(_DEVICES[config["gpu"]]))
+    costs = parts(gpt, stages[0]["microbatch"], _options(config["gpu"]))
     each: list[Layer] = [costs.embedding]
     for stage in stages:
         again = stage["recomputed_layers"]
@@ -65,6 +68,11 @@ def _mist_row(config: Mapping[str, Any]) -> Row:
     )
     memory = _memory(evaluation, config["measured_stage_peak_allocated_mb"])
     return Row("mist", job, plan, config["measured_iteration_s"], evaluation.seconds, memory=memory)
+
+
+def _options(gpu: str, fusion: Fusion | None = None) -> EstimateOptions:
+    device = DEVICES[_DEVICES[gpu]].at_clock(_L4_CLOCK if gpu == "L4-24GB" else 1.0)
+    return EstimateOptions(device, "float16", fusion=fusion, master_weights=True)
 
 
 def _needs_of(stages: list[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -84,7 +92,10 @@ def _memory(evaluation: Evaluation, peaks_mb: list[float] | None) -> tuple[tuple
 
 
 def aceso_rows() -> Iterator[Row]:
-    """Yield all of Aceso's and Megatron's runs; those with tensor parallelism have no prediction."""
+    """Yield all of Aceso's and Megatron's runs; those with tensor parallelism have no prediction.
+
+    Between its scores and their dropout Aceso has one operator, Megatron's fused scale, mask and softmax.
+    """
     for run in anchors("mist-aceso-runs.json"):
         yield _aceso_row(run)
 
@@ -98,7 +109,7 @@ def _aceso_row(run: Mapping[str, Any]) -> Row:
         return Row(source, job, plan, measured_s, needs=("tensor parallelism",))
     hidden, layers = model["hidden"], model["layers"]
     gpt = Gpt(f"gpt-{model['size']}", layers, hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1)
-    costs = parts(gpt, run["micro_batch"], EstimateOptions(_DEVICES[run["gpu"]]))
+    costs = parts(gpt, run["micro_batch"], _options(run["gpu"], "apex"))
     stage_layers = _merged(costs, stages, layers)
     replicas = [stage["dp_runs"][0][0] for stage in stages]
     evaluation = price(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu"
+_ESTIMATED: dict[str, Parts] = {}
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,12 @@ def price(profile: Profile, cluster: Cluster, stages: Stages, microbatches: int)
     return evaluate(problem, stages.candidates())
 
 
-@cache
 def parts(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:
     """Estimate once for all rows of a model."""
-    return parts_of(gpt, microbatch_size, options)
+    key = f"{gpt} {microbatch_size} {options}"
+    if key not in _ESTIMATED:
+        _ESTIMATED[key] = parts_of(gpt, microbatch_size, options)
+    return _ESTIMATED[key]
 
 
 def anchors(name: str) -> Any:

@@ -11,7 +11,7 @@ from benchmarks.gpu_truth.rows import ANCHORS, Row, Stages, parts, price
 from planner.formats.cluster import hierarchical_cluster
 from planner.profiler.estimated.estimate import EstimateOptions
 
-_OPTIONS = EstimateOptions("a100-80gb")
+_OPTIONS = EstimateOptions("a100-80gb", "float16", fusion="apex", master_weights=True)
 _PER_NODE = 8
 _NVLINK = 300e9  # data sheet: NVLink 3, 600 GB/s both ways
 _NODE = 100e9  # README of the anchors: 800 Gbit/s

@@ -13,6 +13,7 @@ from planner.errors import InputError
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
+from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.trace import StepTrace, trace_step
 
 Floats = NDArray[np.float64]
@@ -81,7 +82,7 @@ def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
         profile.microbatch_size or 1,
         of_profile,
         profile.memory_format,
-        profile.device.kind,
+        Execution("cuda" if profile.device.kind == "cuda" else "cpu", "compiler" if profile.compiled else None),
     )
     if trace.graph.hash != profile.graph_hash:
         raise InputError(

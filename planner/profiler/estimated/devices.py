@@ -34,7 +34,7 @@ same for all of them, and were set so that the V100 meets the times of PipeDream
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from planner.errors import InputError
@@ -67,7 +67,8 @@ class DeviceSpec:
         achieved_arithmetic: share of the peak, by class. Above 1 where the algorithm multiplies less than the
             definition does: Winograd's needs 2.25 times fewer multiplications for 3x3 (Lavin & Gray 2016).
         achieved_bandwidth: share of the bandwidth, by class. Above 1 where tensors stay in caches.
-        launch_s: fixed time of one operation: kernel launch or dispatch.
+        launch_s: fixed time of one operation: dispatch on a CPU, start and end of a kernel on a GPU.
+        dispatch_s: of a GPU's host, to launch one kernel; it runs ahead of the device while that is busy.
         processors: streaming multiprocessors or compute units, over which a GPU spreads the tiles of a product; None
             for a CPU.
     """
@@ -80,16 +81,35 @@ class DeviceSpec:
     achieved_arithmetic: ComputeShares
     achieved_bandwidth: Mapping[OpClass, float]
     launch_s: float
+    dispatch_s: float = 0.0
     processors: int | None = None
+
+    def at_clock(self, share: float) -> DeviceSpec:
+        """Return the device with its processors at this share of their boost clock; the memory keeps its own."""
+        return replace(self, peak_flops_per_s={name: share * peak for name, peak in self.peak_flops_per_s.items()})
 
     def peak(self, dtype: DType) -> float:
         """Return the arithmetic operations per second; TF32 is single precision where a device has no TF32."""
         return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
 
 
-_GPU_ARITHMETIC: ComputeShares = {"gemm": 0.65, "conv": 0.55, "winograd": 1.2, "recurrent": 0.55, "attention": 0.4}
-_GPU_BANDWIDTH: Mapping[OpClass, float] = dict.fromkeys(OP_CLASSES, 0.75)
+_GPU_ARITHMETIC: ComputeShares = {"gemm": 0.87, "conv": 0.55, "winograd": 1.2, "recurrent": 0.55, "attention": 0.5}
+_GPU_BANDWIDTH: Mapping[OpClass, float] = {
+    "gemm": 0.85,
+    "conv": 0.75,
+    "winograd": 0.75,
+    "recurrent": 0.6,
+    "attention": 0.85,
+    "pointwise": 0.85,
+    "special": 0.8,
+    "random": 0.7,
+    "norm": 0.7,
+    "pool": 0.7,
+    "gather": 0.7,
+    "update": 0.8,
+}
 _GPU_LAUNCH_S = 5e-6
+_GPU_DISPATCH_S = 6e-6
 
 _CPU_ARITHMETIC: ComputeShares = {"gemm": 0.45, "conv": 0.55, "winograd": 0.9, "recurrent": 1.0, "attention": 0.4}
 _CPU_BANDWIDTH: Mapping[OpClass, float] = {
@@ -126,6 +146,7 @@ def _gpu(name: str, processors: int, memory_gib: int, bandwidth: float, **peaks_
         achieved_arithmetic=_GPU_ARITHMETIC,
         achieved_bandwidth=_GPU_BANDWIDTH,
         launch_s=_GPU_LAUNCH_S,
+        dispatch_s=_GPU_DISPATCH_S,
         processors=processors,
     )
 

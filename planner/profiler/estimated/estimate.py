@@ -9,6 +9,7 @@ from planner.formats.profile import TF32, Device, MemoryFormat, Profile
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
+from planner.profiler.estimated.execution import Execution, Fusion
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.measured.make_profile import make_profile
 
@@ -18,16 +19,20 @@ class EstimateOptions:
     """What a model is estimated for.
 
     Attributes:
-        device: name in the table of `devices`, such as "v100".
+        device: name in the table of `devices`, such as "v100", or a device of one's own.
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
         memory_format: that the plan's stages will have; it does not change the estimate.
         calibration: measured profiles to fit the achieved shares to first.
+        fusion: which operations are fused into one kernel; None as PyTorch runs them.
+        master_weights: weights and gradients are in `dtype`, and the optimizer updates copies in float32.
     """
 
-    device: str
+    device: str | DeviceSpec
     dtype: DType = "float32"
     memory_format: MemoryFormat | None = None
     calibration: Sequence[Calibration] = ()
+    fusion: Fusion | None = None
+    master_weights: bool = False
 
 
 def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: EstimateOptions) -> Profile:
@@ -47,8 +52,10 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
         InputError: for a device or data type that the table does not have.
     """
     dtype = options.dtype
-    spec = calibrated(device_spec(options.device, dtype), options.calibration, dtype)
-    return profile_of_trace(trace_step(training_spec, batch_size, dtype, options.memory_format, spec.kind), spec)
+    device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
+    spec = calibrated(device, options.calibration, dtype)
+    execution = Execution(spec.kind, options.fusion, options.master_weights)
+    return profile_of_trace(trace_step(training_spec, batch_size, dtype, options.memory_format, execution), spec)
 
 
 def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:

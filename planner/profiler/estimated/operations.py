@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, DType, OpClass
+from planner.profiler.estimated.products import shares_of_peak
 
 aten = torch.ops.aten
 
@@ -37,18 +38,32 @@ _CLASSES: tuple[tuple[OpClass, tuple[str, ...]], ...] = (
 )
 # These read as much as they write, however large the table is that they read from.
 _LOOKUPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward", "take")
+# A GPU reads their inputs twice: with one kernel for the gradient of the input and one for those of the weights, or to
+# copy them and to change the copy.
+_TWICE = ("native_layer_norm_backward", "native_group_norm_backward", "masked_fill")
 _NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "device")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or the sum of a sequence that takes several `launches` (the steps of a recurrent layer)."""
+    """One operation, or the sum of a sequence that takes several `launches` (the steps of a recurrent layer).
+
+    Attributes:
+        op_class, flops, bytes, dtype, launches: what decides its time.
+        name: of the operation, without namespace and overload.
+        product: of a matrix product: how many of equal size, m, n and k.
+        reads, writes: values by number, with their bytes. An operation that changes a value writes a new one.
+    """
 
     op_class: OpClass
     flops: float
     bytes: float
     dtype: DType
     launches: int = 1
+    name: str = ""
+    product: tuple[int, int, int, int] | None = None
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[tuple[int, int], ...] = ()
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
@@ -57,13 +72,17 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     Args:
         single: the type of float32 products: "tf32" on devices that use it, or "float32".
         op_class: class for all operations; None for the class of each.
+        gpu: whether the operations stand for a GPU's kernels.
     """
 
-    def __init__(self, single: DType = "float32", op_class: OpClass | None = None) -> None:
+    def __init__(self, single: DType = "float32", op_class: OpClass | None = None, *, gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._gpu = gpu
         self.operations: list[Operation] = []
         self._single = single
         self._op_class = op_class
+        self._values: dict[int, int] = {}  # number of the value that a storage has now
+        self._last = -1
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,9 +90,18 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":
-            for operation in operations_of(func, args, kwargs, out, self._single):
-                self.operations.append(replace(operation, op_class=self._op_class or operation.op_class))
+            for operation in operations_of(func, args, kwargs, out, self._single, gpu=self._gpu):
+                named = replace(operation, op_class=self._op_class or operation.op_class, **self._flow(operation))
+                self.operations.append(named)
         return out
+
+    def _flow(self, operation: Operation) -> dict[str, Any]:
+        """Return what it reads and writes, by numbers of values instead of storages, whose memory is used again."""
+        reads = tuple((self._values.get(storage, -1 - storage), size) for storage, size in operation.reads)
+        for storage, _ in operation.writes:
+            self._values[storage] = self._last = self._last + 1
+        writes = tuple((self._values[storage], size) for storage, size in operation.writes)
+        return {"reads": reads, "writes": writes}
 
 
 class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,7 +123,13 @@ class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operations_of(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, single: DType
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    single: DType,
+    *,
+    gpu: bool = False,
 ) -> Iterator[Operation]:
     """Yield what one call does: nothing for views and allocations."""
     name = func._schema.name.partition("::")[2]
@@ -109,7 +143,31 @@ def operations_of(
         return
     op_class = _class_of(name, args, dtype)
     moved = 2 * _bytes(written) if name in _LOOKUPS else _bytes(read) + _bytes(written)
-    yield Operation(op_class, _flops(func, args, kwargs, out) if op_class in COMPUTE_CLASSES else 0.0, moved, dtype)
+    if gpu and name.removesuffix("_") in _TWICE:
+        moved += _bytes(read)
+    yield Operation(
+        op_class,
+        _flops(func, args, kwargs, out) if op_class in COMPUTE_CLASSES else 0.0,
+        moved,
+        dtype,
+        name=name.removesuffix("_"),
+        product=_product(name, args),
+        reads=_values(read),
+        writes=_values(written),
+    )
+
+
+def _values(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((_storage(tensor), _bytes([tensor])) for tensor in tensors)
+
+
+def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
+    """Return the sizes of a matrix product."""
+    if name not in ("mm", "addmm", "bmm", "baddbmm"):
+        return None
+    left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+    count = left.shape[0] if left.dim() == 3 else 1
+    return count, left.shape[-2], right.shape[-1], left.shape[-1]
 
 
 def _is_view(func: torch._ops.OpOverload, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
@@ -155,14 +213,18 @@ def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
 
 def _flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Return the number of multiplications and additions, counted separately."""
-    count: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
-    if count is not None:
-        return float(count(*args, **kwargs, out_val=out))
     name = func._schema.name.partition("::")[2]
     if name.startswith("_scaled_dot_product"):
-        if name.endswith("backward"):
-            return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
-        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
+        backward = name.endswith("backward")
+        shapes = (tensor.shape for tensor in args[: 4 if backward else 3])
+        count = sdpa_backward_flop_count if backward else sdpa_flop_count
+        # The fused kernels leave out the tiles above the diagonal.
+        names = [argument.name for argument in func._schema.arguments]
+        causal = dict(zip(names, args, strict=False)).get("is_causal", False)
+        return float(count(*shapes)) * (0.5 if causal else 1.0)  # type: ignore[no-untyped-call]
+    registered: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
+    if registered is not None:
+        return float(registered(*args, **kwargs, out_val=out))
     if name in ("mv", "addmv", "dot"):
         return 2.0 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     return 0.0
@@ -202,8 +264,9 @@ class Costs:
         self._class = np.array([OP_CLASSES.index(op.op_class) for op in operations], dtype=np.int64)
         self._flops = np.array([op.flops for op in operations], dtype=np.float64)
         self._bytes = np.array([op.bytes for op in operations], dtype=np.float64)
-        self._launches = np.array([op.launches for op in operations], dtype=np.float64)
+        self.launches = np.array([op.launches for op in operations], dtype=np.float64)
         self._dtypes = [op.dtype for op in operations]
+        self._products = np.array([op.product or (0, 0, 0, 0) for op in operations], dtype=np.int64).reshape(-1, 4)
 
     def seconds(self, spec: DeviceSpec) -> NDArray[np.float64]:
         """Return each operation's roofline time (Williams et al. 2009): the slower of compute and memory, plus launch.
@@ -216,9 +279,11 @@ class Costs:
         shares = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES] + [1.0] * len(MEMORY_CLASSES)
         arithmetic = np.array(shares)[self._class]
         bandwidth = np.array([spec.achieved_bandwidth[name] for name in OP_CLASSES])[self._class]
+        if spec.processors is not None:
+            arithmetic = arithmetic * shares_of_peak(self._products, spec.processors)
         compute_s = self._flops / (peak * arithmetic)
         memory_s = self._bytes / (spec.bandwidth_bytes_per_s * bandwidth)
-        return np.asarray(np.maximum(compute_s, memory_s) + self._launches * spec.launch_s)
+        return np.asarray(np.maximum(compute_s, memory_s) + self.launches * spec.launch_s)
 
     def classes(self) -> set[OpClass]:
         """Return the classes that occur."""

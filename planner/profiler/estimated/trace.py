@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from planner.errors import InputError
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch
 from planner.model.capture.failure import capture_failure
@@ -22,6 +25,9 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.estimated.devices import DeviceSpec, DType
+from planner.profiler.estimated.execution import EAGER_CPU, Execution
+from planner.profiler.estimated.fusion import fused
+from planner.profiler.estimated.kernels import cuda_operations
 from planner.profiler.estimated.operations import Costs, OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.update import UpdateTrace, trace_updates
 from planner.profiler.measured.clock import LayerMarks
@@ -62,6 +68,10 @@ class StepTrace:
         """Return the forward, backward and update seconds of each layer on such a device."""
         until = np.concatenate([[0.0], np.cumsum(self.costs.seconds(spec))])
         forward, backward = self.layers.sums(lambda start, end: float(until[end] - until[start]))
+        if spec.dispatch_s:
+            launched = np.concatenate([[0.0], np.cumsum(self.costs.launches * spec.dispatch_s)])
+            host = self.layers.sums(lambda start, end: float(launched[end] - launched[start]))
+            forward, backward = _at_hosts_pace(forward, host[0]), _at_hosts_pace(backward, host[1])
         return forward, backward, [update.estimate(spec).seconds for update in self.updates]
 
     def estimate(self, spec: DeviceSpec) -> Measurement:
@@ -76,12 +86,24 @@ class StepTrace:
         )
 
 
+def _at_hosts_pace(device: list[float], host: list[float]) -> list[float]:
+    """Return the layers' seconds, which add up to the device's or the host's, whichever takes longer.
+
+    The host runs ahead while the device is busy, so only the sums compete. A layer that the host launches more slowly
+    than the device computes it gets its share of the difference.
+    """
+    slower = [max(pair) for pair in zip(device, host, strict=True)]
+    total = sum(slower)
+    factor = max(sum(device), sum(host)) / total if total else 1.0
+    return [seconds * factor for seconds in slower]
+
+
 def trace_step(
     training_spec: TrainingSpec,
     batch_size: int,
     dtype: DType = "float32",
     memory_format: MemoryFormat | None = None,
-    kind: str = "cpu",
+    execution: Execution = EAGER_CPU,
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and weights and activations need no memory.
 
@@ -93,15 +115,19 @@ def trace_step(
         batch_size: samples of the (micro)batch.
         dtype: "bfloat16" and "float16" run the forward under autocast.
         memory_format: of weights and images.
-        kind: of the device, "cpu" or "cuda", whose autocast says in which dtypes values cross between stages.
+        execution: how the device runs it; autocast on its kind says in which dtypes values cross between stages.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: when the batch makes no sense, or the optimizer looks at numbers.
     """
     check_positive("batch_size", batch_size)
-    options = ModuleOptions(_HALF.get(dtype), memory_format == "channels-last", device=kind)
-    tracer = _Tracer(training_spec, batch_size, dtype)
+    half = _HALF.get(dtype)
+    if execution.master_weights:
+        training_spec = _in_half(training_spec, half)
+    autocast = None if execution.master_weights else half
+    options = ModuleOptions(autocast, memory_format == "channels-last", device=execution.kind)
+    tracer = _Tracer(training_spec, batch_size, dtype, execution)
     # Without GPUs in the list, fork_rng does not touch them: an estimate needs none.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -118,9 +144,18 @@ def trace_step(
             # Tensors of two modes do not mix, so the weights must be fake ones of the run's mode, as the batch is.
             with FakeTensorMode():
                 make_fake(stage)
-                return tracer.trace(graph, stage, fake_batch(batch))
+                return tracer.trace_fake(graph, stage, fake_batch(batch))
         except (NotImplementedError, RuntimeError) as cause:  # operations that cannot tell the shape of their result
             raise capture_failure(cause, model) from cause
+
+
+def _in_half(training_spec: TrainingSpec, half: torch.dtype | None) -> TrainingSpec:
+    if half is None:
+        raise InputError(
+            "master weights in float32 belong to weights in half precision", hint="give `dtype` float16 or bfloat16"
+        )
+    build = training_spec.functions["build_model"]
+    return replace(training_spec, functions={**training_spec.functions, "build_model": lambda: build().to(half)})
 
 
 def _trace_blocks(tracer: _Tracer, options: ModuleOptions) -> StepTrace:
@@ -130,7 +165,7 @@ def _trace_blocks(tracer: _Tracer, options: ModuleOptions) -> StepTrace:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = _fake_blocks(graph, mode)
-            return tracer.trace(fake, _whole(fake), fake_batch(batch))
+            return tracer.trace_fake(fake, _whole(fake), fake_batch(batch))
     except (DataDependentOutputException, DynamicOutputShapeException):
         return tracer.trace(graph, _whole(graph), training_spec.example_batch(batch_size))
 
@@ -167,17 +202,25 @@ class _Tracer:
     training_spec: TrainingSpec
     batch_size: int
     dtype: DType
+    execution: Execution
+
+    def trace_fake(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
+        """Run the same without data, with the device's own operations."""
+        operations: AbstractContextManager[Any] = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
+        with operations:
+            return self.trace(graph, stage, batch)
 
     def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run forward, backward and updates of `stage`, which has all layers of `graph`."""
         with RecurrentWorkspace():  # type: ignore[no-untyped-call]
             saved = saved_bytes(stage, batch)
-        recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32")
+        recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32", gpu=self.execution.kind == "cuda")
         marks = LayerMarks(lambda: len(recorder.operations), len(graph.layers))
         stage.set_observer(marks)
         with recorder:
             marks.start()
             loss = stage(batch, {})[LOSS]
+            backward = len(recorder.operations)
             marks.start_backward()
             try:
                 loss.backward()
@@ -185,6 +228,6 @@ class _Tracer:
                 raise step_failure(cause) from cause
             marks.end()
         trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
-        updates = trace_updates(graph, self.training_spec, trained)
-        costs = Costs(recorder.operations)
+        updates = trace_updates(graph, self.training_spec, trained, self.execution)
+        costs = Costs(fused(recorder.operations, backward, self.execution.fusion))
         return StepTrace(self.training_spec.name, self.dtype, self.batch_size, graph, costs, marks, saved, updates)

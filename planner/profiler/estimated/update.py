@@ -11,6 +11,7 @@ from planner.errors import InputError, first_line
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
+from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.operations import Costs, Operation, OperationRecorder
 from planner.profiler.measured.accumulation import AccumulationTime
 from planner.profiler.measured.make_profile import first_uses
@@ -36,24 +37,28 @@ class UpdateTrace:
         return AccumulationTime(float(self.accumulate.seconds(spec).sum()))
 
 
-def trace_updates(graph: LayerGraph, training_spec: TrainingSpec, trained: set[str]) -> list[UpdateTrace]:
+def trace_updates(
+    graph: LayerGraph, training_spec: TrainingSpec, trained: set[str], execution: Execution
+) -> list[UpdateTrace]:
     """Trace the update of each layer of `graph`; `trained` names the parameters that have gradients."""
     by_name = dict(graph.model.named_parameters())
     return [
-        _trace_update(training_spec, [_on_meta_device(by_name[name]) for name in names if name in trained])
+        _trace_update(training_spec, [by_name[name] for name in names if name in trained], execution)
         for names in first_uses(layer.parameters for layer in graph.layers)
     ]
 
 
-def _on_meta_device(parameter: nn.Parameter) -> nn.Parameter:
-    on_meta = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+def _on_meta_device(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    on_meta = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device="meta"))
     on_meta.grad = torch.empty_like(on_meta)
     return on_meta
 
 
-def _trace_update(training_spec: TrainingSpec, parameters: list[nn.Parameter]) -> UpdateTrace:
-    if not parameters:
+def _trace_update(training_spec: TrainingSpec, weights: list[nn.Parameter], execution: Execution) -> UpdateTrace:
+    if not weights:
         return UpdateTrace(Costs([]), 0, Costs([]))
+    masters = torch.float32 if execution.master_weights else None
+    parameters = [_on_meta_device(weight, masters) for weight in weights]
     try:
         with torch.device("meta"):
             optimizer = still(training_spec.optimizer(list(parameters)))
@@ -66,8 +71,23 @@ def _trace_update(training_spec: TrainingSpec, parameters: list[nn.Parameter]) -
             f"{first_line(cause)}",
             hint="measure it on the device, or estimate with another optimizer",
         ) from cause
-    # Step counters are on no device, and their arithmetic takes no time worth counting.
-    large = [operation for operation in recorder.operations if operation.bytes >= min(p.nbytes for p in parameters)]
+    state_bytes = state_bytes_of(optimizer)
+    if execution.fusion == "apex":
+        # One kernel reads gradients, weights and state, and writes weights and state.
+        sizes = sum(parameter.nbytes for parameter in parameters)
+        step = [_moving(3 * sizes + 2 * state_bytes)]
+    else:
+        # Step counters are on no device, and their arithmetic takes no time worth counting.
+        least = min(parameter.nbytes for parameter in parameters)
+        step = [operation for operation in recorder.operations if operation.bytes >= least]
+    if execution.master_weights:
+        # Gradients become float32 before the step, and weights become half again after it.
+        step += [_moving(weight.nbytes + master.nbytes) for weight, master in zip(weights, parameters, strict=True)] * 2
+        state_bytes += sum(master.nbytes for master in parameters)
     # Accumulation reads both gradients and writes their sum.
-    accumulate = [Operation("update", 0.0, 3.0 * parameter.nbytes, "float32") for parameter in parameters]
-    return UpdateTrace(Costs(large), state_bytes_of(optimizer), Costs(accumulate))
+    accumulate = [_moving(3 * weight.nbytes) for weight in weights]
+    return UpdateTrace(Costs(step), state_bytes, Costs(accumulate))
+
+
+def _moving(moved_bytes: int) -> Operation:
+    return Operation("update", 0.0, float(moved_bytes), "float32")

@@ -1,0 +1,43 @@
+"""The time of matrix products on a GPU by their sizes.
+
+A product of (m, k) by (k, n) is computed in tiles of its result. A processor (SM) computes one tile at a time, so tiles
+run in waves of as many as there are processors, and the last wave may be nearly empty. Products of few tiles divide k
+among processors as well. Larger tiles read less per multiplication and reach more of the peak. See NVIDIA, "Matrix
+Multiplication Background User's Guide" (2023), sections 3 and 4: tile and wave quantization.
+
+    t = waves · 2·a·b·(k/s + k0) / (peak/processors · rate),    waves = ceil(batch·ceil(m/a)·ceil(n/b)·s / processors)
+
+is the least over the tiles (a, b) and divisions s; `rate` is of the tile, and the share of the peak is the class's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+# Rows, columns, and the rate that a tile reaches relative to the largest. The sizes are cuBLAS's; the rates follow the
+# figure of the guide's section 4.1, where 64x64 reaches about two thirds of 256x128.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.65))
+_DIVISIONS = (1, 2, 4, 8, 16)  # of k
+_DEPTH = 64  # k0: multiplications per element of a tile that filling and writing it cost
+
+
+def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
+    """Return the share of the peak of each product, before the share that the device reaches at all.
+
+    Args:
+        sizes: (products, 4): how many of equal size, m, n and k. Rows with k = 0 are no products and give 1.
+        processors: of the device.
+    """
+    count, m, n, k = (sizes[:, column].astype(np.float64) for column in range(4))
+    useful = count * m * n * k
+    best = np.full(len(sizes), np.inf)
+    for rows, columns, rate in _TILES:
+        tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
+        for division in _DIVISIONS:
+            waves = np.ceil(tiles * division / processors)
+            spent = waves * processors * rows * columns * (k / division + _DEPTH) / rate
+            best = np.minimum(best, spent)
+    return np.where(k > 0, useful / np.maximum(best, 1.0), 1.0)
