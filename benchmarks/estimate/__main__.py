@@ -23,6 +23,7 @@ from planner.formats.profile import Profile, load_profile
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.calibrate import fit
 from planner.profiler.estimated.devices import DEVICES, DeviceSpec, DType
+from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.trace import StepTrace, trace_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +97,7 @@ def published_table() -> str:
         nodes = [_NODE.search(line) for line in (PIPEDREAM / f"{name}.txt").read_text(encoding="utf-8").splitlines()]
         found = [node for node in nodes if node is not None and not node[1].startswith("Input")]
         theirs = [sum(float(node[part]) for node in found) for part in (2, 3)]
-        trace = trace_step(load_model_file(ROOT / path), batch_size, dtype)
+        trace = trace_step(load_model_file(ROOT / path), batch_size, dtype, execution=Execution("cuda"))
         forward, backward, _ = trace.layer_seconds(DEVICES["v100"])
         ours = [sum(forward) * 1e3, sum(backward) * 1e3]
         change = sum(ours) / sum(theirs) - 1
@@ -124,7 +125,11 @@ def main() -> None:
         profile = load_profile(path)
         if profile.microbatch_size is None:
             continue
-        trace = trace_step(load_model_file(path.parent / "model.py"), profile.microbatch_size)
+        trace = trace_step(
+            load_model_file(path.parent / "model.py"),
+            profile.microbatch_size,
+            execution=Execution(DEVICES[arguments.device].kind),
+        )
         if trace.graph.hash != profile.graph_hash:
             print(f"{path} is not of its model file: left out")
             continue

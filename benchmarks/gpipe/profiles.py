@@ -15,6 +15,7 @@ from planner.formats.profile import Profile
 from planner.model.spec import in_memory
 from planner.profiler.estimated.devices import device_spec
 from planner.profiler.estimated.estimate import profile_of_trace
+from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.trace import trace_step
 
 DEVICE = "p100"  # GPipe's GPUs; its TPUs are not in our table of devices
@@ -53,4 +54,6 @@ def _estimated(
     with torch.device("meta"):
         model = build()
     described = in_memory(model, example_batch=batch, loss=loss, optimizer=_rmsprop)
-    return profile_of_trace(trace_step(described, microbatch), device_spec(DEVICE, "float32"))
+    return profile_of_trace(
+        trace_step(described, microbatch, execution=Execution("cuda")), device_spec(DEVICE, "float32")
+    )

@@ -99,9 +99,8 @@ class _Attention(nn.Module):
             q, k = _rotated(q, self.cosine, self.sine), _rotated(k, self.cosine, self.sine)
         dropout = gpt.dropout if self.training else 0.0
         if gpt.flash:
-            y = F.scaled_dot_product_attention(
-                *(part.permute(1, 2, 0, 3) for part in (q, k, v)), dropout_p=dropout, is_causal=True
-            )
+            q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:
             q, k, v = (part.view(tokens, batch * gpt.heads, depth).transpose(0, 1) for part in (q, k, v))
             scores = torch.baddbmm(self.nothing, q, k.transpose(1, 2), beta=0.0, alpha=1 / math.sqrt(depth)).view(

@@ -30,6 +30,7 @@ from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.devices import device_spec
 from planner.profiler.estimated.estimate import profile_of_trace
+from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.solver import solve
 
@@ -58,7 +59,7 @@ class Answer:
 
 @cache
 def _trace(model: str, minibatch: int) -> StepTrace:
-    return trace_step(load_model_file(ROOT / MODELS[model]), minibatch)
+    return trace_step(load_model_file(ROOT / MODELS[model]), minibatch, execution=Execution("cuda"))
 
 
 @cache

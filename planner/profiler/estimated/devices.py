@@ -98,7 +98,7 @@ _GPU_BANDWIDTH: Mapping[OpClass, float] = {
     "gemm": 0.85,
     "conv": 0.75,
     "winograd": 0.75,
-    "recurrent": 0.6,
+    "recurrent": 0.5,
     "attention": 0.85,
     "pointwise": 0.85,
     "special": 0.8,

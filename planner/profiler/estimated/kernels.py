@@ -53,21 +53,27 @@ def cuda_operations() -> Iterator[None]:
     with warnings.catch_warnings():
         # PyTorch says that a kernel is replaced, which is what we want.
         warnings.simplefilter("ignore")
-        library.impl("dropout", _dropout, "AutogradCPU")
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
-        for name, kernel in (("softmax", aten._softmax.default), ("log_softmax", aten._log_softmax.default)):
-            library.impl(f"{name}.int", _normalised(kernel, autocast=False), "AutogradCPU")
-            library.impl(f"{name}.int", _normalised(kernel, autocast=True), "AutocastCPU")
-        if hasattr(aten, "_fused_rms_norm"):  # of torch 2.9
-            library.impl("rms_norm", _rms_norm, "AutogradCPU")
-        for name in _SINGLE:
-            library.impl(name, _in_single(_overload(name)), "AutocastCPU")
-        for name in ("sum", "sum.dim_IntList"):
-            library.impl(name, _sum_in_single(_overload(name)), "AutocastCPU")
+        for name, key, kernel in _substitutes():
+            library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _substitutes() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Yield the operations to replace: their names, the dispatch keys, and what runs instead."""
+    yield "dropout", "AutogradCPU", _dropout
+    yield "scaled_dot_product_attention", "AutogradCPU", _attention
+    if hasattr(aten, "_fused_rms_norm"):  # of torch 2.9
+        yield "rms_norm", "AutogradCPU", _rms_norm
+    for name, kernel in (("softmax.int", aten._softmax.default), ("log_softmax.int", aten._log_softmax.default)):
+        yield name, "AutogradCPU", _normalised(kernel, autocast=False)
+        yield name, "AutocastCPU", _normalised(kernel, autocast=True)
+    for name in _SINGLE:
+        yield name, "AutocastCPU", _in_single(_overload(name))
+    for name in ("sum", "sum.dim_IntList"):
+        yield name, "AutocastCPU", _sum_in_single(_overload(name))
 
 
 def _overload(name: str) -> Any:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map
 
 from planner.errors import InputError
 from planner.formats.profile import MemoryFormat
-from planner.model.batch import Batch
+from planner.model.batch import Batch, make_batch
 from planner.model.capture.failure import capture_failure
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.fake import fake_batch, fake_modules, make_fake, on_meta
@@ -154,8 +157,20 @@ def _in_half(training_spec: TrainingSpec, half: torch.dtype | None) -> TrainingS
         raise InputError(
             "master weights in float32 belong to weights in half precision", hint="give `dtype` float16 or bfloat16"
         )
-    build = training_spec.functions["build_model"]
-    return replace(training_spec, functions={**training_spec.functions, "build_model": lambda: build().to(half)})
+    build, examples = training_spec.functions["build_model"], training_spec.functions["example_batch"]
+
+    def example_batch(batch_size: int) -> Batch:
+        batch = make_batch(examples(batch_size), "example_batch")
+        args, kwargs = tree_map(partial(_halved, half), (batch.args, batch.kwargs))
+        return replace(batch, args=args, kwargs=kwargs)
+
+    halved: dict[str, Callable[..., Any]] = dict(training_spec.functions)
+    halved |= {"build_model": lambda: build().to(half), "example_batch": example_batch}
+    return replace(training_spec, functions=halved)
+
+
+def _halved(half: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(half) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _trace_blocks(tracer: _Tracer, options: ModuleOptions) -> StepTrace:

@@ -181,7 +181,10 @@ def loss(output, target):
 """
     training_spec = written(tmp_path, source)
     measured = profile_model(training_spec, 2, ProfilingOptions(seconds=0.01, repeats=1))
-    assert without_times(estimate_profile(training_spec, 2, EstimateOptions(device="h100"))) == without_times(measured)
+    estimated = estimate_profile(training_spec, 2, EstimateOptions(device="cpu"))
+    assert without_times(estimated) == without_times(measured)
+    # A GPU's kernels keep other tensors, and the graph is the same.
+    assert estimate_profile(training_spec, 2, EstimateOptions(device="h100")).graph_hash == measured.graph_hash
 
 
 def test_what_an_lstm_keeps_is_near_to_what_is_measured(chain: StepTrace, tmp_path: Path) -> None:
@@ -194,10 +197,10 @@ def test_what_an_lstm_keeps_is_near_to_what_is_measured(chain: StepTrace, tmp_pa
 
 
 def test_larger_batches_take_longer(folder: Path) -> None:
-    traces = [trace_step(load_model_file(folder / "net.py"), size) for size in (2, 64, 512)]
+    traces = [trace_step(load_model_file(folder / "net.py"), size) for size in (2, 64, 2**20)]
     for name, spec in DEVICES.items():
         forward, backward, update = (
-            [sum(part) for part in times]
+            [round(sum(part), 12) for part in times]  # where the host sets the pace, they are equal
             for times in zip(*(trace.layer_seconds(spec) for trace in traces), strict=True)
         )
         assert forward == sorted(forward), name
@@ -243,7 +246,7 @@ def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat
     """Models with blocks are among them; blocks that decide by values run with data."""
     training_spec = load_model_file(write_model(tmp_path, model, "momentum"))
     measured = profile_model(training_spec, 4, ProfilingOptions(seconds=0.01, repeats=1, memory_format=memory_format))
-    estimated = estimate_profile(training_spec, 4, EstimateOptions(device="h100", memory_format=memory_format))
+    estimated = estimate_profile(training_spec, 4, EstimateOptions(device="cpu", memory_format=memory_format))
     assert without_times(estimated) == without_times(measured)
     assert estimated.memory_format == memory_format
     assert all(layer.forward_s > 0 for layer in estimated.layers)

@@ -1,0 +1,213 @@
+"""CUDA's operations on tensors of the CPU, products by tiles, fused kernels, the host's pace, and master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from planner import in_memory
+from planner.errors import InputError
+from planner.model.spec import TrainingSpec
+from planner.profiler.estimated.devices import DEVICES
+from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.profiler.estimated.execution import Execution, Fusion
+from planner.profiler.estimated.fusion import fused
+from planner.profiler.estimated.kernels import cuda_operations
+from planner.profiler.estimated.operations import Operation, OperationRecorder
+from planner.profiler.estimated.products import shares_of_peak
+from planner.profiler.estimated.trace import StepTrace, trace_step
+
+HALF = torch.float16
+
+
+@contextmanager
+def recording() -> Iterator[OperationRecorder]:
+    with FakeTensorMode(), cuda_operations(), OperationRecorder(gpu=True) as recorder:
+        yield recorder
+
+
+def names(recorder: OperationRecorder) -> list[str]:
+    return [operation.name for operation in recorder.operations]
+
+
+def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
+    with recording() as recorder:
+        x = torch.empty(1000, requires_grad=True)
+        torch.autograd.grad(F.dropout(x, 0.1), x, torch.empty(1000))
+    assert names(recorder) == ["native_dropout", "native_dropout_backward"]
+    assert recorder.operations[0].bytes == 4000 + 4000 + 1000
+
+
+def test_the_choices_end_with_the_context() -> None:
+    with recording():
+        pass
+    with FakeTensorMode(), OperationRecorder() as recorder:
+        F.dropout(torch.empty(1000, requires_grad=True), 0.1)
+    assert "bernoulli" in names(recorder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "kernel"),
+    [
+        (HALF, False, "_scaled_dot_product_flash_attention"),
+        (HALF, True, "_scaled_dot_product_efficient_attention"),
+        (torch.float32, False, "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_attention_is_the_kernel_that_cuda_chooses(dtype: torch.dtype, masked: bool, kernel: str) -> None:
+    with recording() as recorder:
+        q = torch.empty(2, 4, 128, 64, dtype=dtype, requires_grad=True)
+        mask = torch.empty(128, 128, dtype=dtype) if masked else None
+        torch.autograd.grad(F.scaled_dot_product_attention(q, q, q, mask), q, torch.empty_like(q))
+    assert {kernel, f"{kernel}_backward"} <= set(names(recorder))
+
+
+def test_causal_attention_leaves_out_half_of_the_products() -> None:
+    flops = []
+    for causal in (False, True):
+        with recording() as recorder:
+            q = torch.empty(2, 4, 128, 64, dtype=HALF, requires_grad=True)
+            torch.autograd.grad(F.scaled_dot_product_attention(q, q, q, is_causal=causal), q, torch.empty_like(q))
+        flops.append([operation.flops for operation in recorder.operations if operation.flops])
+    assert len(flops[0]) == 2
+    assert flops[1] == [count / 2 for count in flops[0]]
+
+
+@pytest.mark.parametrize("operation", [torch.softmax, torch.log_softmax])
+def test_softmax_under_autocast_reads_half_and_writes_single(operation: object) -> None:
+    with recording() as recorder, torch.autocast("cpu", HALF):
+        result = operation(torch.empty(100, dtype=HALF, requires_grad=True), -1)  # type: ignore[operator]
+    assert result.dtype == torch.float32
+    assert [each.bytes for each in recorder.operations] == [200 + 400]
+
+
+def test_norms_and_powers_under_autocast_are_in_single_precision() -> None:
+    with recording() as recorder, torch.autocast("cpu", HALF):
+        x = torch.empty(10, 100, dtype=HALF, requires_grad=True)
+        results = [F.layer_norm(x, (100,)), x.pow(2), x.rsqrt(), x.sum()]
+        assert [result.dtype for result in results] == [torch.float32] * 4
+        assert F.linear(x, torch.empty(5, 100)).dtype == HALF
+    assert names(recorder)[:2] == ["_to_copy", "native_layer_norm"]
+
+
+def test_products_lose_what_the_last_wave_and_the_last_tiles_leave_empty() -> None:
+    def share(*size: int) -> float:
+        return float(shares_of_peak(np.array([size]), 108)[0])
+
+    whole = share(1, 256 * 12, 128 * 9, 4096)  # 108 tiles: one full wave
+    assert whole == pytest.approx(4096 / (4096 + 64))
+    assert share(1, 256 * 12, 128 * 9 + 1, 4096) < 0.85 * whole
+    assert share(1, 8192, 8192, 8192) > 0.9
+    assert share(1, 64, 64, 64) < 0.01  # one tile of one processor
+    assert share(1, 64, 64, 65536) > 2 * share(1, 64, 64, 64)  # k is divided among processors
+    assert share(64, 64, 64, 64) > 30 * share(1, 64, 64, 64)
+    assert share(0, 0, 0, 0) == 1.0  # no product
+
+
+def chain_of(*names_: str, size: int = 100) -> list[Operation]:
+    """Return operations, each of which reads what the one before it wrote."""
+    return [
+        Operation("pointwise", 0.0, 2.0 * size, "float32", name=name, reads=((n - 1, size),), writes=((n, size),))
+        for n, name in enumerate(names_)
+    ]
+
+
+def moved(operations: list[Operation], fusion: Fusion | None, backward: int | None = None) -> tuple[float, int]:
+    kernels = fused(operations, len(operations) if backward is None else backward, fusion)
+    return sum(each.bytes for each in kernels), sum(each.launches for each in kernels)
+
+
+def test_a_compiler_fuses_chains() -> None:
+    chain = chain_of("mul", "add", "tanh")
+    assert moved(chain, None) == (600, 3)
+    assert moved(chain, "compiler") == (200, 1)  # reads the first input, writes the last result
+
+
+def test_what_others_read_is_written() -> None:
+    chain = [*chain_of("mul", "add"), Operation("gemm", 1.0, 100.0, "float32", reads=((0, 100),))]
+    assert moved(chain, "compiler") == (300 + 100, 2)
+
+
+def test_forward_and_backward_are_programs_of_their_own() -> None:
+    assert moved(chain_of("mul", "add"), "compiler", backward=1) == (400, 2)
+
+
+def test_a_kernel_does_not_wait_for_itself() -> None:
+    """The product needs the first operation, and the last one needs both."""
+    first, second = chain_of("mul", "add")
+    product = Operation("gemm", 1.0, 200.0, "float32", name="mm", reads=((0, 100),), writes=((7, 100),))
+    second = replace(second, reads=((0, 100), (7, 100)), bytes=300.0)
+    assert moved([first, product, second], "compiler") == (200 + 200 + 300, 3)
+
+
+def test_apex_fuses_masks_into_softmax_and_nothing_else() -> None:
+    assert moved(chain_of("mul", "masked_fill", "_softmax"), "apex") == (200, 1)
+    assert moved(chain_of("native_dropout", "add"), "apex") == (200, 1)
+    assert moved(chain_of("mul", "add", "tanh"), "apex") == (600, 3)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        weights = torch.softmax((h @ h.transpose(1, 2)) * 0.125, dim=-1)
+        result: Tensor = self.down(F.dropout(weights, 0.1) @ h)
+        return result
+
+
+def attending() -> TrainingSpec:
+    batch = torch.randn(2, 32, 64)
+    return in_memory(
+        Attending(),
+        example_batch=((batch,), batch),
+        loss=lambda output, target: (output.float() - target.float()).pow(2).mean(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.0),
+    )
+
+
+def traced(fusion: Fusion | None = None) -> StepTrace:
+    return trace_step(attending(), 2, execution=Execution("cuda", fusion))
+
+
+def test_fusion_saves_launches_and_time() -> None:
+    eager, apex, compiled = (traced(fusion) for fusion in (None, "apex", "compiler"))
+    launches = [trace.costs.launches.sum() for trace in (eager, apex, compiled)]
+    assert launches == sorted(launches, reverse=True)
+    assert launches[0] > launches[1] > launches[2]
+    times = [sum(map(sum, trace.layer_seconds(DEVICES["a100"])[:2])) for trace in (eager, apex, compiled)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_step_takes_no_less_than_its_launches() -> None:
+    trace = traced()
+    spec = replace(DEVICES["h100"], dispatch_s=1e-3)
+    forward, backward, _ = trace.layer_seconds(spec)
+    assert sum(forward) + sum(backward) == pytest.approx(1e-3 * trace.costs.launches.sum())
+    none = trace.layer_seconds(replace(spec, dispatch_s=0.0))
+    assert trace.layer_seconds(replace(spec, dispatch_s=1e-12)) == none
+
+
+def test_master_weights_are_sixteen_bytes_per_parameter() -> None:
+    half = estimate_profile(attending(), 2, EstimateOptions("a100", "float16", master_weights=True))
+    parameters = sum(parameter.numel() for parameter in Attending().parameters())
+    held = sum(layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in half.layers)
+    counters = 4 * 4  # Adam's steps, one per tensor
+    assert held == 16 * parameters + counters
+    assert half.autocast is None
+    assert half.dtype == "float16"
+
+
+def test_master_weights_need_half_precision() -> None:
+    with pytest.raises(InputError, match="half precision"):
+        estimate_profile(attending(), 2, EstimateOptions("a100", master_weights=True))
