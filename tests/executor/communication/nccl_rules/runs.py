@@ -32,7 +32,7 @@ from planner.model.stage.evaluation import EvaluationStages
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape
-from tests.executor.communication.nccl_rules.rules import Operation, Work
+from tests.executor.communication.nccl_rules.rules import Recording, Work
 from tests.executor.communication.nccl_rules.world import World
 
 
@@ -103,6 +103,9 @@ class _Stage(nn.Module):
         self.sent = [spec for (source, _), specs in transfers.items() if source == number for spec in specs]
         self.has_loss = number == len(run.replicas) - 1
 
+    def arrange(self, parameters: object, tensors: object) -> None:
+        pass
+
     def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
         self.unit = minibatch, microbatch
 
@@ -113,7 +116,7 @@ class _Stage(nn.Module):
         return results | ({"loss": total} if self.has_loss else {})
 
 
-class _Data(BatchSource):
+class StandInData(BatchSource):
     def minibatch_size(self, minibatch: int) -> int:
         return self.microbatches
 
@@ -150,21 +153,26 @@ class _Heartbeat(Heartbeat):
         self._world.note(Work())
 
 
-def record(run: Run) -> dict[int, list[Operation]]:
+def record(run: Run) -> Recording:
     """Run the product's own training on every worker of `run`, and return what their hosts did."""
     world = World(run.workers)
     with ExitStack() as patched:
         for name, replacement in {
             "peak_memory": lambda *_: SimpleNamespace(bytes=lambda: 0),
             "report_of": lambda *_: None,
-            "gather_result": lambda *_: gather_bytes(b"report") and None,
-            "gather_timeline": lambda *_: gather_bytes(b"events") and None,
+            "gather_result": gather_nothing,
+            "gather_timeline": gather_nothing,
         }.items():
             patched.enter_context(patch.object(train, name, replacement))
-        return world.run(lambda rank: train.train(_context(run, rank, world)))
+        return world.run(lambda rank: train.train(make_context(run, rank, world)))
 
 
-def _context(run: Run, rank: int, world: World) -> PipelineContext:
+def gather_nothing(*_: object) -> None:
+    """Stand for the gathering of results."""
+    gather_bytes(b"nothing")
+
+
+def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     shape = run.shape
     spec: Any = _Spec()
     transfers = {
@@ -202,7 +210,7 @@ def _context(run: Run, rank: int, world: World) -> PipelineContext:
         place=place,
         rank=rank,
         heartbeat=_Heartbeat(world),
-        data=_Data(run.microbatches),
+        data=StandInData(run.microbatches),
         minibatches=run.minibatches,
         groups=DataGroups(place, timedelta(0)),
         shape=shape,

@@ -20,6 +20,7 @@ from planner.devices.groups import DataGroups
 from planner.executor.communication import connect
 from planner.executor.communication.posted_ahead import PostedAhead
 from tests.executor.communication.nccl_rules.cases import runs
+from tests.executor.communication.nccl_rules.other_runs import record_baseline, record_links, record_own_loop
 from tests.executor.communication.nccl_rules.rules import (
     DeviceWait,
     NCCLDeadlock,
@@ -68,6 +69,30 @@ def test_with_one_hardware_queue_sends_that_wait_block_the_receives_behind_them(
     """Why CUDA_DEVICE_MAX_CONNECTIONS is set: otherwise a stream waits for another that shares its queue."""
     found = {str(run) for run in ALL if deadlocks(recorded(run), rendezvous=True, one_queue=True)}
     assert 0 < len(found) < len(ALL), found
+
+
+@pytest.mark.parametrize(("hosts", "workers"), [(1, 2), (1, 4), (2, 1), (2, 2), (3, 2)])
+def test_links_are_measured_by_ends_that_never_wait_for_each_other(hosts: int, workers: int) -> None:
+    recording = record_links(hosts, workers)
+    check(recording, waiting=recording)
+    check(recording, rendezvous=True)
+    with Fault.no_first_uses():
+        assert deadlocks(record_links(hosts, workers))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_baseline_has_a_group_of_its_own(workers: int) -> None:
+    recording = record_baseline(workers)
+    check(recording, waiting=recording, rendezvous=True)
+    assert any(isinstance(operation, Post) and operation.kind == "all" for operation in recording[0])
+
+
+def test_a_loop_of_the_users_own_needs_no_look_ahead() -> None:
+    for run in ALL:
+        if run.replicas in ((1, 1), (2, 1)) and not run.evaluate_every:
+            recording = record_own_loop(run)
+            check(recording, waiting=recording)
+            check(recording, rendezvous=True)
 
 
 class Fault:
