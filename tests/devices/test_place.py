@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.devices.place import CPU, Place, assign_gpus, choose_place
-from planner.devices.seats import Gpu, Seat, names_of
+from planner.devices.place import CPU, Place, assign_gpus, choose_place, gpus_here, kind_here, take
+from planner.devices.seats import Gpu, Seat, names_of, visible_gpus
 from planner.errors import InputError
 from planner.formats.device_names import Backend, DeviceType
+from planner.profiler.measured.profile import ProfilingOptions
+from tests.devices.fake_gpus import fake_gpus
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -89,6 +91,26 @@ def test_a_torch_without_nccl_is_told_to_use_gloo(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(InputError, match="this PyTorch has no NCCL\nhint: send with `backend=gloo`"):
         choose_place(make_seats("x"), 0, None, None)
+
+
+def test_without_being_told_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind_here() == "cpu"
+    assert ProfilingOptions().checked_device() == torch.device("cpu")
+    fake_gpus(monkeypatch, "x", "y")
+    assert (kind_here(), gpus_here()) == ("cuda", 2)
+    assert visible_gpus() == (Gpu(uuid="x", name="NVIDIA L4"), Gpu(uuid="y", name="NVIDIA L4"))
+    assert ProfilingOptions().checked_device() == torch.device("cuda")
+    assert ProfilingOptions(device="cuda:1").checked_device() == CUDA1
+    with pytest.raises(InputError, match="there is no device 'cuda:2': PyTorch sees 2 GPUs"):
+        ProfilingOptions(device="cuda:2").checked_device()
+
+
+def test_the_gpu_of_a_place_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = fake_gpus(monkeypatch, "x", "y")
+    take(CPU)
+    assert current == []
+    take(Place(CUDA1, CPU.wire))
+    assert current == [CUDA1]
 
 
 def test_many_workers_are_named_briefly() -> None:

@@ -43,7 +43,7 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     """
     heartbeat.enter("meeting the other workers", meeting=True)
     store = worker_store(message_timeout(job.run_options.hang_timeout_s))
-    seats = exchange(store, own_seat(_same(job)))
+    seats = exchange(store, own_seat(same_for_all(job)))
     check_same_job(seats)
     check_servers(job.plan, seats)
     device = device_kind(job)
@@ -165,7 +165,7 @@ def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
         )
 
 
-def _same(job: Job) -> dict[str, str]:
+def same_for_all(job: Job) -> dict[str, str]:
     """Return what must be the same for all workers of a run, in words, by what it is."""
     own: dict[str, bool | set[str]] = dict.fromkeys(
         ("model", "run", "result_path", "failure_folder", "show_progress", "plan"), True

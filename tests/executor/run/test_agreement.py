@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import logging
 import re
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
-from planner.devices.place import CPU
-from planner.devices.seats import Gpu, Seat
+from planner.devices.place import CPU, Place
+from planner.devices.seats import Gpu, Seat, own_seat
 from planner.errors import PlanError
+from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
-from planner.executor.run.agreement import check_gpus, check_same_job, check_servers, compare_backends, device_kind
+from planner.executor.run.agreement import (
+    check_gpus,
+    check_same_job,
+    check_servers,
+    compare_backends,
+    device_kind,
+    same_for_all,
+    take_place,
+)
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.device_names import DeviceType
 from planner.formats.plan import Plan
 from planner.formats.profile import Device
+from tests.devices.fake_gpus import fake_gpus
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
@@ -78,6 +92,21 @@ def test_different_gpus_are_refused_unless_the_plan_knows_of_them(plan: Plan) ->
         check_gpus(plan, mixed)
     kinds = (DeviceKind(count=2), DeviceKind(count=1, speed=0.5))
     check_gpus(with_cluster(plan, flat_cluster(3, 1e9).model_copy(update={"kinds": kinds})), mixed)
+
+
+def test_a_worker_takes_its_gpu_before_anything_else(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = fake_gpus(monkeypatch, "x", "y")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    monkeypatch.setattr("planner.executor.run.agreement.worker_store", lambda _: store)
+    monkeypatch.setattr("planner.devices.meeting._rounds", count())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = Job(model="model.py", plan=with_device(plan, "cuda"))
+    monkeypatch.setenv("RANK", "1")  # the other worker, on the same host
+    store.set("seat/0/1", own_seat(same_for_all(job)).model_dump_json())
+    monkeypatch.setenv("RANK", "0")
+    gpu = torch.device("cuda", 0)
+    assert take_place(job, Heartbeat()) == Place(gpu, gpu)
+    assert current == [gpu]
 
 
 def test_links_of_another_backend_are_worth_a_warning_of_worker_0(

@@ -72,6 +72,7 @@ def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys:
             ]
         )
     cluster = load_cluster(path)
+    assert cluster.backend == "gloo"
     assert [level.size for level in cluster.levels] == ([2] if hosts == 1 else [2, 2])
     for level in cluster.levels:
         assert 1e7 < level.bandwidth_bytes_per_s < 1e12
