@@ -37,13 +37,13 @@ def run_worker(job: Job) -> tuple[int, TrainResult | None]:
     on_progress = _Progress() if job.show_progress else None
     heartbeat = _start_heartbeat(job)
     watch = None
-    supervisor = Supervisor(job, heartbeat)
+    supervisor = Supervisor(job, heartbeat, own_process=True)
     try:
         if job.failure_folder is None and int(os.environ["WORLD_SIZE"]) == job.plan.workers:
             from planner.executor.health.remote_watch import RemoteWatch
 
             watch = RemoteWatch(job, heartbeat, _tell_and_end)
-        supervisor = Supervisor(job, heartbeat, watch)
+        supervisor = Supervisor(job, heartbeat, watch, own_process=True)
         if job.baseline == "data-parallel":
             from planner.executor.data_parallel import train_data_parallel
 

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 ABORT_S = 3.0  # how long an abort may take
 EXIT_S = 5.0  # how long the interpreter may take to shut down after a failure
+END_S = 20.0  # how long a failed worker may take in all, with each of its steps bounded
 # Each process group of NCCL reads these when it is made. By default its watchdog ends the process with SIGABRT when a
 # peer is lost or a kernel failed: that would hide the first cause behind another message, or a core dump.
 _NCCL_VARIABLES = {
@@ -73,14 +74,17 @@ def abort_groups() -> None:
         within(ABORT_S, distributed_c10d._abort_process_group)  # forgets them
 
 
+def end_within(seconds: float) -> None:
+    """End the process with exit code 1 after so many seconds, if it has not ended by then.
+
+    By a thread in C, which needs no lock of the interpreter: a destructor that blocks may hold it.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+
 def bound_exit() -> None:
     """End the process with exit code 1 when the interpreter, once it begins to, takes too long to shut down.
 
     For processes that are not ours to end, which `os._exit` would do without the user's own clean-up.
     """
-
-    def arm() -> None:
-        # A thread in C, which needs no lock of the interpreter: a blocked destructor may hold it.
-        faulthandler.dump_traceback_later(EXIT_S, exit=True, file=os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-
-    atexit.register(arm)
+    atexit.register(end_within, EXIT_S)

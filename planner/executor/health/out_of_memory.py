@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from planner.executor.health.ending import within
 from planner.units import format_bytes
 
 HINT = (
@@ -15,6 +16,7 @@ HINT = (
 )
 # What raises no error type of its own: cuBLAS and NCCL when their own allocations fail, and the allocator of the CPU.
 _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+_ANSWER_S = 1.0
 _ASKED = re.compile(r"[Tt]ried to allocate (?P<amount>[\d.]+)\s*(?P<unit>GiB|MiB|KiB|bytes)")
 
 
@@ -50,7 +52,12 @@ def _gpu_use(cause: BaseException) -> str:
     on_cpu = isinstance(cause, MemoryError) or "DefaultCPUAllocator" in str(cause)
     if on_cpu or not torch.cuda.is_available():
         return ""
-    device = torch.cuda.current_device()
+    device = torch.cuda.current_device()  # of this thread
+    # The reason must not wait for the device, which may be past answering.
+    return next(iter(within(_ANSWER_S, lambda: _read_gpu(device))), "")
+
+
+def _read_gpu(device: int) -> str:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     return (

@@ -36,6 +36,14 @@ bound_exit()
 raise ValueError("the reason")
 """
 
+# PyDLL keeps the interpreter's lock in the call, as a destructor in C++ may.
+LOCKED = """
+import ctypes
+from planner.executor.health.ending import end_within
+end_within(2.0)
+ctypes.PyDLL(None).pause()
+"""
+
 # Worker 2 is killed. Worker 1, which watches it, is told; then it says goodbye, so that worker 0 is told nothing.
 RING = """
 import os, signal, sys, threading, torch.distributed as dist
@@ -75,6 +83,12 @@ def test_neither_an_abort_nor_the_shutdown_that_block_keep_a_process_from_ending
     assert out.split("\n") == ["aborted", "shutting down", ""]
     assert process.returncode == 1
     assert err.endswith("ValueError: the reason\n")
+
+
+def test_what_blocks_with_the_interpreters_lock_ends_as_well() -> None:
+    process = run(LOCKED)
+    assert process.communicate(timeout=TIMEOUT_S) == ("", "")
+    assert process.returncode == 1
 
 
 def test_a_worker_learns_that_the_next_one_was_killed_but_not_that_it_left(tmp_path: Path) -> None:
