@@ -18,6 +18,9 @@ import torch.distributed as dist
 from planner.devices.place import Place
 
 GLOO = "gloo"  # the backend of control traffic, whatever device computes
+# NCCL's watchdog calls an operation lost that takes longer, and counts from when it was posted. A send whose receiver
+# evaluates first, or writes a checkpoint, may wait for hours. Workers that hang are found by their heartbeats.
+_POSTED_FOR = timedelta(days=1)
 
 
 def wait_for_device(device: torch.device) -> None:
@@ -31,7 +34,7 @@ class DataGroups:
 
     Args:
         place: where the worker computes, and with which backend it sends.
-        timeout: for one message or all-reduce.
+        timeout: for one message or all-reduce over gloo.
     """
 
     def __init__(self, place: Place, timeout: timedelta) -> None:
@@ -77,5 +80,6 @@ class DataGroups:
             wait_for_device(self._place.wire)
 
     def _make(self, members: list[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend)
+        timeout = self._timeout if self.tagged else max(self._timeout, _POSTED_FOR)
+        group: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=self._place.backend)
         return group
