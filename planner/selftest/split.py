@@ -69,7 +69,9 @@ def split_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) ->
         CutError: when a value that crosses has another type, shape or need of a gradient than the graph says.
     """
     with _fresh(graph.model):
-        stages = [build_stage(graph, names) for names in cut]
+        # The weights are there already; a stage's constants are its own.
+        device = next(graph.model.parameters()).device
+        stages = [build_stage(graph, names).to(device) for names in cut]
         known: dict[str, Tensor] = {}
         runs = []
         for stage in stages:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
-from planner.model.stage.stage import StageModule, build_stage
+from planner.model.stage.stage import CONSTANT, StageModule, build_stage
 
 
 def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:
@@ -203,6 +203,8 @@ def separate_buffers(evaluation: StageModule) -> None:
 def share_buffers(evaluation: StageModule, training: StageModule) -> None:
     """Let a stage in evaluation use the buffers of the stage in training, which moving to a device has replaced."""
     for name, buffer in training.named_buffers(remove_duplicate=False):
+        if name.startswith(CONSTANT):
+            continue  # graphs number their constants: one of the same name may be another one
         path, _, last = name.rpartition(".")
         try:
             holder = evaluation.get_submodule(path)

@@ -31,6 +31,8 @@ from planner.model.stage.parts import AS_CAPTURED, Boundary, StageCode, StagePar
 from planner.model.stage.randomness import RandomKey, is_random, reseed
 from planner.model.stage.weights import weights_of
 
+CONSTANT = "_constant_"  # begins the names of constants and nested graphs, which are of this graph alone
+
 
 class LayerObserver(Protocol):
     """Protocol of what is told when each layer has run."""
@@ -309,7 +311,7 @@ class _Builder:
         if name is not None:
             return name
         constant = names.constant(node)
-        place = f"_constant_{node.name}"
+        place = CONSTANT + node.name
         # A constant moves with the stage as a buffer, but is not part of the model's state.
         if isinstance(constant, Tensor):
             self._weights.register_buffer(place, constant, persistent=False)

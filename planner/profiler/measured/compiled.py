@@ -79,8 +79,10 @@ class CompiledRuns:
         self._graph = graph
         self._starts = starts
         names = [layer.name for layer in graph.layers]
+        # The weights are there already; a stage's constants are its own.
+        self._device = next(graph.model.parameters()).device
         self._stages: list[StageModule] = [
-            build_stage(graph, [names[index] for index in span], variant=COMPILED)
+            build_stage(graph, [names[index] for index in span], variant=COMPILED).to(self._device)
             for span in _spans(starts, len(names))
         ]
 
@@ -93,7 +95,8 @@ class CompiledRuns:
             steps: to run.
             effort: how long; it also reports the compilation, which takes up to minutes.
         """
-        everything = build_stage(self._graph, [layer.name for layer in self._graph.layers], variant=COMPILED)
+        names = [layer.name for layer in self._graph.layers]
+        everything = build_stage(self._graph, names, variant=COMPILED).to(self._device)
         times = CompiledTimes(
             starts=self._starts,
             runs=[StepTimes() for _ in self._starts],

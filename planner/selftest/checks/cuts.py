@@ -106,7 +106,7 @@ def _model_and_batch(lab: Lab, spec: TrainingSpec) -> tuple[nn.Module, Batch]:
 
 def _difference(lab: Lab, spec: TrainingSpec, dtype: str) -> tuple[int, float, str]:
     """Return the number of layers, the largest difference of a step cut after each of them, and where it is."""
-    options = ModuleOptions(autocast_dtype(dtype))
+    options = ModuleOptions(autocast_dtype(dtype), device=lab.device.type)
     with thread_count(1):
         torch.manual_seed(SEED)
         model = spec.build_model()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
+from planner.model.stage.evaluation import share_buffers
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import build_stage
 from tests.model.models import CASES
@@ -151,3 +152,28 @@ def test_a_stage_computes_in_generated_code() -> None:
     stage = build_stage(graph, [layer.name for layer in graph.layers])
     assert not any(isinstance(module, torch.fx.GraphModule) for module in stage.modules())
     assert "forward" in stage._parts.code.run.__name__
+
+
+class _Constants(nn.Module):
+    """Training has a constant more, so that evaluation's has the name of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        if self.training:
+            x = x * torch.tensor([2.0])
+        return x + torch.tensor([5.0])
+
+
+def test_a_stage_in_evaluation_keeps_its_own_constants() -> None:
+    torch.manual_seed(0)
+    model, batch = _Constants(), Batch((torch.randn(4, 6),), {}, torch.randn(4, 6))
+    training, evaluation = (capture(model.train(mode), batch, nn.functional.mse_loss) for mode in (True, False))
+    stages = [build_stage(graph, [layer.name for layer in graph.layers]) for graph in (training, evaluation)]
+    share_buffers(stages[1], stages[0])
+    model.eval()
+    assert torch.equal(stages[1](batch, {})["loss"], nn.functional.mse_loss(model(*batch.args), batch.target))
+    assert dict(stages[1].named_buffers())["norm.running_mean"] is dict(stages[0].named_buffers())["norm.running_mean"]
