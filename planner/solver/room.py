@@ -53,7 +53,7 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Fou
             raise InfeasibleError(
                 f"no plan was found on {problem.cluster.gpus} GPUs that leaves room for its communicators, of "
                 f"{format_bytes(overheads.communicator_bytes)} each",
-                hint=cause.hint,
+                hint=f"{cause.hint}; or try a smaller `gpus`, because fewer replicas have fewer communicators",
             ) from None
     return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.analysis.explain import Alternative, Explanation
-from planner.report.tables.plan import NO_TENSORS, bottleneck_place
+from planner.report.tables.plan import OVERHEAD, bottleneck_place
 from planner.report.tables.table import Table
 from planner.units import format_bytes, format_seconds
 
@@ -107,8 +107,8 @@ def _memory(explanation: Explanation) -> str:
         ]
         for use in explanation.memory
     ]
-    table = Table(["stage", "memory per GPU", NO_TENSORS, "slack"], rows)
-    return (table if any(use.overhead_bytes for use in explanation.memory) else table.without(NO_TENSORS)).text()
+    table = Table(["stage", "memory per GPU", OVERHEAD, "slack"], rows)
+    return (table if any(use.overhead_bytes for use in explanation.memory) else table.without(OVERHEAD)).text()
 
 
 def _moves(explanation: Explanation) -> str:

@@ -15,7 +15,7 @@ _RESOURCES = {
     "boundary": "the transfer after stage {stage}",
 }
 
-NO_TENSORS = "of it no tensors"  # heading
+OVERHEAD = "of it overhead"  # heading
 
 
 def plan_report(plan: Plan) -> str:
@@ -71,7 +71,7 @@ def _memory(limit: int | None) -> str:
 
 def _stage_table(plan: Plan) -> str:
     headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "accumulation", "sends"]
-    headers += ["memory per GPU", NO_TENSORS, "recomputes"]
+    headers += ["memory per GPU", OVERHEAD, "recomputes"]
     rows = [
         [
             number,
@@ -93,7 +93,7 @@ def _stage_table(plan: Plan) -> str:
     if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
         table = table.without("accumulation")
     if not any(stage.memory.overhead_bytes for stage in plan.stages):
-        table = table.without(NO_TENSORS)
+        table = table.without(OVERHEAD)
     return (table if any(stage.recompute for stage in plan.stages) else table.without("recomputes")).text()
 
 

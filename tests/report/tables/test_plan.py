@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from planner.formats.cluster import flat_cluster
+from planner.formats.profile import Device
 from planner.report.tables.plan import layer_range, plan_report
 from planner.report.tables.profile import profile_report
 from planner.solver import solve
+from planner.units import format_bytes
 from tests.samples import layer, profile
 
 MODEL = profile(
@@ -58,3 +60,14 @@ def test_gradient_accumulation_is_shown_where_it_takes_time() -> None:
     divided = plan_report(solve(adding, cluster, schedule="gpipe", microbatches=4))
     assert "accumulation" in divided
     assert "accumulation" not in plan_report(solve(adding, cluster))
+
+
+def test_overheads_of_a_gpu_are_shown_where_there_are_any() -> None:
+    cluster = flat_cluster(2, 1e4)
+    assert "of it overhead" not in plan_report(solve(MODEL, cluster))
+    gpu = MODEL.model_copy(update={"device": Device(kind="cuda", name="imagined", context_bytes=400 * 10**6)})
+    plan = solve(gpu, cluster)
+    text = plan_report(plan)
+    assert "of it overhead" in text
+    assert format_bytes(plan.stages[0].memory.overhead_bytes) in text
+    assert max(map(len, text.splitlines())) <= 120
