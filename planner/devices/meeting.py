@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from functools import cache
-from itertools import count
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported by a star import
@@ -14,8 +13,6 @@ from torch.distributed.rendezvous import rendezvous
 from planner.devices import slurm
 from planner.devices.seats import Seat
 from planner.errors import WorkerError
-
-_rounds = count()
 
 
 def started_as_worker() -> bool:
@@ -33,12 +30,12 @@ def worker_store(timeout: timedelta) -> Store:
     if dist.is_initialized():
         store: Store = dist.distributed_c10d._get_default_store()
         return store
-    return _rendezvous(timeout)
+    return _rendezvous(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timeout)
 
 
-@cache
-def _rendezvous(timeout: timedelta) -> Store:
-    """Connect to the store that torchrun's environment describes, once: worker 0 may be the one that opens it."""
+@lru_cache(maxsize=1)
+def _rendezvous(address: str, timeout: timedelta) -> Store:
+    """Connect to the store that torchrun's environment describes, once per address: worker 0 may have to open it."""
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     # With static rendezvous torchrun keeps its store when it restarts the workers, and in it the addresses of those
     # that have ended. So each start uses its own keys.
@@ -48,14 +45,21 @@ def _rendezvous(timeout: timedelta) -> Store:
 def exchange(store: Store, mine: Seat) -> list[Seat]:
     """Tell all workers about this one, and return what all say, by rank; waits for the last, up to the store's limit.
 
-    Every call has its own keys, because a script may train several pipelines, one after the other.
-
     Raises:
         WorkerError: when a worker does not come.
     """
-    prefix = f"seat/{next(_rounds)}"
+    prefix = f"seat/{nth_time(store, 'seat')}"
     store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
     return [_seat(store, f"{prefix}/{rank}", rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+
+
+def nth_time(store: Store, what: str) -> int:
+    """Count how often this worker has done `what` by this store, now included, for keys that are not used again.
+
+    A script may train several pipelines, one after the other, and all workers do so in the same order.
+    """
+    count: int = store.add(f"{what}/times/{os.environ['RANK']}", 1)
+    return count
 
 
 def _seat(store: Store, key: str, rank: int) -> Seat:

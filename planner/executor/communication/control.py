@@ -11,9 +11,10 @@ from datetime import timedelta
 from functools import lru_cache
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.devices.groups import GLOO
-from planner.devices.meeting import worker_store
+from planner.devices.meeting import nth_time, worker_store
 
 TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat
 
@@ -43,4 +44,7 @@ def join_group(timeout: timedelta = TIMEOUT) -> None:
     """Join the process group that torchrun's environment describes."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # The default group carries control traffic, on the CPU, whatever device trains: see `control_group`.
-    dist.init_process_group(GLOO, store=worker_store(timeout), rank=rank, world_size=world, timeout=timeout)
+    store = worker_store(timeout)
+    # The keys of an earlier group of this process have the addresses of connections that are gone.
+    own = PrefixStore(f"group_{nth_time(store, 'group')}", store)
+    dist.init_process_group(GLOO, store=own, rank=rank, world_size=world, timeout=timeout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -98,11 +97,10 @@ def test_a_worker_takes_its_gpu_before_anything_else(plan: Plan, monkeypatch: py
     current = fake_gpus(monkeypatch, "x", "y")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     monkeypatch.setattr("planner.executor.run.agreement.worker_store", lambda _: store)
-    monkeypatch.setattr("planner.devices.meeting._rounds", count())
     monkeypatch.setenv("WORLD_SIZE", "2")
     job = Job(model="model.py", plan=with_device(plan, "cuda"))
     monkeypatch.setenv("RANK", "1")  # the other worker, on the same host
-    store.set("seat/0/1", own_seat(same_for_all(job)).model_dump_json())
+    store.set("seat/1/1", own_seat(same_for_all(job)).model_dump_json())
     monkeypatch.setenv("RANK", "0")
     gpu = torch.device("cuda", 0)
     assert take_place(job, Heartbeat()) == Place(gpu, gpu)
