@@ -9,6 +9,13 @@ from planner.model.capture.names import nested_graph
 
 _MASK = (1 << 64) - 1
 
+# Operations that draw nothing where this argument is zero, nor where they have an argument `train` that is false.
+_SHARES = {
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"), "p"),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "dropout"),
+    "scaled_dot_product_attention": "dropout_p",
+}
+
 
 class RandomKey:
     """What determines the random numbers of a forward, besides the layer."""
@@ -38,11 +45,20 @@ def reseed(key: RandomKey, device: torch.device, layer: int) -> None:
 
 
 def is_random(node: fx.Node, module: nn.Module) -> bool:
-    """Return whether an operation can draw random numbers; dropout of probability 0 counts."""
+    """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags
+        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node, node.target)
     graphs = [graph for argument in node.all_input_nodes if (graph := nested_graph(argument, module)) is not None]
     return any(is_random(inner, graph) for graph in graphs for inner in graph.graph.nodes)
+
+
+def _draws_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    share = _SHARES.get(target.overloadpacket.__name__.rstrip("_"))
+    if share is None:
+        return False
+    given = {argument.name: argument.default_value for argument in target._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return given[share] == 0 or given.get("train") is False
 
 
 def _mix(number: int) -> int:
