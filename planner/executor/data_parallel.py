@@ -180,6 +180,7 @@ def _train(
     units = (part.unit for round_ in range(count) for part in worker.parts(round_))
     with reading_ahead(context.data, units):
         seconds = train_together(context, lambda: worker.run(worker.stream(count)))
+    worker.settle()
     per_round = sum(1 for _ in worker.parts(0))
     steady = steady_state(worker.log.completions, start_up=5 * per_round, drain=0, per_round=per_round)
     mine = WorkerReport(

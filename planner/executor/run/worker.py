@@ -92,6 +92,10 @@ class Worker(ABC):
                 recorder.record(instruction, start, recorder.mark(instruction))
         self._later.flush()
 
+    def settle(self) -> None:
+        """Wait until all computations have ended, so that their times are in the log."""
+        self._busy.flush()
+
     @abstractmethod
     def _execute(self, instruction: Instruction) -> None: ...
 
@@ -161,7 +165,7 @@ class PipelineWorker(Worker):
     def drain(self) -> None:
         """Wait until all messages have left and all computations have ended."""
         self._links.drain()
-        self._busy.flush()
+        self.settle()
 
     def _execute(self, instruction: Instruction) -> None:
         stage = self.stages[instruction.stage]

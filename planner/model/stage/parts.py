@@ -15,7 +15,7 @@ from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.batch_limits import least_batch_size
 from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, ValueSpec
-from planner.model.capture.size import samples_in
+from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.memory_format import channels_last
 from planner.model.stage.fast_calls import Registry
 from planner.model.stage.recurrent import RecurrentWeights, recurrent_weights
@@ -121,7 +121,7 @@ class StageParts:
     autocast: torch.dtype | None
     channels_last: bool
     recurrent: tuple[RecurrentWeights, ...] = ()
-    _expected: dict[int, list[tuple[ValueSpec, tuple[int, ...]]]] = field(default_factory=dict)  # by batch size
+    _numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = field(default_factory=dict)
 
     @cached_property
     def results(self) -> tuple[str, ...]:
@@ -151,6 +151,23 @@ class StageParts:
             for index, _ in self.inputs
         ]
 
+    def numbers(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> Sequence[Any]:
+        """Return the numbers that the code takes with these values, which are checked.
+
+        What values of some shapes and dtypes give is kept: a run has one or two sizes of microbatches.
+
+        Raises:
+            ModelFileError: when an input is not like that of the example batch.
+        """
+        tensors = [tensor for _, tensor in self._input_specs(inputs)] if inputs else []
+        seen = tuple([(tensor.shape, tensor.dtype) for tensor in (*tensors, *received)])
+        found = self._numbers.get(seen)
+        if found is None:
+            size = self.batch_size(inputs, received)
+            self.check(inputs, received, size)
+            found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self.code.numbers]
+        return found
+
     def batch_size(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> int:
         """Return the number of samples, as the values tell; 0 where nothing in the stage depends on it."""
         if self.fixed_batch_size is not None:
@@ -168,19 +185,16 @@ class StageParts:
         Raises:
             ModelFileError: when an input is not like that of the example batch.
         """
-        expected = self._expected.get(size)
-        if expected is None:  # shapes are expressions in the batch size; a run has one or two sizes
-            specs = (*(spec for _, spec in self.inputs if spec is not None), *self.received)
-            expected = self._expected[size] = [(spec, spec.shape(size)) for spec in specs]
-        tensors = (*(tensor for _, tensor in self._input_specs(inputs)), *received)
-        for (spec, shape), tensor in zip(expected, tensors, strict=True):
-            if tensor.dtype != spec.dtype or tensor.shape != shape:
-                assert spec not in self.received, (spec.name, tensor.dtype, tuple(tensor.shape))
+        for spec, tensor in self._input_specs(inputs):
+            if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
                 raise ModelFileError(
                     f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
-                    f"captured with {spec.dtype} of shape {shape}",
+                    f"captured with {spec.dtype} of shape {spec.shape(size)}",
                     hint="dataset() and example_batch() must give tensors of the same shape and dtype",
                 )
+        for spec, tensor in zip(self.received, received, strict=True):
+            assert tensor.dtype == spec.dtype, (spec.name, tensor.dtype)
+            assert tensor.shape == spec.shape(size), (spec.name, tuple(tensor.shape))
 
     def _input_specs(self, inputs: Sequence[Any]) -> list[tuple[ValueSpec, Tensor]]:
         return [(spec, leaf) for (_, spec), leaf in zip(self.inputs, inputs, strict=True) if spec is not None]

@@ -14,7 +14,7 @@ from planner.model.batch import Batch
 from planner.model.capture.devices import enters_autocast, movable, moved
 from planner.model.capture.failure import operation_failure, user_place
 from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
-from planner.model.capture.size import evaluate_number, is_symbolic
+from planner.model.capture.size import is_symbolic
 from planner.model.memory_format import lay_out
 from planner.model.stage.block_stage import block_parts
 from planner.model.stage.compiling import compiled, uncompiled
@@ -150,9 +150,7 @@ class StageModule(nn.Module):
         parts, code = self._parts, self._parts.code
         inputs = parts.read_batch(batch) if parts.inputs else []
         values = [received[spec.name] for spec in parts.received]
-        size = parts.batch_size(inputs, values)
-        parts.check(inputs, values, size)
-        numbers = [evaluate_number(expression, size) for expression in code.numbers]
+        numbers = parts.numbers(inputs, values)
         context = (self._device(inputs, values), self._key, self._observer)
         with autocasting(context[0].type, parts.autocast):
             try:
