@@ -38,6 +38,7 @@ def profile(
     compiled: bool = False,
     deterministic: bool = False,
     processes: int = 1,
+    layer_by_layer: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Profile:
     """Measure what each layer of a model costs in training on this device.
@@ -55,6 +56,8 @@ def profile(
         compiled: run through torch.compile, as `train` then does.
         deterministic: use deterministic algorithms only, as `train` then does.
         processes: on a CPU, workers of this machine: one is measured while the others train at the same time.
+        layer_by_layer: have only some layers at a time on the device. What does not fit a GPU is measured so in any
+            case.
         progress: called with the phase and how much of it is done, 0 to 1.
 
     Raises:
@@ -63,7 +66,7 @@ def profile(
     """
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     options = ProfilingOptions(
-        device, threads, processes, dtype, memory_format, compiled, deterministic, seconds, repeats
+        device, threads, processes, dtype, memory_format, compiled, deterministic, seconds, repeats, layer_by_layer
     )
     return profile_model(spec, batch_size, options, progress)
 

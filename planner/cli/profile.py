@@ -75,6 +75,12 @@ def add_parser(verbs: Verbs) -> None:
     effort.add_argument(
         "--repeats", type=int, default=REPEATS, metavar="N", help="measure at most N steps (default: %(default)s)"
     )
+    effort.add_argument(
+        "--layer-by-layer",
+        action="store_true",
+        help="have only some layers at a time on the device, and the rest of the model in the host's memory; a model "
+        "that does not fit a GPU is measured so in any case",
+    )
     links = parser.add_argument_group("links")
     links.add_argument(
         "--links",
@@ -205,6 +211,7 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             compiled=args.compile,
             deterministic=args.deterministic,
             processes=args.processes,
+            layer_by_layer=args.layer_by_layer,
             progress=None if line is None else lambda phase, done: line.show(f"{phase} {done:.0%}"),
         )
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from planner.devices.place import kind_here
 from planner.errors import InputError
 from planner.formats.profile import TF32, MemoryFormat, Profile
 from planner.model.autocast import autocast_dtype
+from planner.model.batch import Batch
+from planner.model.capture.graph import LayerGraph
 from planner.model.kept_state import random_state_kept
 from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
@@ -21,9 +24,10 @@ from planner.model.stage.compiling import check_compiler
 from planner.profiler.defaults import REPEATS, SECONDS
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
-from planner.profiler.measured.make_profile import make_profile
+from planner.profiler.measured.make_profile import Measurement, make_profile
+from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement
-from planner.profiler.measured.steps import Effort, ProgressCallback
+from planner.profiler.measured.steps import Effort, ProgressCallback, step_failure
 
 LEAST_REPEATS = 3
 WARMUP_CPU, WARMUP_CUDA = 2, 10  # a GPU raises its clock, and CUDA loads and chooses kernels, over several steps
@@ -44,6 +48,8 @@ class ProfilingOptions:
         deterministic: whether to use deterministic algorithms only.
         seconds: time to measure for, without warm-up and capture; at least three steps are measured.
         repeats: at most so many steps.
+        layer_by_layer: whether only some layers at a time are on the device. What does not fit a GPU is measured so in
+            any case.
     """
 
     device: str | None = None
@@ -55,6 +61,7 @@ class ProfilingOptions:
     deterministic: bool = False
     seconds: float = SECONDS
     repeats: int = REPEATS
+    layer_by_layer: bool = False
 
     @property
     def stage(self) -> ModuleOptions:
@@ -87,6 +94,11 @@ class ProfilingOptions:
         device = parse_device(self.device or kind_here())
         self.numerics.check(device.type)
         if self.stage.compiled:
+            if self.layer_by_layer:
+                raise InputError(
+                    "`compiled` and `layer_by_layer` exclude each other: compiled code joins layers",
+                    hint="leave out one of them",
+                )
             check_compiler(device.type)
         return device
 
@@ -128,11 +140,41 @@ def profile_model(
         batch = spec.example_batch(batch_size)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, options=replace(options.stage, device=device.type))
-        steps = StepMeasurement(spec, graph, batch, device)
         others = options.processes - 1
         with contention(spec, batch_size, others, threads=options.threads, options=options.stage):
-            measured = steps.measure(effort, compiled=options.compiled)
+            measured = _measure(spec, graph, batch, device, effort, options)
     described = describe_device(device, options.threads, options.processes)
     profile = make_profile(spec.name, graph, batch.size, measured, described)
     own = {"dtype": TF32} if options.numerics.tf32 else {}
     return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
+
+
+def _measure(
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batch: Batch,
+    device: torch.device,
+    effort: Effort,
+    options: ProfilingOptions,
+) -> Measurement:
+    """Measure the whole model at once, or part by part where it does not fit the device."""
+    if not options.layer_by_layer and _may_fit(graph, device):
+        try:
+            return StepMeasurement(spec, graph, batch, device).measure(effort, compiled=options.compiled)
+        except torch.OutOfMemoryError as cause:
+            if device.type != "cuda" or options.compiled:
+                raise step_failure(cause) from cause
+        # Outside of the handler, whose traceback keeps the step's tensors alive.
+        graph.model.zero_grad(set_to_none=True)
+        graph.model.to("cpu")
+        gc.collect()
+        torch.cuda.empty_cache()
+    return measure_in_parts(spec, graph, batch, device, effort)
+
+
+def _may_fit(graph: LayerGraph, device: torch.device) -> bool:
+    """Return whether the device has room for the weights and their gradients, without which no step can be tried."""
+    if device.type != "cuda":
+        return True
+    needed = sum(p.nbytes * (1 + p.requires_grad) for p in graph.model.parameters())
+    return needed < torch.cuda.mem_get_info(device)[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
@@ -19,7 +19,7 @@ from planner.profiler.measured.clock import clock_for
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.saved import saved_bytes
-from planner.profiler.measured.steps import Effort, Steps, StepTimes, drop_gradients, repeat, step_failure
+from planner.profiler.measured.steps import Effort, HasBackward, Steps, StepTimes, drop_gradients, repeat, step_failure
 from planner.profiler.measured.update import layer_updates, still
 from planner.profiler.measured.workspace import workspace_bytes
 
@@ -35,16 +35,24 @@ class StepMeasurement:
         graph: the captured model, which moves to the device.
         batch: on any device.
         device: to measure on.
+        span: layers to measure; None for all, for which the whole model moves to the device.
     """
 
-    def __init__(self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device) -> None:
-        graph.model.to(device)
+    def __init__(
+        self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, span: range | None = None
+    ) -> None:
+        if span is None:
+            graph.model.to(device)
+            span = range(len(graph.layers))
+        self._span = span
         self._spec = spec
         self._graph = graph
         self._batch = batch.to(device)
         self._device = device
-        self._stage = build_stage(graph, [layer.name for layer in graph.layers], variant=OBSERVABLE).to(device)
-        self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad}
+        names = [graph.layers[index].name for index in span]
+        self._stage = build_stage(graph, names, variant=OBSERVABLE).to(device)
+        own = set(self._stage.parameters())
+        self._parameters = {name: p for name, p in graph.model.named_parameters() if p.requires_grad and p in own}
         self._clock = clock_for(device)
         self._accumulation = AccumulationTimer(self._clock, self._by_layer(self._parameters))
         self._room_to_accumulate = True
@@ -54,17 +62,25 @@ class StepMeasurement:
 
         Raises:
             ModelFileError: when a step fails.
+            torch.OutOfMemoryError: when the device has no room for a step.
         """
         try:
             if not compiled:
-                return self._measure(effort)
+                return self.measure_uncompiled(effort)
             half = replace(effort, seconds=effort.seconds / 2)
-            return self._compiled(self._measure(half), half)
+            return self._compiled(self.measure_uncompiled(half), half)
+        except torch.OutOfMemoryError:
+            raise  # the caller may measure part by part
         except RuntimeError as cause:
             raise step_failure(cause) from cause
 
-    def _measure(self, effort: Effort) -> Measurement:
-        saved = saved_bytes(self._stage, self._batch)
+    def measure_uncompiled(self, effort: Effort) -> Measurement:
+        """Measure the model as it is captured.
+
+        Raises:
+            RuntimeError: when a step fails.
+        """
+        saved = self._saved()
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)
         # The last step has left gradients, which updates need.
@@ -78,14 +94,14 @@ class StepMeasurement:
 
     def _measure_steps(self, effort: Effort) -> tuple[list[StepTimes], StepTimes]:
         steps = self._steps()
-        layers, whole = [StepTimes() for _ in self._graph.layers], StepTimes()
+        layers, whole = [StepTimes() for _ in self._span], StepTimes()
         for _ in range(effort.warmup):
-            steps.marked(self._marked_forward, [StepTimes() for _ in layers])
+            steps.marked(self._forward, [StepTimes() for _ in layers])
             steps.update()
         # Marks slow a step down a little, so the whole step is measured without them.
         in_turn = [
             lambda: steps.whole(self._plain_forward, whole),
-            lambda: steps.marked(self._marked_forward, layers),
+            lambda: steps.marked(self._forward, layers),
             lambda: self._accumulate(min(len(whole.forward_s) // 2 + 1, _MOST_ACCUMULATING)),
         ]
         repeat(effort, "measuring", in_turn)
@@ -95,6 +111,8 @@ class StepMeasurement:
 
     def _steps(self) -> Steps:
         # Made anew for each measurement and dropped after it, because the optimizer's state takes memory.
+        if not self._parameters:
+            return Steps(self._clock, [], lambda: None)
         optimizer = still(self._spec.optimizer(self._parameters))
         return Steps(self._clock, list(self._parameters.values()), optimizer.step)
 
@@ -108,21 +126,25 @@ class StepMeasurement:
                 self._room_to_accumulate = False
 
     def _unmarked_step(self) -> None:
-        self._stage.set_observer(None)
-        self._stage(self._batch, {})[LOSS].backward()
+        self._forward(None).backward()
 
-    def _plain_forward(self) -> Tensor:
+    def _saved(self) -> list[int]:
+        return saved_bytes(self._stage, self._batch)
+
+    def _plain_forward(self) -> HasBackward:
         return unsplit_loss(self._graph.model, self._spec, self._batch, self._graph.options)
 
-    def _marked_forward(self, observer: LayerObserver) -> Tensor:
+    def _forward(self, observer: LayerObserver | None) -> HasBackward:
         self._stage.set_observer(observer)
         return self._stage(self._batch, {})[LOSS]  # type: ignore[no-any-return]
 
     def _workspaces(self, saved: list[int]) -> list[int]:
+        return workspace_bytes(self._stage, self._batch, saved, self._gradient_bytes())
+
+    def _gradient_bytes(self) -> list[int]:
+        """Drop all gradients, and return how many bytes they have by layer."""
         drop_gradients(self._parameters.values())
-        weights = self._by_layer(self._parameters)
-        gradients = [sum(parameter.nbytes for parameter in layer.values()) for layer in weights]
-        return workspace_bytes(self._stage, self._batch, saved, gradients)
+        return [sum(parameter.nbytes for parameter in layer.values()) for layer in self._by_layer(self._parameters)]
 
     def _compiled(self, plain: Measurement, effort: Effort) -> Measurement:
         assert plain.whole is not None
@@ -143,5 +165,5 @@ class StepMeasurement:
 
     def _by_layer(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
         """Return each parameter in the first layer that uses it."""
-        names = first_uses(layer.parameters for layer in self._graph.layers)
+        names = first_uses(layer.parameters for layer in self._graph.layers)[self._span.start : self._span.stop]
         return [{name: parameters[name] for name in layer if name in parameters} for layer in names]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from planner.errors import ModelFileError, reason_of
 from planner.model.stage.stage import LayerObserver
@@ -33,6 +33,13 @@ class Effort:
     least_repeats: int
     warmup: int
     progress: ProgressCallback = field(default=lambda _phase, _done: None)
+
+
+class HasBackward(Protocol):
+    """A loss, or whatever else a backward begins from."""
+
+    def backward(self) -> object:
+        """Run it."""
 
 
 @dataclass
@@ -75,7 +82,7 @@ class Steps:
         self._parameters = parameters
         self.update = update
 
-    def whole(self, forward: Callable[[], Tensor], times: StepTimes) -> None:
+    def whole(self, forward: Callable[[], HasBackward], times: StepTimes) -> None:
         """Time one step without marks inside; `forward` returns the loss."""
         drop_gradients(self._parameters)
         clock = self._clock
@@ -83,7 +90,7 @@ class Steps:
         start = clock.mark()
         loss = forward()
         after_forward = clock.mark()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         after_backward = clock.mark()
         self.update()
         end = clock.mark()
@@ -95,7 +102,7 @@ class Steps:
             times.forward_thread_s.append(clock.thread_seconds(start, after_forward))
             times.backward_thread_s.append(clock.thread_seconds(after_forward, after_backward))
 
-    def marked(self, forward: Callable[[LayerObserver], Tensor], times: Sequence[StepTimes]) -> None:
+    def marked(self, forward: Callable[[LayerObserver], HasBackward], times: Sequence[StepTimes]) -> None:
         """Time the pieces of one forward and backward; `forward` tells the observer where each piece ends."""
         drop_gradients(self._parameters)
         clock = self._clock
@@ -104,7 +111,7 @@ class Steps:
         marks.start()
         loss = forward(marks)
         marks.start_backward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         marks.end()
         clock.wait()
         for piece, forward_s, backward_s in zip(times, *marks.sums(clock.seconds), strict=True):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
-from planner.model.stage.stage import StageModule
+from planner.model.stage.stage import LayerObserver, StageModule
 from planner.profiler.measured.clock import LayerMarks
+from planner.profiler.measured.saved import tensors_of_batch
+from planner.profiler.measured.steps import HasBackward
 
 _MARK = "planner: between layers"
 _MEMORY = "[memory]"
@@ -36,25 +37,46 @@ def workspace_bytes(
         gradient_bytes: of the weights, by layer.
     """
     device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
+
+    def forward(observer: LayerObserver | None) -> Tensor:
+        stage.set_observer(observer)
+        return stage(batch, {})[LOSS]  # type: ignore[no-any-return]
+
+    # The batch was there before this step, but in training it comes with the step.
+    batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
+    return workspaces(forward, device, saved_bytes, gradient_bytes, lambda _layer, _backward: batch_bytes)
+
+
+def workspaces(
+    forward: Callable[[LayerObserver | None], HasBackward],
+    device: torch.device,
+    saved_bytes: Sequence[int],
+    gradient_bytes: Sequence[int],
+    beside: Callable[[int, bool], int],
+) -> list[int]:
+    """Return the same for any forward.
+
+    Args:
+        forward: tells an observer where each layer ends; the backward of its result is measured, too.
+        device: that runs it.
+        saved_bytes: as for `workspace_bytes`.
+        gradient_bytes: as for `workspace_bytes`.
+        beside: by layer, and for its backward or its forward, what a step would allocate that was there before.
+    """
     meter = meter_for(device)
     with meter:
         marks = LayerMarks(meter.mark, len(saved_bytes))
-        stage.set_observer(marks)
         marks.start()
-        loss: Tensor = stage(batch, {})[LOSS]
+        loss = forward(marks)
         marks.start_backward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         marks.end()
-    stage.set_observer(None)
-    leaves = tree_leaves((batch.args, batch.kwargs, batch.target))
-    batch_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     saved = list(accumulate(saved_bytes))
     made = list(accumulate(reversed(gradient_bytes)))[::-1]
     most, peaks = [0] * len(saved), meter.peaks()
     for layer, backward, start, end in marks.spans():
-        # The batch was there before this step, but in training it comes with the step.
-        beyond = max(peaks[start + 1 : end + 1]) + batch_bytes - saved[layer] - (made[layer] if backward else 0)
-        most[layer] = max(most[layer], beyond)
+        beyond = max(peaks[start + 1 : end + 1]) + beside(layer, backward)
+        most[layer] = max(most[layer], beyond - saved[layer] - (made[layer] if backward else 0))
     return most
 
 

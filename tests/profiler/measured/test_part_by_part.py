@@ -1,0 +1,81 @@
+"""Profiles of a model whose layers are on the device one at a time: bytes are as in the whole model's profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.errors import InputError
+from planner.formats.profile import Profile
+from planner.model.load import capture_file
+from planner.model.spec import load_model_file
+from planner.profiler.measured import part_by_part
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from tests.executor.models import write_model
+
+SAME = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "outputs", "parameters")
+
+
+def _profiles(path: Path, batch_size: int = 4) -> tuple[Profile, Profile]:
+    spec = load_model_file(path)
+    options = [
+        ProfilingOptions(device="cpu", seconds=0.0, repeats=3, layer_by_layer=layer_by_layer)
+        for layer_by_layer in (False, True)
+    ]
+    whole, parts = (profile_model(spec, batch_size, each) for each in options)
+    return whole, parts
+
+
+@pytest.mark.parametrize("model", ["convolutional", "language", "blocks", "tied"])
+def test_the_bytes_are_those_of_the_whole(model: str, tmp_path: Path) -> None:
+    whole, parts = _profiles(write_model(tmp_path, model, "adamw"))
+    assert parts.graph_hash == whole.graph_hash
+    for one, other in zip(whole.layers, parts.layers, strict=True):
+        for name in SAME:
+            assert getattr(one, name) == getattr(other, name), (one.name, name)
+        assert other.forward_s > 0
+        # In a whole step a layer's input may be freed within the layer, or live on after it, and gradients that are
+        # equal share memory: each is a value that crosses from layer to layer.
+        crossing = max(value.output_bytes for layer in whole.layers for value in layer.outputs)
+        assert -crossing <= other.workspace_bytes - one.workspace_bytes <= 2 * crossing, one.name
+    assert whole.whole_step is not None
+    assert parts.whole_step is not None
+    assert parts.whole_step.forward_s > 0
+    assert parts.provenance.source == "measured"
+
+
+def test_a_part_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(tmp_path, "convolutional", "adamw")
+    whole, _ = _profiles(path)
+    tried: list[range] = []
+    measure = part_by_part._measure_part
+
+    def measured(*args: object) -> object:
+        span = args[5]
+        assert isinstance(span, range)
+        tried.append(span)
+        if len(span) > 2:
+            raise torch.OutOfMemoryError("too large")
+        return measure(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(part_by_part, "_measure_part", measured)
+    monkeypatch.setattr(part_by_part, "_parts", lambda graph, most_bytes: [range(len(graph.layers))])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    _, parts = _profiles(path)
+    assert tried[0] == range(len(whole.layers))
+    assert [layer.saved_bytes for layer in parts.layers] == [layer.saved_bytes for layer in whole.layers]
+
+
+def test_parts_have_no_more_weights_than_they_may(tmp_path: Path) -> None:
+    spec = load_model_file(write_model(tmp_path, "convolutional", "adamw"))
+    graph = capture_file(spec, spec.example_batch(2))
+    spans = list(part_by_part._parts(graph, 2000))
+    assert [index for span in spans for index in span] == list(range(len(graph.layers)))
+    assert 1 < len(spans) < len(graph.layers)
+
+
+def test_compiled_layers_are_not_alone() -> None:
+    with pytest.raises(InputError, match="exclude each other"):
+        ProfilingOptions(device="cpu", compiled=True, layer_by_layer=True).checked_device()
