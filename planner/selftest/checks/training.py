@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from planner.executor.job import CheckpointOptions, TrainingOptions, TrainResult
+from planner.executor.job import CheckpointOptions, RunOptions, TrainingOptions, TrainResult
 from planner.formats.plan import Plan
 from planner.schedule.flush import FLUSH
 from planner.schedule.registry import SCHEDULES
@@ -38,6 +38,7 @@ def _cases(lab: Lab) -> Iterator[Case]:
     yield Case("dropout", partial(_dropout, lab))
     yield Case("resume", partial(_resume, lab))
     yield Case("evaluation", partial(_evaluation, lab))
+    yield Case("trace", partial(_trace, lab))
 
 
 def _schedule(lab: Lab, schedule: Schedule) -> Outcome:
@@ -122,6 +123,17 @@ def _evaluation(lab: Lab) -> Outcome:
     reference.train(STEPS, after)
     found = [math.nan if each.loss is None else each.loss for each in result.evaluations]
     return compared(lab, found, expected, "the evaluations in one process")
+
+
+def _trace(lab: Lab) -> Outcome:
+    """Record what the workers do, which disturbs nothing."""
+    plan = even_plan(lab.profile(CONVOLUTIONAL, BATCH_SIZE), FLUSH, (1,) * lab.workers)
+    path = lab.folder / "trace.json"
+    result = lab.train(CONVOLUTIONAL, plan, STEPS, run_options=RunOptions(trace=str(path)))
+    outcome = compared(lab, losses_of(result), _expected(lab, CONVOLUTIONAL, plan), "one process")
+    if outcome.result == "passed" and not (path.exists() and path.stat().st_size):
+        return judged(False, "no trace was written")
+    return outcome
 
 
 CHECK = Check("training", "do workers train as one process does?", _cases)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from planner.formats.files import Record, save_record
 from planner.formats.plan import Plan
 from planner.model.batch import Batch
 from planner.model.loss import loss_of
-from planner.model.spec import load_model_file
+from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.measured.malloc import keep_freed_pages
 from planner.selftest.lab import SEED, Lab
 from planner.selftest.workers.start import run_workers
@@ -49,11 +49,22 @@ class Pairs(Record):
 
 
 @dataclass
-class Times:
-    """Seconds per step of one contender, so far."""
+class Contender:
+    """One way to train, and its seconds per step so far."""
 
+    step: Callable[[Batch], object]
     wall_s: list[float] = field(default_factory=list)
     thread_s: list[float] = field(default_factory=list)
+
+    def measure(self, batches: Sequence[Batch]) -> None:
+        """Train on these, and keep the mean seconds of a step."""
+        start_s, thread_s = time.perf_counter(), time.thread_time()
+        for batch in batches:
+            self.step(batch)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # or its work would count as the other contender's
+        self.wall_s.append((time.perf_counter() - start_s) / len(batches))
+        self.thread_s.append((time.thread_time() - thread_s) / len(batches))
 
 
 def measure_pairs(lab: Lab, model: str, plan: Plan, *, pairs: int, steps: int) -> Pairs:
@@ -63,6 +74,22 @@ def measure_pairs(lab: Lab, model: str, plan: Plan, *, pairs: int, steps: int) -
     return Pairs.model_validate_json(text)
 
 
+def _plain_loop(spec: TrainingSpec, device: torch.device) -> Callable[[Batch], object]:
+    """Return a step of a plain loop."""
+    model = spec.build_model().to(device)
+    optimizer = spec.optimizer(model.parameters())
+
+    def step(batch: Batch) -> float:
+        batch = batch.to(device)
+        optimizer.zero_grad()
+        loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
 def measure(task: Task) -> Pairs:
     """Measure in this process, whose environment is that of a single worker."""
     keep_freed_pages()
@@ -70,35 +97,18 @@ def measure(task: Task) -> Pairs:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     spec = load_model_file(task.model)
     torch.manual_seed(SEED)
-    model = spec.build_model().to(task.device)
-    optimizer = spec.optimizer(model.parameters())
+    plain_step = _plain_loop(spec, torch.device(task.device))
     assert task.plan.microbatch_size is not None
     batches = [spec.example_batch(task.plan.microbatch_size * task.plan.microbatches) for _ in range(BATCHES)]
-
-    def plain_step(batch: Batch) -> None:
-        batch = batch.to(torch.device(task.device))
-        optimizer.zero_grad()
-        loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        float(loss)
-
-    plain, ours = Times(), Times()
-    with pipeline(task.plan, task.model, seed=SEED) as of_one_stage:
-
-        def our_step(batch: Batch) -> None:
-            of_one_stage.step((batch.args, batch.kwargs, batch.target))
-
-        contenders: list[tuple[Callable[[Batch], None], Times]] = [(plain_step, plain), (our_step, ours)]
-        for step, _ in contenders * WARM_UP:
-            step(batches[0])
+    plain = Contender(plain_step)
+    with pipeline(task.plan, task.model, seed=SEED) as one_stage:
+        ours = Contender(lambda batch: one_stage.step((batch.args, batch.kwargs, batch.target)))
+        for contender in [plain, ours] * WARM_UP:
+            contender.step(batches[0])
         for number in range(task.pairs):
-            for step, times in contenders if number % 2 else reversed(contenders):
-                start_s, thread_s = time.perf_counter(), time.thread_time()
-                for index in range(task.steps):
-                    step(batches[index % BATCHES])
-                times.wall_s.append((time.perf_counter() - start_s) / task.steps)
-                times.thread_s.append((time.thread_time() - thread_s) / task.steps)
+            first, second = (plain, ours) if number % 2 else (ours, plain)
+            for contender in (first, second):
+                contender.measure([batches[index % BATCHES] for index in range(task.steps)])
     return Pairs(
         plain_s=tuple(plain.wall_s),
         pipeline_s=tuple(ours.wall_s),
