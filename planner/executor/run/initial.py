@@ -75,7 +75,7 @@ def defers(job: Job) -> bool:
 def host_memory_bytes() -> int:
     """Return the memory that the host, or the container, has for all its processes."""
     limits = (_limit_bytes(path) for path in _LIMITS)
-    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *(limit for limit in limits if limit))
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *(limit for limit in limits if limit)])
 
 
 def _limit_bytes(path: Path) -> int | None:

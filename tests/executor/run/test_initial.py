@@ -251,3 +251,8 @@ def test_what_is_no_file_of_weights(returned: str, words: str, model: Path, tmp_
     model.write_text(model.read_text() + f"\ndef pretrained():\n    return {returned}\n")
     with pytest.raises(InputError, match=words):
         _context(load_model_file(model), plan, 0, None)
+
+
+def test_a_host_without_control_groups_has_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial, "_LIMITS", ())
+    assert initial.host_memory_bytes() > 2**20
