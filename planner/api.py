@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.resume import seed_of_run
@@ -18,6 +19,7 @@ from planner.formats.profile import MemoryFormat, Profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
+from planner.profiler.estimated.device_file import load_device
 from planner.profiler.estimated.devices import parse_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
@@ -74,10 +76,14 @@ def profile(
 def estimate(
     model: str | Path,
     *,
-    device: str,
+    device: str | None = None,
+    device_file: str | Path | None = None,
     batch_size: int = BATCH_SIZE,
     dtype: str = "float32",
     memory_format: MemoryFormat | None = None,
+    compiled: bool = False,
+    fused: Literal["apex"] | None = None,
+    master_weights: bool = False,
     calibrate: Sequence[str | Path] = (),
 ) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
@@ -85,18 +91,37 @@ def estimate(
     Args:
         model: "model.py", or "model.py:builder" for another function than build_model.
         device: name in the table of `planner.profiler.estimated.devices`: "v100", "h100", "cpu" and others.
+        device_file: describes the device instead; `planner.profiler.estimated.device_file` has its fields.
         batch_size: samples of the (micro)batch.
         dtype: "float32", "tf32", or "bfloat16" or "float16" for autocast, which `train` then uses.
         memory_format: "channels-last" if `train` is to store weights and images so; the times are the same.
+        compiled: chains of operations are fused as torch.compile fuses them, and `train` compiles.
+        fused: "apex" for the fused kernels of Megatron and Apex: softmax with its scale and mask, dropout with the
+            residual, the gate with its SiLU, and the optimizer.
+        master_weights: weights and gradients are in `dtype`, and the optimizer updates copies of them in float32; such
+            a profile describes another program's run, and cannot be trained here.
         calibrate: profiles measured on such a device, each beside its model.py, to which the table is fitted.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
         InputError: for a device or data type that is not in the table, and for unsuitable profiles.
     """
+    if (device is None) == (device_file is None):
+        raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
+    if compiled and fused is not None:
+        raise InputError(
+            f"`compiled` fuses operations already, so `fused={fused}` adds nothing", hint="give one of them"
+        )
     spec = load_model_file(model)
-    calibration = [load_calibration(path) for path in calibrate]
-    options = EstimateOptions(device, parse_dtype(dtype), memory_format, calibration)
+    parsed = parse_dtype(dtype)
+    options = EstimateOptions(
+        device=device or load_device(device_file or "", parsed),
+        dtype=parsed,
+        memory_format=memory_format,
+        calibration=[load_calibration(path) for path in calibrate],
+        fusion="compiler" if compiled else fused,
+        master_weights=master_weights,
+    )
     return estimate_profile(spec, batch_size, options)
 
 

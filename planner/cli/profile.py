@@ -37,6 +37,14 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
 """
 
 
+_ONLY_ESTIMATES = {
+    "--calibrate": "calibrate",
+    "--device-file": "device_file",
+    "--fused": "fused",
+    "--master-weights": "master_weights",
+}
+
+
 def add_parser(verbs: Verbs) -> None:
     """Declare the verb's arguments."""
     parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION)
@@ -63,6 +71,21 @@ def add_parser(verbs: Verbs) -> None:
         type=Path,
         metavar="FILE",
         help="fit the table to this profile, measured on such a device, with its model.py beside it; may be repeated",
+    )
+    estimates.add_argument(
+        "--device-file", type=Path, metavar="FILE", help="estimate for the device that this JSON file describes"
+    )
+    estimates.add_argument(
+        "--fused",
+        choices=["apex"],
+        help="the model runs with the fused kernels of Megatron and Apex: softmax with its scale and mask, dropout "
+        "with the residual, and the optimizer",
+    )
+    estimates.add_argument(
+        "--master-weights",
+        action="store_true",
+        help="weights and gradients are in --dtype, and the optimizer updates copies in float32, as in Megatron: 16 "
+        "bytes per parameter with Adam. Such a profile can be solved and priced, but not trained here",
     )
     effort = parser.add_argument_group("measuring")
     effort.add_argument(
@@ -135,7 +158,8 @@ def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="run through torch.compile, which needs a C++ compiler on a CPU. `plan train` will do the same",
+        help="run through torch.compile, which needs a C++ compiler on a CPU; estimates, of GPUs, fuse chains of "
+        "operations as it does. `plan train` will do the same",
     )
     parser.add_argument(
         "--deterministic",
@@ -194,8 +218,9 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
     from planner.api import profile
     from planner.profiler.measured.malloc import keep_freed_pages
 
-    if args.calibrate is not None:
-        raise InputError("--calibrate is for estimates", hint="add --estimate, or leave out --calibrate")
+    for option, name in _ONLY_ESTIMATES.items():
+        if getattr(args, name):
+            raise InputError(f"{option} is for estimates", hint=f"add --estimate, or leave out {option}")
     keep_freed_pages()  # as the workers do
     line = ProgressLine() if sys.stderr.isatty() else None
     try:
@@ -227,17 +252,16 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
             raise InputError(f"{option} {number} cannot be estimated", hint="a CPU is estimated as one core")
     if args.deterministic:
         raise InputError("--deterministic cannot be estimated", hint="measure on the device")
-    if args.compile:
-        raise InputError(
-            "--compile cannot be estimated: only a run on the device shows what fusing operations saves",
-            hint="measure there, or leave out --compile",
-        )
     return estimate(
         args.model,
-        device=args.device or "cpu",
+        device=args.device or (None if args.device_file is not None else "cpu"),
+        device_file=args.device_file,
         batch_size=batch_size,
         dtype=args.dtype,
         memory_format=_memory_format(args),
+        compiled=args.compile,
+        fused=args.fused,
+        master_weights=args.master_weights,
         calibrate=args.calibrate or (),
     )
 

@@ -38,6 +38,26 @@ def test_it_is_calibrated(folder: Path) -> None:
     assert "calibrated on" in json.loads(made.stdout)["device"]["name"]
 
 
+def test_a_device_of_ones_own_with_fused_kernels_and_master_weights(folder: Path) -> None:
+    device = {
+        "schema_version": 1,
+        "name": "My GPU",
+        "peak_flops_per_s": {"float32": 3e13, "float16": 12e13},
+        "bandwidth_bytes_per_s": 3e11,
+        "memory_bytes": 24 * 10**9,
+        "processors": 58,
+        "clock": 0.5,
+    }
+    (folder / "my.json").write_text(json.dumps(device))
+    arguments = ("--estimate", "--device-file", "my.json", "--dtype", "fp16", "--fused", "apex", "--master-weights")
+    made = plan("profile", "model.py", *arguments, "--json", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    content = json.loads(made.stdout)
+    assert content["device"]["name"] == "My GPU"
+    assert content["device"]["memory_bytes"] == 24 * 10**9
+    assert content["dtype"] == "float16"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -49,6 +69,10 @@ def test_it_is_calibrated(folder: Path) -> None:
         (("model.py", "--estimate", "--batch-size", "0"), "--batch-size 0"),
         (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
         (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),
+        (("model.py", "--fused", "apex"), "--fused is for estimates"),
+        (("model.py", "--estimate", "--master-weights"), "--master-weights cannot be estimated for a CPU"),
+        (("model.py", "--estimate", "--device", "a100", "--device-file", "my.json"), "an estimate is for one device"),
+        (("model.py", "--estimate", "--device-file", "none.json"), "there is no file 'none.json'"),
     ],
 )
 def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:

@@ -195,7 +195,11 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
     """
     spec = DEVICES.get(name.lower())
     if spec is None:
-        raise InputError(f"there is no estimate for device '{name}'", hint=f"known are {', '.join(DEVICES)}")
+        known = ", ".join(DEVICES)
+        raise InputError(
+            f"there is no estimate for device '{name}'",
+            hint=f"known are {known}; describe others in a file, and give it as `device_file`",
+        )
     if dtype not in spec.peak_flops_per_s and dtype != "tf32":
         known = ", ".join(spec.peak_flops_per_s)
         raise InputError(f"device '{name}' has no {dtype} arithmetic in the table", hint=f"give `dtype` one of {known}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner.formats.profile import TF32, Device, MemoryFormat, Profile
+from planner.errors import InputError
+from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
 from planner.profiler.estimated.execution import Execution, Fusion
+from planner.profiler.estimated.operations import Costs
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.measured.make_profile import make_profile
 
@@ -49,13 +51,28 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: for a device or data type that the table does not have.
+        InputError: for a device or data type that the table does not have, and for what is estimated only for GPUs.
     """
     dtype = options.dtype
     device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
+    _check_kind(device, options)
     spec = calibrated(device, options.calibration, dtype)
     execution = Execution(spec.kind, options.fusion, options.master_weights)
     return profile_of_trace(trace_step(training_spec, batch_size, dtype, options.memory_format, execution), spec)
+
+
+def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
+    given = {
+        "`compiled`": options.fusion == "compiler",
+        "`fused=apex`": options.fusion == "apex",
+        "`master_weights`": options.master_weights,
+    }
+    for name, is_given in given.items():
+        if is_given and device.kind == "cpu":
+            raise InputError(
+                f"{name} cannot be estimated for a CPU",
+                hint="name a GPU, such as `device=a100`, or measure on the CPU",
+            )
 
 
 def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
@@ -63,4 +80,20 @@ def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
     threads = 1 if spec.kind == "cpu" else None
     device = Device(kind=spec.kind, name=spec.name, threads=threads, memory_bytes=spec.memory_bytes)
     profile = make_profile(trace.model, trace.graph, trace.batch_size, trace.estimate(spec), device)
-    return profile.model_copy(update={"dtype": TF32}) if trace.dtype == TF32 else profile
+    changes: dict[str, object] = {"dtype": TF32} if trace.dtype == TF32 else {}
+    if trace.unfused is not None:
+        changes["compiled"] = _compiled(trace, trace.unfused, spec)
+    return profile.model_copy(update=changes)
+
+
+def _compiled(trace: StepTrace, unfused: Costs, spec: DeviceSpec) -> Compiled:
+    """Return the sums of the step, compiled as one run, and without fusing anything."""
+    forward, backward, _ = trace.layer_seconds(spec)
+    uncompiled = replace(trace, costs=unfused).layer_seconds(spec)
+    return Compiled(
+        runs=(trace.graph.layers[0].name,),
+        runs_forward_s=sum(forward),
+        runs_backward_s=sum(backward),
+        uncompiled_forward_s=sum(uncompiled[0]),
+        uncompiled_backward_s=sum(uncompiled[1]),
+    )

@@ -56,6 +56,7 @@ class StepTrace:
         layers: between their operations; a mark is the number of operations so far.
         saved_bytes: from forward to backward, by layer.
         updates: by layer.
+        unfused: the costs without fusion, where a compiler fuses; None otherwise.
     """
 
     model: str
@@ -66,6 +67,7 @@ class StepTrace:
     layers: LayerMarks[int]
     saved_bytes: list[int]
     updates: list[UpdateTrace]
+    unfused: Costs | None = None
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
@@ -244,5 +246,15 @@ class _Tracer:
             marks.end()
         trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
         updates = trace_updates(graph, self.training_spec, trained, self.execution)
-        costs = Costs(fused(recorder.operations, backward, self.execution.fusion))
-        return StepTrace(self.training_spec.name, self.dtype, self.batch_size, graph, costs, marks, saved, updates)
+        fusion = self.execution.fusion
+        return StepTrace(
+            self.training_spec.name,
+            self.dtype,
+            self.batch_size,
+            graph,
+            Costs(fused(recorder.operations, backward, fusion)),
+            marks,
+            saved,
+            updates,
+            Costs(recorder.operations) if fusion == "compiler" else None,
+        )
