@@ -116,6 +116,10 @@ class Links(ABC):
         self.settle()
 
     @abstractmethod
+    def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
+        """Post the receives of messages that are sent before the worker goes on, if that was not done."""
+
+    @abstractmethod
     def settle(self) -> None:
         """Wait for the checks of all messages received so far; nothing may be on its way to this worker."""
 

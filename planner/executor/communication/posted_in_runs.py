@@ -71,11 +71,18 @@ class PostedInRuns(Links):
         self._run: deque[Message] = deque()  # what is left of the present one
         self._waiting: list[tuple[Route, Outgoing]] = []  # its sends so far
         self._posted: deque[Posted] = deque()  # its receives
+        self._early: dict[Receive, Posted] = {}  # posted before a pause
         self._spare: dict[Route, _Buffer] = {}
         self._later = Later(place.wire)
         self._side: torch.cuda.Stream | None = None
         if place.wire.type == "cuda":
             self._side = torch.cuda.Stream(place.wire)  # type: ignore[no-untyped-call]
+
+    def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
+        receives = [receive for receive in under_way() if receive not in self._early]
+        prepared = [self._prepared(receive) for receive in receives]
+        for receive, (buffer, spare) in zip(receives, prepared, strict=True):
+            self._early[receive] = self._post_into(receive, buffer, spare)
 
     def settle(self) -> None:
         self._later.flush()
@@ -88,9 +95,11 @@ class PostedInRuns(Links):
 
     def _take(self, receive: Receive) -> Posted:
         self._reach(receive)
-        if not self._posted:
-            self._post(receive)
-        posted = self._posted.popleft()
+        posted = self._early.pop(receive, None)
+        if posted is None:
+            if not self._posted:
+                self._post(receive)
+            posted = self._posted.popleft()
         assert posted.receive == receive, (posted.receive, receive)
         posted.wait()
         self._later.read(header(posted.buffer), posted.check)
@@ -105,17 +114,20 @@ class PostedInRuns(Links):
 
     def _post(self, first: Receive | None = None) -> None:
         """Post the sends of the run, and its receives: `first` and those that follow."""
-        receives = [each for each in (first, *self._run) if isinstance(each, Receive)]
+        receives = [each for each in (first, *self._run) if isinstance(each, Receive) and each not in self._early]
         prepared = [self._prepared(receive) for receive in receives]
         # From here to the last call nothing may be allocated.
         for route, message in self._waiting:
             self._post_send(route, message)
         self._waiting.clear()
         for receive, (buffer, spare) in zip(receives, prepared, strict=True):
-            with self._beside(buffer):
-                self._posted.append(self._post_receive(receive, self._layout_of(receive), buffer.memory))
-            if spare is not None:
-                self._spare[route_of(receive)] = spare
+            self._posted.append(self._post_into(receive, buffer, spare))
+
+    def _post_into(self, receive: Receive, buffer: _Buffer, spare: _Buffer | None) -> Posted:
+        if spare is not None:
+            self._spare[route_of(receive)] = spare
+        with self._beside(buffer):
+            return self._post_receive(receive, self._layout_of(receive), buffer.memory)
 
     def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
         """Return the buffer for a message, and one for the next of its route, if that is worth its memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from planner.executor.run.frame import joined, make_random_batches, peak_memory,
 from planner.executor.run.outcome import Course, gather_result, report_of
 from planner.executor.run.reading_ahead import reading_ahead
 from planner.executor.run.setup import check_schedule
+from planner.executor.run.under_way import UnderWay
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
-from planner.schedule.instructions import Forward, Instruction, Unit, Update
+from planner.schedule.instructions import Forward, Instruction, Receive, Unit, Update
 
 TimelineCallback = Callable[[Timeline], None]
 
@@ -128,14 +130,23 @@ class _Run:
         instructions = self.context.stream(first, last)
         if self.evaluator is not None:
             done = dict.fromkeys(self.context.stages, 0)
+            under_way = UnderWay(self.context.shape, self.context.rank, first, last)
             for point in self._evaluation_points(first, last):
                 rounds = {
                     stage: -(-(point - first) // self.context.shape.minibatches_per_update(stage)) for stage in done
                 }
-                self.worker.run(until_updated(instructions, {stage: rounds[stage] - done[stage] for stage in done}))
+                part = until_updated(instructions, {stage: rounds[stage] - done[stage] for stage in done})
+                self.worker.run(self._then_expect(part, partial(under_way.at, point)))
                 done = rounds
                 self._evaluate(self.evaluator, point)
         self.worker.run(instructions)
+
+    def _then_expect(
+        self, instructions: Iterator[Instruction], under_way: Callable[[], list[Receive]]
+    ) -> Iterator[Instruction]:
+        """Yield `instructions`, then prepare for a pause: before the worker waits for its losses."""
+        yield from instructions
+        self.worker.expect(under_way)
 
     def _evaluation_points(self, first: int, last: int) -> list[int]:
         every = self.context.job.options.evaluate_every

@@ -30,6 +30,7 @@ from planner.schedule.instructions import (
     Compute,
     Forward,
     Instruction,
+    Receive,
     ReceiveActivation,
     ReceiveGradient,
     ReceiveShared,
@@ -157,6 +158,10 @@ class PipelineWorker(Worker):
         """Count weight versions from 0 again, as each segment of the stream does; the pipeline must be empty."""
         for stage in self.stages.values():
             stage.versions.restart()
+
+    def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
+        """Prepare for a pause, in which these messages are under way to this worker."""
+        self._links.expect(under_way)
 
     def settle(self) -> None:
         """Wait for the checks of all messages received so far; the pipeline must be empty."""
