@@ -26,6 +26,7 @@ from planner.model.stage.compiling import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule
 from planner.model.stage.warmup import warm_up
+from planner.profiler.measured.malloc import return_free_pages
 from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape
 from planner.schedule.streams.segments import segment_stream, segments
@@ -118,6 +119,7 @@ def pipeline_context(
     transfers = transferred(plan, built.training)
     for module in built.training.values():
         module.to(place.compute)
+    return_free_pages()  # of the model: workers keep what they free for the next step otherwise
     assert plan.microbatch_size is not None  # or building the modules had failed
     if data is None:
         # After the model: dataset() may draw random numbers, which must not change the initial weights.

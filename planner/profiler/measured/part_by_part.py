@@ -8,6 +8,7 @@ lies on the device between the parts in a whole step is added.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,16 +52,19 @@ def measure_in_parts(
         span = pending.pop()
         share = replace(effort, seconds=effort.seconds * len(span) / len(graph.layers))
         try:
-            measured = _measure_part(spec, graph, batch, device, between, span, share)
+            measured: Measurement | None = _measure_part(spec, graph, batch, device, between, span, share)
         except torch.OutOfMemoryError as cause:
             if len(span) == 1:
                 raise step_failure(cause) from cause
-            half = len(span) // 2
-            pending += [span[half:], span[:half]]
-            torch.cuda.empty_cache()
-            continue
+            measured = None
         except RuntimeError as cause:
             raise step_failure(cause) from cause
+        if measured is None:  # outside of the handler, whose traceback keeps the step's tensors alive
+            half = len(span) // 2
+            pending += [span[half:], span[:half]]
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
         layers += measured.layers
         assert measured.whole is not None
         wholes.append(measured.whole)
