@@ -1,5 +1,8 @@
 """Arguments in messages of the library appear as flags at the command line."""
 
+import argparse
+from collections.abc import Iterable
+
 import pytest
 
 from planner.cli.flags import _NEGATIONS, _OTHER_NAMES, _options, as_flags
@@ -30,8 +33,13 @@ def test_arguments_become_flags_and_other_text_stays(text: str, shown: str | Non
     assert as_flags(text) == (text if shown is None else shown)
 
 
+def _verbs(parser: argparse.ArgumentParser) -> Iterable[argparse.ArgumentParser]:
+    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices.values()
+
+
 def test_names_that_differ_are_flags_too() -> None:
-    known = set(_options.values())
+    actions = [action for verb in _verbs(build_parser()) for action in verb._actions]
+    known = {option for action in actions for option in action.option_strings}
     assert {flag for flag, _ in _OTHER_NAMES.values()} | set(_NEGATIONS.values()) <= known
     assert not _OTHER_NAMES.keys() & _options.keys()
     assert _options["format"] == "--format"
