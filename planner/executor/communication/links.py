@@ -80,6 +80,7 @@ class Links(ABC):
         self._moves = place.wire != place.compute
         self._rank = dist.get_rank()
         self._sent: defaultdict[Route, deque[tuple[dist.Work, Outgoing]]] = defaultdict(deque)
+        self._ends: dict[Route, tuple[dist.ProcessGroup, int]] = {}
         self._left: dict[Route, Outgoing] = {}  # the newest that has left, to be filled again
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
 
@@ -140,17 +141,25 @@ class Links(ABC):
         return message
 
     def _post_send(self, route: Route, message: Outgoing) -> None:
-        work = dist.isend(message.buffer, route.peer_rank, self._groups.of(route), tag=route.tag)
+        group, tag = self._end(route)
+        work = dist.isend(message.buffer, route.peer_rank, group, tag=tag)
         assert work is not None
         # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
         self._sent[route].append((work, message))
         self._finish(route, self._limits.messages)
 
     def _post_receive(self, receive: Receive, layout: Layout, buffer: Tensor) -> Posted:
-        route = route_of(receive)
-        work = dist.irecv(buffer, receive.peer_rank, self._groups.of(route), tag=route.tag)
+        group, tag = self._end(route_of(receive))
+        work = dist.irecv(buffer, receive.peer_rank, group, tag=tag)
         assert work is not None
         return Posted(receive, layout, buffer, work)
+
+    def _end(self, route: Route) -> tuple[dist.ProcessGroup, int]:
+        """Return the group and the tag of a route's messages, looked up once."""
+        end = self._ends.get(route)
+        if end is None:
+            end = self._ends[route] = self._groups.of(route), route.tag
+        return end
 
     def _finish(self, route: Route, keep: int) -> None:
         pending = self._sent[route]
