@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from planner.cli.arguments.verb import refuse
 from planner.errors import ClusterError
-from planner.units import parse_bandwidth, parse_bytes, parse_seconds
+from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
+from planner.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
@@ -30,10 +31,11 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cluster.add_argument(
         "--bandwidth",
-        type=_each(parse_bandwidth),
+        type=_each(link_bandwidth),
         metavar="RATE",
-        help="bandwidth of each GPU's link in each direction: 10Gbps counts bits, 1.25GB/s counts bytes; with "
-        "--topology one per level, inner to outer: 128Gbps,10Gbps",
+        help="bandwidth of each GPU's link in each direction: 10Gbps counts bits, 1.25GB/s counts bytes; "
+        f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve; with --topology one per level, inner to "
+        "outer: nvlink4,100Gbps",
     )
     cluster.add_argument(
         "--latency",

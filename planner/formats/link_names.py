@@ -1,0 +1,49 @@
+"""Links by name, for a cluster whose bandwidth nobody has measured: "nvlink4", "pcie4".
+
+Rates are per GPU and direction: of all NVLinks of a GPU together, and of 16 lanes of PCIe. Sources:
+
+    nvlink2 to nvlink5   NVIDIA data sheets of V100, A100, H100 and B200: 300, 600, 900 and 1,800 GB/s both ways
+    pcie3 to pcie5       PCI-SIG: 8, 16 and 32 GT/s per lane, 128 bits of 130
+
+What is achieved of them: of NVLink 0.76, the bus bandwidth of an all-reduce of 1 GB on 8 A100 (nccl-tests, 229 of 300
+GB/s, in vTrain's repository); of PCIe 0.8, a copy between two GPUs that reach each other. GPUs that do not, such as L4
+and A10G of clouds, pass bytes through the host's memory at 3 to 5 GB/s: write that rate instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.errors import UnitError
+from planner.units import parse_bandwidth
+
+_NVLINK_ACHIEVED = 0.76
+_PCIE_ACHIEVED = 0.8
+
+ACHIEVED_BYTES_PER_S: Mapping[str, float] = {
+    "nvlink2": 150e9 * _NVLINK_ACHIEVED,
+    "nvlink3": 300e9 * _NVLINK_ACHIEVED,
+    "nvlink4": 450e9 * _NVLINK_ACHIEVED,
+    "nvlink5": 900e9 * _NVLINK_ACHIEVED,
+    "pcie3": 15.75e9 * _PCIE_ACHIEVED,
+    "pcie4": 31.5e9 * _PCIE_ACHIEVED,
+    "pcie5": 63e9 * _PCIE_ACHIEVED,
+}
+
+
+def link_bandwidth(text: str) -> float:
+    """Return the bytes per second that the named link achieves, or of a rate such as "10Gbps".
+
+    Raises:
+        UnitError: when it is neither.
+    """
+    achieved = ACHIEVED_BYTES_PER_S.get(text.strip().lower())
+    if achieved is not None:
+        return achieved
+    try:
+        return parse_bandwidth(text)
+    except UnitError as cause:
+        if text.strip()[:1].isalpha():
+            known = ", ".join(ACHIEVED_BYTES_PER_S)
+            raise UnitError(f"'{text}' is no link that is known by name", hint=f"write a rate, or {known}") from None
+        raise cause
