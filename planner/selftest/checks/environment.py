@@ -17,6 +17,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from planner.cost.overheads import Overheads
 from planner.profiler.measured.device import describe_device
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.selftest.lab import Lab, even_plan, location
@@ -98,8 +99,13 @@ def _cuda_memory(lab: Lab) -> Outcome:
     free = free_bytes(lab.device)
     (text,) = run_workers("planner.selftest.workers.cuda_memory", lab.folder, str(free), workers=1)
     taken = CudaMemory.model_validate_json(text)
+    counted = Overheads.of(lab.profile(TRIVIAL, BATCH_SIZE).device)
+    assert counted is not None
     communicator = "no NCCL" if taken.communicator_bytes is None else format_bytes(taken.communicator_bytes)
-    return passed(f"context {format_bytes(taken.context_bytes)}, a communicator of one worker {communicator}")
+    return passed(
+        f"context {format_bytes(taken.context_bytes)} (plans count {format_bytes(counted.context_bytes)}), a "
+        f"communicator of one worker {communicator} (plans count {format_bytes(counted.communicator_bytes)})"
+    )
 
 
 CHECK = Check("environment", "what is this machine, and what does a worker cost?", _cases)

@@ -36,14 +36,18 @@ def _memory(lab: Lab, schedule: Schedule) -> Outcome:
 def judge(reports: tuple[WorkerReport, ...]) -> Outcome:
     """Judge the worker that is furthest from its prediction."""
     errors = {report.rank: report.predicted_memory_bytes / report.peak_memory_bytes - 1 for report in reports}
-    text = ", ".join(
-        f"worker {report.rank}: {format_bytes(report.predicted_memory_bytes)} predicted, "
-        f"{format_bytes(report.peak_memory_bytes)} measured ({errors[report.rank]:+.1%})"
-        for report in reports
-    )
+    text = ", ".join(_in_words(report, errors[report.rank]) for report in reports)
     low, high = min(errors.values()), max(errors.values())
     good = low >= 0 and high <= LIMIT
     return judged(good, f"{text}; limits 0 and {LIMIT:+.0%}", low if low < 0 else high, LIMIT)
+
+
+def _in_words(report: WorkerReport, error: float) -> str:
+    predicted, measured = format_bytes(report.predicted_memory_bytes), format_bytes(report.peak_memory_bytes)
+    reserved = (
+        "" if report.reserved_memory_bytes is None else f", {format_bytes(report.reserved_memory_bytes)} reserved"
+    )
+    return f"worker {report.rank}: {predicted} predicted, {measured} measured ({error:+.1%}){reserved}"
 
 
 CHECK = Check("memory", "is the predicted memory that of the workers?", _cases)
