@@ -16,6 +16,7 @@ from torch import Tensor
 from planner.devices.place import Place
 from planner.errors import first_line
 from planner.executor.communication.groups import LinkGroups
+from planner.executor.communication.later import Reader
 from planner.executor.communication.messages import Layout, Outgoing, check, header_here, unpack
 from planner.executor.communication.routes import Route, route_of
 from planner.executor.health.failures import ConnectionLostError
@@ -51,10 +52,14 @@ class Posted:
         """Wait for the message."""
         wait_for(self.work, self.receive.peer_rank)
 
-    def check(self, first_bytes: Tensor | None = None) -> None:
-        """Check the header of the message: in a buffer of the CPU, or in a copy of its first bytes."""
-        word = header_here(self.buffer) if first_bytes is None else int(first_bytes)
-        check(self.layout, self.receive.unit, word, f"rank {self.receive.peer_rank}")
+    def check(self) -> None:
+        """Check the header of the message, whose buffer is in the CPU's memory."""
+        check(self.layout, self.receive.unit, header_here(self.buffer), f"rank {self.receive.peer_rank}")
+
+    def later_check(self) -> Reader:
+        """Return what checks a copy of the header; it holds no buffer, whose memory may be needed before."""
+        layout, unit, sender = self.layout, self.receive.unit, f"rank {self.receive.peer_rank}"
+        return lambda word: check(layout, unit, int(word), sender)
 
 
 class Links(ABC):

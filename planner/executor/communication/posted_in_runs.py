@@ -102,7 +102,7 @@ class PostedInRuns(Links):
             posted = self._posted.popleft()
         assert posted.receive == receive, (posted.receive, receive)
         posted.wait()
-        self._later.read(header(posted.buffer), posted.check)
+        self._later.read(header(posted.buffer), posted.later_check())
         return posted
 
     def _reach(self, message: Message) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from planner.errors import WorkerError
+from planner.executor.communication.links import Posted
 from planner.executor.communication.messages import Layout, Outgoing, check, header, header_here, layout_of, pack
 from planner.executor.communication.messages import unpack as values_in
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
-from planner.schedule.instructions import Unit
+from planner.schedule.instructions import ReceiveActivation, Unit
 
 CPU = torch.device("cpu")
 
@@ -139,3 +142,15 @@ def test_a_message_that_has_left_is_filled_again() -> None:
         assert int(header(message.buffer)) == header_here(message.buffer)
         got = unpack(layout, Unit(minibatch), message.buffer, "rank 0")
         assert all(torch.equal(got[name], value) for name, value in values.items())
+
+
+def test_a_check_that_comes_later_knows_what_was_expected_and_holds_no_buffer() -> None:
+    layout = layout_of(SPECS, 2)
+    message = pack(layout, Unit(3), make_values(2), CPU)
+    posted = Posted(ReceiveActivation(1, Unit(4), 0, 5), layout, message, dist.Work())
+    word, held = header(message).clone(), weakref.ref(message)
+    later = posted.later_check()
+    del posted, message
+    assert held() is None
+    with pytest.raises(WorkerError, match=r"rank 5 sent minibatch 3, .* expected minibatch 4"):
+        later(word)
