@@ -54,17 +54,14 @@ def pretended(kind: str) -> Iterator[None]:
 
 @contextmanager
 def _guard() -> Iterator[None]:
-    # As FakeTensorMode does where PyTorch has CUDA but the machine has no GPU: a guard that does nothing. The one of
-    # the meta device is such a guard.
+    # A guard that does nothing, as the meta device's. FakeTensorMode sets one by itself only where PyTorch has CUDA and
+    # the machine has no GPU, and only in newer versions.
     guards = _guards()
-    absent = not guards[_CUDA]
-    if absent:
-        guards[_CUDA] = guards[_META]
+    before, guards[_CUDA] = guards[_CUDA], guards[_META]
     try:
         yield
     finally:
-        if absent:
-            guards[_CUDA] = None
+        guards[_CUDA] = before
 
 
 @cache
