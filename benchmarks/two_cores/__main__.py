@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> list[Group]:
-    """Return all ways to train the model between the two places, for one table; one process is in every group."""
+    """Return all ways to train the model between the two places, for one table."""
     where, batch_size = ours.where, ours.batch_size
     asynchronous = ours.straight("1f1b", 1)
     cut = ours.cut(asynchronous)
@@ -98,8 +98,7 @@ def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> l
         command = ("benchmarks.two_cores.worker", kind, *flags)
         return Contender(name, contestants, command, batch_size, all_mark=kind == "plain")
 
-    one = baseline("one process", "plain", where[:1])
-    found = [one]
+    found = [baseline("one process", "plain", where[:1])]
     if whole:
         found.append(baseline("two processes that share nothing", "plain"))
     found += [
@@ -115,7 +114,7 @@ def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> l
     groups = [Group("whole minibatches", found)]
     schedules: tuple[str, ...] = (*SYNCHRONOUS, "gpipe") if gpipe else SYNCHRONOUS
     for count in counts:
-        divided = [one, baseline(f"torch 1F1B, {count} microbatches", "torch-1f1b", cut=cut, microbatches=count)]
+        divided = [baseline(f"torch 1F1B, {count} microbatches", "torch-1f1b", cut=cut, microbatches=count)]
         if gpipe:
             name = f"torch GPipe, {count} microbatches"
             divided.append(baseline(name, "torch-gpipe", cut=cut, microbatches=count))

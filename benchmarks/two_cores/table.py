@@ -94,5 +94,9 @@ def _table(samples: Sequence[Sample]) -> str:
 
 
 def _ratio(samples: Sequence[Sample], of: str, to: str) -> str:
+    """Return the median ratio over the cycles, or of the medians where the two have not taken turns."""
     found = ratios(samples, of, to)
-    return f"{Spread.of(found).median:.2f}" if found else ""
+    if found:
+        return f"{Spread.of(found).median:.2f}"
+    rates = {name: [sample.samples_per_s for sample in samples if sample.contender == name] for name in (of, to)}
+    return f"{statistics.median(rates[of]) / statistics.median(rates[to]):.2f}" if all(rates.values()) else ""
