@@ -42,10 +42,16 @@ def trace_updates(
 ) -> list[UpdateTrace]:
     """Trace the update of each layer of `graph`; `trained` names the parameters that have gradients."""
     by_name = dict(graph.model.named_parameters())
-    return [
-        _trace_update(training_spec, [by_name[name] for name in names if name in trained], execution)
-        for names in first_uses(layer.parameters for layer in graph.layers)
-    ]
+    # Models have many layers of the same shapes, whose updates are alike: the optimizer knows no names here.
+    found: dict[tuple[tuple[torch.Size, torch.dtype], ...], UpdateTrace] = {}
+    updates = []
+    for names in first_uses(layer.parameters for layer in graph.layers):
+        weights = [by_name[name] for name in names if name in trained]
+        shapes = tuple((weight.shape, weight.dtype) for weight in weights)
+        if shapes not in found:
+            found[shapes] = _trace_update(training_spec, weights, execution)
+        updates.append(found[shapes])
+    return updates
 
 
 def _on_meta_device(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
