@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch, collate, make_batch
@@ -100,3 +101,22 @@ def test_a_lone_tensor_is_one_argument() -> None:
 def test_a_batch_without_tensors_has_no_size() -> None:
     with pytest.raises(ModelFileError, match="no tensor with a batch dimension"):
         _ = Batch((torch.tensor(1.0),), {}, None).size
+
+
+def test_pinned_tensors_are_those_with_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to an expanded tensor would write one element many times."""
+    pinned: list[Tensor] = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    whole, mask = torch.randn(3, 4), torch.ones(4).expand(3, 4)
+    batch = Batch((whole, mask), {"text": "a"}, torch.arange(3))
+    found = batch.pinned()
+    assert [tensor.shape for tensor in pinned] == [(3, 4), (3,)]
+    assert found.args[1] is mask
+    assert torch.equal(found.args[0], whole)
+    assert found.kwargs == {"text": "a"}
+    assert batch.to("cpu") is batch
