@@ -28,7 +28,7 @@ Segments = Iterable[Iterable[Instruction]]  # a worker's stream; between two seg
 
 @dataclass(frozen=True)
 class SendLimits:
-    """How many sends on a route may be unfinished before a worker waits for the oldest.
+    """How many sends on a route may be unfinished at once; for the next, a worker waits for the oldest.
 
     Args:
         messages: with as many as there can be units in flight, the wait never blocks: the oldest unit has come back.
@@ -110,9 +110,11 @@ class Links(ABC):
             self._within[matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
             return
         route = route_of(send)
+        # Before the message is packed, so that it takes the memory of one that has left.
         if route.shared:
-            # Before the new buffer is made: each is as large as the weights.
             self._finish(route, self._limits.rounds(send.stage) + self._rounds_more)
+        else:
+            self._finish(route, self._limits.messages - 1)
         self._start(send, route, values)
 
     def drain(self) -> None:
@@ -151,7 +153,6 @@ class Links(ABC):
         assert work is not None
         # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
         self._sent[route].append((work, message))
-        self._finish(route, self._limits.messages)
 
     def _post_receive(self, receive: Receive, layout: Layout, buffer: Tensor) -> Posted:
         group, tag = self._end(route_of(receive))
