@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -72,16 +73,19 @@ class Neighbours:
 @contextmanager
 def lone_rank(rank: int, world: int) -> Iterator[None]:
     """Be worker `rank` of `world`, in groups whose operations end at once."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
-    dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=world)
     new_group = dist.new_group
-    try:
-        with patch.object(
-            dist, "new_group", lambda *ranks, **options: new_group(*ranks, **{**options, "backend": FAKE})
-        ):
+
+    def fake_group(*ranks: Any, **options: Any) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = new_group(*ranks, **{**options, "backend": FAKE})
+        return group
+
+    environment = patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+    with environment, patch.object(dist, "new_group", fake_group):
+        dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=world)
+        try:
             yield
-    finally:
-        dist.destroy_process_group()
+        finally:
+            dist.destroy_process_group()
 
 
 def build(

@@ -47,7 +47,7 @@ class Data(torch.utils.data.Dataset):
         if index == 77 and FAULT == "data":
             raise KeyError("no file 77")
         if index == 77 and FAULT == "sleep":
-            time.sleep(10_000)
+            time.sleep(20_000)
         if index == 77 and FAULT == "memory":
             torch.empty(2**50, dtype=torch.uint8)
         x = torch.full((8,), float("nan") if index == 77 and FAULT == "nan" else 0.1)
@@ -114,7 +114,7 @@ def test_user_code_that_blocks_is_named_with_its_line(folder: Path) -> None:
     assert len(lines) == 2, lines
     assert lines[0].startswith("error: worker 0 (stage 0): has not moved for ")
     assert "in the forward of minibatch " in lines[0]
-    assert lines[0].endswith(f", at model.py:{line_of('time.sleep')} in __getitem__()")
+    assert lines[0].endswith(f", at model.py:{line_of('time.sleep(20_000)')} in __getitem__()")
 
 
 def srun(folder: Path, fault: str) -> list[tuple[int, str, str]]:
@@ -189,7 +189,7 @@ def test_under_torchrun_code_that_blocks_is_named_with_its_line(folder: Path) ->
     assert code == 1
     (told,) = (line for line in lines if line.startswith("error: "))
     assert told.startswith("error: worker 0 (stage 0): has not moved for ")
-    assert told.endswith(f", at model.py:{line_of('time.sleep')} in __getitem__()")
+    assert told.endswith(f", at model.py:{line_of('time.sleep(20_000)')} in __getitem__()")
 
 
 @pytest.mark.slow
