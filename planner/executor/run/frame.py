@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,8 @@ from planner.executor.observe.memory import PeakMemory
 from planner.executor.run.context import Context
 from planner.executor.run.setup import check_world
 from planner.schedule.instructions import Unit
+
+_NICER = 5  # the thread that computes than those that move messages
 
 
 def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
@@ -85,6 +89,11 @@ def connect_all(context: Context) -> None:
 def train_together(context: Context, train: Callable[[], None]) -> float:
     """Call `train` on all workers at the same time, and return the seconds until the last one is done."""
     connect_all(context)
+    if context.place.kind == "cpu" and sys.platform == "linux":
+        # gloo's threads move what a full socket has not taken at once. On a core that they share with the computation,
+        # Linux lets a woken thread wait until the running one has had its slice, unless that one is nicer: a message
+        # then arrives milliseconds late, and a synchronous pipeline waits for it. Here `nice` is of this thread alone.
+        os.nice(_NICER)
     context.heartbeat.enter("waiting for the others to start", meeting=True)
     dist.barrier(control_group())
     start = time.perf_counter()
