@@ -20,6 +20,7 @@ from planner.devices.cuda_variables import CUDA_VARIABLES
 from planner.errors import WorkerError
 from planner.executor.checkpoint.resume import after_failure
 from planner.executor.communication import rendezvous
+from planner.executor.environment import environment
 from planner.executor.health.failures import WorkersFailedError, explain
 from planner.executor.health.local_watch import LocalWatch
 from planner.executor.job import LAUNCHER_VARIABLE, Job, TrainResult
@@ -83,7 +84,7 @@ def _run(job: Job) -> TrainResult:
             max_restarts=0,
             monitor_interval=0.1,
         )
-        with _quiet_launcher(), _environment(interface):
+        with _quiet_launcher(), environment(_worker_variables(interface)):
             watch = LocalWatch(Path(folder), job)
             watch.start()
             try:
@@ -123,20 +124,8 @@ def _quiet_launcher() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextmanager
-def _environment(interface: str) -> Iterator[None]:
-    """Set the environment that the workers inherit: one network interface, and one thread unless it says otherwise."""
-    wanted = dict.fromkeys(rendezvous.VARIABLES, interface)
-    wanted[LAUNCHER_VARIABLE] = str(os.getpid())
+def _worker_variables(interface: str) -> dict[str, str]:
+    """Return what the workers inherit: one network interface, and one thread unless the environment says otherwise."""
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **CUDA_VARIABLES}
-    wanted |= {name: value for name, value in defaults.items() if name not in os.environ}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    wanted = {name: value for name, value in defaults.items() if name not in os.environ}
+    return {**wanted, **dict.fromkeys(rendezvous.VARIABLES, interface), LAUNCHER_VARIABLE: str(os.getpid())}

@@ -13,10 +13,11 @@ from pathlib import Path
 from planner.devices import slurm
 from planner.devices.place import kind_here
 from planner.errors import InputError, PlannerError, reason_of
+from planner.executor.environment import environment
 from planner.formats.device_names import DeviceType
 from planner.formats.files import Record
 from planner.profiler.measured.device import check_positive, parse_device
-from planner.selftest.lab import Lab, environment
+from planner.selftest.lab import Lab
 from planner.selftest.registry import CHECKS
 from planner.selftest.rows import Case, Check, Outcome, Row, SelftestReport
 from planner.version import __version__

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.executor.environment import environment
 from planner.executor.job import RunOptions
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
-from planner.selftest.lab import Lab, environment, even_plan, location
+from planner.selftest.lab import Lab, even_plan, location
 from planner.selftest.models.failing import FAULT, MARK
 from planner.selftest.rows import Case, Check, Outcome, judged
 
