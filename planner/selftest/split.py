@@ -76,7 +76,7 @@ def split_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) ->
         runs = []
         for stage in stages:
             received = {
-                spec.name: _message(spec, known[spec.name], batch.size).requires_grad_(spec.requires_grad)
+                spec.name: through_a_message(spec, known[spec.name], batch.size).requires_grad_(spec.requires_grad)
                 for spec in stage.received
             }
             results = stage(batch if stage.needs_batch else None, received)
@@ -86,11 +86,11 @@ def split_step(graph: LayerGraph, batch: Batch, cut: Sequence[Sequence[str]]) ->
             runs.append((stage, received, results))
         gradients: dict[str, Tensor] = {}
         for run in reversed(runs):
-            _backward(run, gradients, batch.size)
+            stage_backward(run, gradients, batch.size)
         return _step(known["loss"], graph.model)
 
 
-def _backward(
+def stage_backward(
     run: tuple[StageModule, dict[str, Tensor], dict[str, Tensor]], gradients: dict[str, Tensor], batch_size: int
 ) -> None:
     """Run the backward of a stage that has run, from and into `gradients` of the values that cross."""
@@ -106,10 +106,10 @@ def _backward(
     for spec in stage.received:
         gradient = received[spec.name].grad
         if gradient is not None:
-            gradients[spec.name] = _message(spec.of_gradient, gradient, batch_size)
+            gradients[spec.name] = through_a_message(spec.of_gradient, gradient, batch_size)
 
 
-def _message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
+def through_a_message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
     """Return what a message makes of a value: memory of its own, without gaps and without history."""
     copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
     return spec.from_wire(copy, batch_size)

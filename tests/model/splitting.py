@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.capture.capture import as_tree
-from planner.model.capture.graph import LayerGraph, ValueSpec
+from planner.model.capture.graph import LayerGraph
 from planner.model.loss import LossFunction, loss_of
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
+from planner.selftest.split import stage_backward, through_a_message
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _forward(
     for stage in stages:
         received = {}
         for spec in stage.received:
-            value = _through_a_message(spec, wire[spec.name], batch.size)
+            value = through_a_message(spec, wire[spec.name], batch.size)
             received[spec.name] = value.requires_grad_(spec.requires_grad)
         if key is not None:
             stage.set_random_key(*key)
@@ -117,25 +118,8 @@ def _backward(
     stages: Sequence[StageModule], received: list[dict[str, Tensor]], results: list[dict[str, Tensor]], batch_size: int
 ) -> None:
     gradients: dict[str, Tensor] = {}
-    for stage, values, result in reversed(list(zip(stages, received, results, strict=True))):
-        roots: list[Tensor] = [result["loss"]] if stage.has_loss else []
-        seeds: list[Tensor | None] = [None] if stage.has_loss else []
-        for spec in stage.sent:
-            if spec.requires_grad and spec.name in gradients:
-                roots.append(result[spec.name])
-                seeds.append(gradients.pop(spec.name))
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        for spec in stage.received:
-            gradient = values[spec.name].grad
-            if gradient is not None:
-                gradients[spec.name] = _through_a_message(spec.of_gradient, gradient, batch_size)
-
-
-def _through_a_message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
-    """What a message does to a value: memory of its own, without gaps and without history."""
-    copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
-    return spec.from_wire(copy, batch_size)
+    for run in reversed(list(zip(stages, received, results, strict=True))):
+        stage_backward(run, gradients, batch_size)
 
 
 def assert_same(one: Step, other: Step) -> None:
