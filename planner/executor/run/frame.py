@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -90,10 +92,7 @@ def train_together(context: Context, train: Callable[[], None]) -> float:
     """Call `train` on all workers at the same time, and return the seconds until the last one is done."""
     connect_all(context)
     if context.place.kind == "cpu" and sys.platform == "linux":
-        # gloo's threads move what a full socket has not taken at once. On a core that they share with the computation,
-        # Linux lets a woken thread wait until the running one has had its slice, unless that one is nicer: a message
-        # then arrives milliseconds late, and a synchronous pipeline waits for it. Here `nice` is of this thread alone.
-        os.nice(_NICER)
+        _let_messages_interrupt(threading.get_native_id())
     context.heartbeat.enter("waiting for the others to start", meeting=True)
     dist.barrier(control_group())
     start = time.perf_counter()
@@ -101,3 +100,14 @@ def train_together(context: Context, train: Callable[[], None]) -> float:
     context.heartbeat.enter("waiting for the last worker", meeting=True)
     dist.barrier(control_group())
     return time.perf_counter() - start
+
+
+@cache  # once per thread, however many runs it trains
+def _let_messages_interrupt(_thread: int) -> None:
+    """Make this thread nicer than those of gloo.
+
+    They move what a full socket has not taken at once. On a core that they share with the computation, Linux lets a
+    woken thread wait until the running one has had its slice, unless that one is nicer: a message then arrives
+    milliseconds late, and a synchronous pipeline waits for it. On Linux `nice` is of the calling thread alone.
+    """
+    os.nice(_NICER)
