@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
     from planner.formats.importers import read_profile
     from planner.formats.plan import save_plan
-    from planner.report.tables.plan import plan_report
+    from planner.report.tables.plan import plan_report, staleness_warning
 
     profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
     profile = profiles[0]
@@ -157,6 +157,8 @@ def run(args: argparse.Namespace) -> int:
     save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
     print_written(args.output)
+    if warning := staleness_warning(plan):
+        print_complaint("warning", *warning)
     _warn_of_shared_weights(plan, profile)
     if args.verify is not None:
         profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)

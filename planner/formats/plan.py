@@ -193,6 +193,11 @@ class Plan(GrownRecord):
         """Stages per worker: 1, except under schedules with chunks."""
         return len(self.stages) // len({stage.ranks for stage in self.stages})
 
+    @property
+    def staleness(self) -> int:
+        """How many updates late the gradients are, at the stage where they are latest; 0 as on one device."""
+        return max(self.schedule.staleness(stage.in_flight) for stage in self.stages)
+
     def memory_bytes(self, stage: int) -> int:
         """Return the peak bytes of each worker that runs the stage, including its other stages."""
         ranks = self.stages[stage].ranks

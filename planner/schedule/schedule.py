@@ -109,6 +109,14 @@ class Schedule(ABC):
         """Return how many versions of its weights a stage holds with so many units in flight."""
         return in_flight if self.stashes else in_flight * 0 + self.weight_versions
 
+    def staleness(self, in_flight: int) -> int:
+        """Return how many updates late a stage's gradients are with so many units in flight; 0 as on one device.
+
+        Where the schedule stashes, each unit in flight but the oldest has an update between its forward and its
+        backward: n - 1 at the first of n stages under 1f1b. Elsewhere only an older version of all weights is used.
+        """
+        return (in_flight if self.stashes else self.weight_versions) - 1
+
     def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
         """Return whether a stage may have so many units in flight with the versions of weights that it holds."""
         return True

@@ -6,6 +6,7 @@ from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import GIVEN, Bottleneck, Plan, Stage
 from planner.formats.profile import Profile
 from planner.report.tables.table import Table, named_values
+from planner.schedule.defaults import LATE_UPDATES
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
 _RESOURCES = {
@@ -32,6 +33,7 @@ def _head(plan: Plan) -> str:
         ("model", plan.model),
         ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
         ("schedule", schedule_line(plan)),
+        ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
     ]
     if plan.device.name != "unknown":
@@ -46,6 +48,25 @@ def schedule_line(plan: Plan) -> str:
     if plan.vertical_sync:
         return f"{plan.schedule.title} and vertical sync"
     return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
+
+
+def staleness_line(plan: Plan) -> str:
+    """Say how many updates late the gradients are."""
+    late = plan.staleness
+    if late == 0:
+        return "of the current weights"
+    updates = f"up to {late} update{'s' * (late > 1)} late"
+    return f"{updates}, at the first stage" if late <= LATE_UPDATES else f"{updates}: TRAINING MAY NOT CONVERGE"
+
+
+def staleness_warning(plan: Plan) -> tuple[str, str] | None:
+    """Return a warning and a hint for a plan whose gradients are many updates late; None for others."""
+    if plan.staleness <= LATE_UPDATES:
+        return None
+    return (
+        f"gradients are up to {plan.staleness} updates late, at which many models converge slowly or not at all",
+        "choose a `schedule` that is synchronous, whose gradients are those of one device",
+    )
 
 
 def cluster_line(cluster: Cluster) -> str:
