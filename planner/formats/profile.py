@@ -132,6 +132,8 @@ class Profile(Record):
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so
+    # Only then may replicas divide its state. None in older profiles, and where nothing is trained.
+    optimizer_elementwise: bool | None = None  # whether it treats each element of a parameter alone
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
@@ -167,6 +169,11 @@ class Profile(Record):
     def trainable(self) -> bool:
         """Whether there is a model to train: an imported profile has only costs."""
         return self.graph_hash is not None
+
+    @property
+    def may_shard_optimizer(self) -> bool:
+        """Whether replicas may divide the optimizer's state: never where an unknown optimizer would train a model."""
+        return bool(self.optimizer_elementwise) or not self.trainable
 
     @property
     def tf32(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.errors import InputError
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
+from planner.model.elementwise import has_elementwise_optimizer
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
@@ -58,7 +59,9 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     _check_kind(device, options)
     spec = calibrated(device, options.calibration, dtype)
     execution = Execution(spec.kind, options.fusion, options.master_weights)
-    return profile_of_trace(trace_step(training_spec, batch_size, dtype, options.memory_format, execution), spec)
+    trace = trace_step(training_spec, batch_size, dtype, options.memory_format, execution)
+    elementwise = has_elementwise_optimizer(training_spec, trace.graph.model)
+    return profile_of_trace(trace, spec).model_copy(update={"optimizer_elementwise": elementwise})
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:

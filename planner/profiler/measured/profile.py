@@ -16,6 +16,7 @@ from planner.formats.profile import TF32, MemoryFormat, Profile
 from planner.model.autocast import autocast_dtype
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
+from planner.model.elementwise import has_elementwise_optimizer
 from planner.model.kept_state import random_state_kept
 from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
@@ -145,7 +146,8 @@ def profile_model(
             measured = _measure(spec, graph, batch, device, effort, options)
     described = describe_device(device, options.threads, options.processes)
     profile = make_profile(spec.name, graph, batch.size, measured, described)
-    own = {"dtype": TF32} if options.numerics.tf32 else {}
+    own: dict[str, object] = {"optimizer_elementwise": has_elementwise_optimizer(spec, graph.model)}
+    own |= {"dtype": TF32} if options.numerics.tf32 else {}
     return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
 
 

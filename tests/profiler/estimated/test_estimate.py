@@ -219,6 +219,7 @@ def test_it_says_that_it_is_estimated(folder: Path) -> None:
     assert "V100" in profile.device.name
     assert profile.dtype == "float32"
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
+    assert profile.optimizer_elementwise
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

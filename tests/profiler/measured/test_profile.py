@@ -136,6 +136,7 @@ def test_what_was_measured(profile: Profile) -> None:
     assert profile.provenance.repeats
     assert profile.graph_hash
     assert profile.no_cut_after == ()
+    assert profile.optimizer_elementwise
 
 
 def test_it_is_the_same_graph_as_the_executors(profile: Profile, tmp_path: Path) -> None:
