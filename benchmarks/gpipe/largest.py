@@ -12,7 +12,7 @@ from tabulate import tabulate
 from benchmarks.gpipe.profiles import amoebanet_profile, parameters_of, transformer_profile
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import stage_memory
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Integers
 from planner.formats.plan import StageMemory
 from planner.formats.profile import Profile
@@ -138,7 +138,8 @@ class Blocks:
 
 def stage(layer_costs: LayerCosts, first: int, end: int) -> StageMemory:
     """Return the memory of layers `first` to `end` - 1 under GPipe, which saves inputs and recomputes a microbatch."""
-    candidate = Candidate(frozenset(range(first)), frozenset(range(first, end)), StageOptions(1, recompute=True))
+    layers = range(first, end)
+    candidate = Candidate(frozenset(range(first)), frozenset(layers), StageOptions(1, recompute=whole_stage(layers)))
     return stage_memory(layer_costs.footprint(candidate).divided(MICROBATCHES), MICROBATCHES, 1)
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu_truth.by_layers import Parts, parts_of
 from benchmarks.gpu_truth.gpt import Gpt
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.formats.cluster import Cluster
 from planner.formats.profile import Profile
 from planner.profiler.estimated.estimate import EstimateOptions
@@ -67,7 +67,11 @@ class Stages:
         """Return the stages by the positions of their layers."""
         ends = [0, *accumulate(self.layers)]
         return [
-            Candidate(frozenset(range(first)), frozenset(range(first, end)), StageOptions(replicas, self.recompute))
+            Candidate(
+                frozenset(range(first)),
+                frozenset(range(first, end)),
+                StageOptions(replicas, recompute=whole_stage(range(first, end), self.recompute)),
+            )
             for (first, end), replicas in zip(pairwise(ends), self.replicas, strict=True)
         ]
 

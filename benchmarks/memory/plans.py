@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.weight_copies import price_with_copies
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
@@ -44,7 +44,7 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
         [layer for group in groups[start:end] for layer in group] for start, end in cut_by_time(seconds, shape.replicas)
     ]
     stages = [
-        replace(stage, options=StageOptions(stage.replicas, shape.recompute))
+        replace(stage, options=StageOptions(stage.replicas, recompute=whole_stage(stage.layers, shape.recompute)))
         for stage in candidates(parts, shape.replicas)
     ]
     cluster = flat_cluster(sum(shape.replicas), 1e9)

@@ -173,10 +173,12 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
     stages = []
     for stage, seen, handling in zip(plan.stages, times, costs_of(idle).stages, strict=True):
         forward_s = max(0.0, seen.forward_s - handling.forward_s)
-        recompute_s = forward_s if stage.recompute else 0.0  # part of the measured backward
+        share = stage.again_s / stage.forward_s if stage.again_s else 0.0
+        recompute_s = share * forward_s  # part of the measured backward
         backward_s = max(0.0, seen.backward_s - recompute_s - handling.backward_s)
         own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": seen.update_s, "accumulate_s": 0.0}
-        stages.append(stage.model_copy(update=own))
+        again = {} if stage.recompute_s is None else {"recompute_s": recompute_s}
+        stages.append(stage.model_copy(update=own | again))
     return plan.model_copy(update={"stages": tuple(stages)})
 
 

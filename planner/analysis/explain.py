@@ -199,7 +199,7 @@ def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
     ]
     found += [*baselines.straight(layer_costs, cluster), baselines.equal_time(layer_costs, cluster.gpus)]
     # Proposals are those of 1f1b, whose search is the quickest; each is evaluated under the plan's own schedule.
-    found += proposals(Problem(layer_costs, Setting(cluster), given.options.recompute), Chain(layer_costs))
+    found += proposals(Problem(layer_costs, Setting(cluster), given.options.rules), Chain(layer_costs))
     return list(dict.fromkeys(tuple(stages) for stages in found))
 
 

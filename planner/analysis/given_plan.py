@@ -59,7 +59,9 @@ class GivenPlan:
         stages = []
         for stage in plan.stages:
             layers = frozenset(layer_costs.position[name] for name in stage.layers)
-            stages.append(Candidate(before, layers, StageOptions(stage.replicas, stage.recompute)))
+            groups = (frozenset(layer_costs.position[name] for name in names) for names in stage.recompute_groups)
+            how = StageOptions(stage.replicas, stage.sharded, tuple(groups))
+            stages.append(Candidate(before, layers, how))
             before |= layers
         return cls(layer_costs, plan, options or options_of(plan), tuple(stages))
 

@@ -10,10 +10,11 @@ from itertools import accumulate, pairwise
 
 from planner.analysis.solve_options import SolveOptions
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.errors import InputError, PlanError
+from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
-from planner.formats.own_plan import OwnPlan, OwnStage, blocks_of
+from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.solver.assemble import GIVEN, complete
@@ -115,7 +116,9 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'",
                 hint="the profile's `no_cut_after` keeps it in one stage with the next layer",
             )
-        options = StageOptions(stage.replicas, stage.recompute)
+        if stage.sharded or not isinstance(stage.recompute, bool):
+            raise InputError("sharding and units that recompute have no price yet", hint="leave them out")
+        options = StageOptions(stage.replicas, recompute=whole_stage(layers, stage.recompute is True))
         found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return found
 

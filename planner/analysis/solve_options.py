@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster
 from planner.formats.cost_model_names import CostModelName
 from planner.formats.plan import Plan
@@ -20,6 +19,7 @@ from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation
+from planner.solver.stage_rules import StageRules
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SolveOptions:
     schedule: Schedule = ONE_F_ONE_B
     microbatches: int | None = None
     depth: DepthRule = "auto"
-    recompute: RecomputeRule = "auto"
+    rules: StageRules = field(default_factory=StageRules)
     chunks: int = CHUNKS  # of the model on each GPU, under interleaved
 
     def microbatches_on(self, cluster: Cluster) -> int:
@@ -51,7 +51,7 @@ class SolveOptions:
         """Return the problem of pricing plans on this cluster, each of which takes as long as it takes."""
         microbatches = self.microbatches_on(cluster)
         setting = Setting(cluster, self.schedule, microbatches, self.chunks_per_gpu, self.cost_model)
-        return Problem(layer_costs, setting, self.recompute, self.depth, budget=Budget.unlimited())
+        return Problem(layer_costs, setting, self.rules, self.depth, budget=Budget.unlimited())
 
     def solve(self, profile: Profile, cluster: Cluster) -> Plan:
         """Find the fastest plan.
@@ -66,7 +66,11 @@ class SolveOptions:
             schedule=self.schedule,
             microbatches=self.microbatches_on(cluster),
             depth=self.depth,
-            recompute=self.recompute,
+            recompute=self.rules.recompute,
+            shard_optimizer=self.rules.shard_optimizer,
+            max_stages=self.rules.max_stages,
+            max_staleness=self.rules.max_staleness,
+            granularity=self.rules.granularity,
             chunks=self.chunks,
         )
 

@@ -6,7 +6,7 @@ Written from the definitions, stage by stage, with sets: slow and plain, and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -114,7 +114,11 @@ class LayerCosts:
         key = stage.before, stage.layers
         if key not in self._works:
             self._works[key] = self._work(stage)
-        return self._works[key].under(stage.options)
+        work, options = self._works[key], stage.options
+        if options.recompute:
+            again = (self.profile.layers[index] for group in options.recompute for index in sorted(group))
+            work = replace(work, recompute_s=np.float64(sum(layer.forward_s for layer in again)))
+        return work if options.kind is None else work.at_speed(options.speed)
 
     def _work(self, stage: Candidate) -> Work:
         layers = [self.profile.layers[index] for index in sorted(stage.layers)]
@@ -159,7 +163,8 @@ class LayerCosts:
         key = stage.before, stage.layers
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
-        return self._footprints[key].under(stage.options)
+        footprint = self._footprints[key]
+        return footprint.recomputed() if stage.options.recompute else footprint
 
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = [self.profile.layers[index] for index in stage.layers]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost.stage_options import StageOptions
 from planner.schedule.instructions import POSTED
 
 Floats = NDArray[np.float64]
@@ -56,11 +55,6 @@ class Work:
         """Return the seconds of a replica's last backward in a minibatch, of which it runs `share` microbatches."""
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
-    def under(self, options: StageOptions) -> Work:
-        """Return the work of the same stages when they run with these options."""
-        work = self if options.kind is None else self.at_speed(options.speed)
-        return work.recomputed() if options.recompute else work
-
     def at_speed(self, speed: float) -> Work:
         """Return the work of the same stages on devices of this speed relative to the profiled device."""
         return replace(
@@ -104,10 +98,6 @@ class Footprint:
     accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same under gradient accumulation
     # Weights in all versions, where their number does not depend on what is in flight; `weight_bytes` is 0 then.
     fixed_weight_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
-
-    def under(self, options: StageOptions) -> Footprint:
-        """Return the footprint of the same stages when they run with these options."""
-        return self.recomputed() if options.recompute else self
 
     def recomputed(self) -> Footprint:
         """Return the footprint of the same stages if they recompute.

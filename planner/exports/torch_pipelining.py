@@ -183,6 +183,10 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
     said += schedule_remarks(plan, SYSTEM)
     if any(stage.recompute for stage in plan.stages):
         said.append("Recomputation uses torch.utils.checkpoint, which updates BatchNorm's statistics twice.")
+    if any(stage.recomputes and stage.recompute is not True for stage in plan.stages):
+        said.append("The plan recomputes some layers of a stage; this script recomputes all layers of that stage.")
+    if any(stage.sharded for stage in plan.stages):
+        said.append("The plan divides the optimizer's state over replicas; this script keeps it on each of them.")
     return _SCRIPT.substitute(
         model=plan.model,
         name=name,
@@ -200,7 +204,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         microbatches=microbatches,
         replicas=replicas,
         layers=stage_layers(plan),
-        recompute=[stage.recompute for stage in plan.stages],
+        recompute=[stage.recomputes for stage in plan.stages],
         pipeline_workers=workers,
         worker_of=[plan.schedule.worker_of(stage, workers) for stage in range(len(plan.stages))],
         shared=shared_weights(plan),

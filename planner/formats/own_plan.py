@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,13 +10,10 @@ from pydantic import Field, model_validator
 from planner.errors import InputError
 from planner.formats.files import Record, load_record
 from planner.formats.plan import ScheduleField
-from planner.formats.profile import Profile
 from planner.schedule.defaults import CHUNKS
 from planner.schedule.registry import DEFAULT
 
 _REMEDY = "see the file of plan price in the file formats"
-# "model.layers.3.mlp.up_proj" belongs to "model.layers.3": the outermost element of a list of modules.
-_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 class OwnStage(Record):
@@ -27,12 +22,17 @@ class OwnStage(Record):
     blocks: Annotated[int, Field(ge=1)] | None = None
     layers: tuple[str, ...] = ()  # as in the profile
     replicas: Annotated[int, Field(ge=1)] = 1
-    recompute: bool = False  # runs its forward again before each backward
+    sharded: bool = False  # the replicas divide the optimizer's state
+    # Runs its forward again before each backward: true for the whole stage, a number for that many of its units, the
+    # first ones, each by itself.
+    recompute: bool | Annotated[int, Field(ge=1)] = False
 
     @model_validator(mode="after")
     def _check_one(self) -> OwnStage:
         if (self.blocks is None) == (not self.layers):
             raise ValueError("a stage has either blocks or layers")
+        if self.sharded and self.replicas == 1:
+            raise ValueError("one replica has nobody to divide the optimizer's state with")
         return self
 
 
@@ -53,22 +53,3 @@ def load_own_plan(path: Path | str) -> OwnPlan:
         InputError: naming the file, the field and the value that is wrong.
     """
     return load_record(OwnPlan, path, InputError, _REMEDY)
-
-
-def blocks_of(profile: Profile) -> list[range]:
-    """Divide the layers into the model's blocks, by position: the elements of its lists of modules.
-
-    Layers between two blocks belong to the earlier one, and those before the first block to the first. So an embedding
-    runs with the first block and the head with the last, as in most training frameworks. A model without lists is a
-    single block.
-    """
-    keys: list[str | None] = []
-    for layer in profile.layers:
-        found = _BLOCK.match(layer.name)
-        keys.append(found[0] if found else (keys[-1] if keys else None))
-    first = next((key for key in keys if key is not None), None)
-    ends, blocks = 0, []
-    for _, group in groupby(first if key is None else key for key in keys):
-        start, ends = ends, ends + len(list(group))
-        blocks.append(range(start, ends))
-    return blocks

@@ -65,13 +65,17 @@ class StageMemory(GrownRecord):
         return self.total_bytes - self.overhead_bytes
 
 
-class Stage(Record):
+class Stage(GrownRecord):
     """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`."""
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
     in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
-    recompute: bool = False  # keeps only its inputs, and runs its forward again before each backward
+    sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
+    # Groups of layers that keep only the values which enter them, and run their forward again before their own
+    # backward; true: the whole stage is one group.
+    recompute: bool | tuple[tuple[str, ...], ...] = False
+    recompute_s: Seconds | None = None  # of that forward, per microbatch; None: of the whole stage's if that recomputes
     forward_s: Seconds  # of one microbatch on one replica
     backward_s: Seconds
     update_s: Seconds
@@ -79,15 +83,51 @@ class Stage(Record):
     ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each of equal parts of gradients is complete
     memory: StageMemory
 
+    later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s"})
+
     @property
     def replicas(self) -> int:
         """Number of workers that run this stage."""
         return len(self.ranks)
 
     @property
+    def recomputes(self) -> bool:
+        """Whether any layers run their forward again."""
+        return bool(self.recompute)
+
+    @property
+    def recompute_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of layers that recompute, by their names."""
+        if isinstance(self.recompute, bool):
+            return (self.layers,) if self.recompute else ()
+        return self.recompute
+
+    @property
+    def again_s(self) -> float:
+        """Seconds of the forward that is run again before each backward."""
+        if self.recompute_s is not None:
+            return self.recompute_s
+        return self.forward_s if self.recompute is True else 0.0
+
+    @property
     def compute_s(self) -> float:
         """Time of one microbatch on one replica: forward, recomputation if any, backward and update."""
-        return self.forward_s * (1 + self.recompute) + self.backward_s + self.update_s
+        return self.forward_s + self.again_s + self.backward_s + self.update_s
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Stage:
+        if self.sharded and self.replicas == 1:
+            raise ValueError("only a stage of two replicas or more is sharded")
+        if isinstance(self.recompute, bool):
+            return self
+        names = list(chain.from_iterable(self.recompute))
+        if not self.recompute or not all(self.recompute) or len(set(names)) < len(names):
+            raise ValueError("recompute lists groups of layers, each layer once at most")
+        if unknown := set(names).difference(self.layers):
+            raise ValueError(f"recompute names '{min(unknown)}', which is no layer of the stage")
+        if self.recompute_s is None:
+            raise ValueError("recompute_s is missing: only of a whole stage is it known")
+        return self
 
 
 class Transfer(Record):

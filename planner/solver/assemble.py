@@ -10,7 +10,7 @@ from planner.cost.buckets import ready_s, reduced_s
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.weight_copies import (
     adding_of_copies_s,
     copied_in,
@@ -102,12 +102,15 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
         layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
         options = stage.options
         accumulate_s = sum(layer.accumulate_s for layer in layers) / options.speed
+        recompute = _recompute(layer_costs, stage)
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
                 ranks=best.ranks[number],
                 in_flight=price.in_flight[number],
-                recompute=options.recompute,
+                sharded=options.sharded,
+                recompute=recompute,
+                recompute_s=None if isinstance(recompute, bool) else float(layer_costs.work(stage).recompute_s),
                 forward_s=sum(layer.forward_s for layer in layers) / options.speed,
                 backward_s=sum(layer.backward_s for layer in layers) / options.speed,
                 update_s=sum(layer.update_s for layer in layers) / options.speed + update_of_copies_s(stage, again),
@@ -117,6 +120,15 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
             )
         )
     return tuple(made)
+
+
+def _recompute(layer_costs: LayerCosts, stage: Candidate) -> bool | tuple[tuple[str, ...], ...]:
+    """Return what recomputes, as plans say it."""
+    groups = stage.options.recompute
+    if groups in ((), whole_stage(stage.layers)):
+        return bool(groups)
+    names = [layer.name for layer in layer_costs.profile.layers]
+    return tuple(tuple(names[index] for index in sorted(group)) for group in groups)
 
 
 def predict(problem: Problem, best: Evaluation) -> Prediction:

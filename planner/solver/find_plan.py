@@ -16,7 +16,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.registry import cost_model_of
 from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
@@ -40,6 +40,7 @@ from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Found
 from planner.solver.room import solve_with_room
+from planner.solver.stage_rules import Granularity, StageRules
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
 
@@ -53,6 +54,10 @@ def solve(
     microbatches: int = 1,
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
+    shard_optimizer: ShardRule = "auto",
+    max_stages: int | None = None,
+    max_staleness: int | None = None,
+    granularity: Granularity = "auto",
     chunks: int = CHUNKS,
     vertical_sync: bool = False,
     solver: SolverName = "auto",
@@ -71,6 +76,12 @@ def solve(
             does, "auto" more where workers would otherwise wait for messages or for each other.
         recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
             demands it, "never", or "always".
+        shard_optimizer: whether the replicas of a stage divide the optimizer's state: "auto" where that is better,
+            "never", or "always".
+        max_stages: at most so many stages.
+        max_staleness: gradients are at most so many updates late.
+        granularity: whether stages begin and end between blocks of the model ("block"), between any layers ("layer"),
+            or within blocks where that pays ("auto").
         chunks: stages per GPU, for schedules that leave the choice: `interleaved`.
         vertical_sync: for 1f1b: every stage runs a minibatch with the weight version that the first stage has when the
             minibatch enters, and holds as many versions as the first stage's depth requires.
@@ -98,7 +109,9 @@ def solve(
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     budget = Budget(Deadline.after(time_limit_s))
-    problem = Problem(LayerCosts(profile), setting, recompute, depth, constraints or Constraints(), budget)
+    rules = StageRules(recompute, shard_optimizer, max_stages, max_staleness, granularity)
+    rules.check_known()
+    problem = Problem(LayerCosts(profile), setting, rules, depth, constraints or Constraints(), budget)
     if vertical_sync:
         _check_vertical_sync(schedule)
 

@@ -106,7 +106,8 @@ class PipelineSearch:
         """Return searches that need less memory, by the arguments that ask for them."""
         problem, found = self.problem, dict[str, Fits]()
         if problem.recompute == "never":
-            found["`recompute=auto`"] = PipelineSearch(replace(problem, recompute="auto"), self.space).fits
+            rules = replace(problem.rules, recompute="auto")
+            found["`recompute=auto`"] = PipelineSearch(replace(problem, rules=rules), self.space).fits
         if problem.simulates and problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
             microbatches = max(problem.microbatches, problem.cluster.gpus)
             for schedule in problem.schedule.leaner:

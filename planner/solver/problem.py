@@ -24,6 +24,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.budget import NO_HURRY, Budget, Deadline
+from planner.solver.stage_rules import StageRules
 
 # How many minibatches are in flight: as many as the schedule's paper says, or more where workers would wait otherwise.
 DepthRule = Literal["auto", "published"]
@@ -36,14 +37,19 @@ class Limits:
     Attributes:
         gpus: how many there are.
         memory_bytes: of each GPU; None without a limit.
-        recompute: which stages may recompute their activations.
+        rules: what stages may be like.
         deadline: when it passes, the best plan so far is the answer.
     """
 
     gpus: int
     memory_bytes: int | None = None
-    recompute: RecomputeRule = "auto"
+    rules: StageRules = field(default_factory=StageRules)
     deadline: Deadline = NO_HURRY
+
+    @property
+    def recompute(self) -> RecomputeRule:
+        """Which layers recompute their activations."""
+        return self.rules.recompute
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Problem:
     Attributes:
         layer_costs: of the model.
         setting: cluster, schedule, microbatches, chunks and cost model.
-        recompute: which stages may recompute their activations.
+        rules: what stages may be like.
         depth: how many minibatches are in flight.
         constraints: what the plan must respect beside memory.
         budget: shared by all searches for one plan, also by those for variants of this problem.
@@ -62,11 +68,16 @@ class Problem:
 
     layer_costs: LayerCosts
     setting: Setting
-    recompute: RecomputeRule = "auto"
+    rules: StageRules = field(default_factory=StageRules)
     depth: DepthRule = "auto"
     constraints: Constraints = field(default_factory=Constraints)
     budget: Budget = field(default_factory=Budget, compare=False)
     reserve: Reserve = NO_RESERVE
+
+    @property
+    def recompute(self) -> RecomputeRule:
+        """Which layers recompute their activations."""
+        return self.rules.recompute
 
     @property
     def cluster(self) -> Cluster:
@@ -91,7 +102,7 @@ class Problem:
     @property
     def limits(self) -> Limits:
         """What plans may use on the cluster, whose GPUs are alike."""
-        return Limits(self.cluster.gpus, self.cluster.memory_bytes, self.recompute, self.deadline)
+        return Limits(self.cluster.gpus, self.cluster.memory_bytes, self.rules, self.deadline)
 
     @property
     def keeps_order(self) -> bool:

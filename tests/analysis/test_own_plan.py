@@ -8,8 +8,9 @@ import pytest
 
 from planner.analysis.own_plan import equal_stages, missing_memory, price, stages_ending_at
 from planner.errors import InputError, PlanError
+from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
-from planner.formats.own_plan import OwnPlan, OwnStage, blocks_of
+from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import NAMES, find
@@ -27,7 +28,7 @@ def measured(name: str) -> Profile:
 
 
 def same_as(plan: Plan) -> OwnPlan:
-    stages = [OwnStage(layers=s.layers, replicas=s.replicas, recompute=s.recompute) for s in plan.stages]
+    stages = [OwnStage(layers=s.layers, replicas=s.replicas, recompute=s.recompute is True) for s in plan.stages]
     return OwnPlan(
         stages=tuple(stages), schedule=plan.schedule, microbatches=plan.microbatches, chunks=max(1, plan.chunks)
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer
@@ -41,7 +41,7 @@ def plan_of(
     layer_costs = LayerCosts(profile(*layers))
     cluster = cluster or flat_cluster(sum(replicas) // chunks, 1e12)
     stages = [
-        replace(stage, options=StageOptions(stage.replicas, recompute))
+        replace(stage, options=StageOptions(stage.replicas, recompute=whole_stage(stage.layers, recompute)))
         for stage in candidates([[i] for i in range(len(layers))], replicas)
     ]
     problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, chunks))

@@ -12,6 +12,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.problem import Problem
 from planner.solver.reference import brute
 from planner.solver.result import Evaluation
+from planner.solver.stage_rules import StageRules
 
 
 def brute_force(
@@ -26,5 +27,5 @@ def brute_force(
     in_order: bool = False,
 ) -> Evaluation | None:
     """Return the best of all plans."""
-    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks, model), recompute)
+    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks, model), StageRules(recompute))
     return brute.brute_force(problem, in_order=in_order)

@@ -21,6 +21,7 @@ from planner.solver.chain.states import Chain
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
+from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 
@@ -55,14 +56,14 @@ def searched(
     space, link, gpus, memory = Chain(LayerCosts(model)), link_of(cluster), cluster.gpus, cluster.memory_bytes
     if schedule == "interleaved":
         paths, bound_s = InterleavedSearch(
-            space, Setting(cluster, INTERLEAVED, microbatches, 2), Limits(gpus, memory, recompute)
+            space, Setting(cluster, INTERLEAVED, microbatches, 2), Limits(gpus, memory, StageRules(recompute))
         ).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
     if schedule in ("1f1b", "2bw"):
         asynchronous = bounds_for("resource", link, find(schedule), microbatches)
-        return Search(space, asynchronous, Limits(gpus, memory, recompute)).best(), True
+        return Search(space, asynchronous, Limits(gpus, memory, StageRules(recompute))).best(), True
     drained = SynchronousModel(link, find(schedule), microbatches)
-    return SynchronousSearch(space, drained, Limits(gpus, memory, recompute)).best(), True
+    return SynchronousSearch(space, drained, Limits(gpus, memory, StageRules(recompute))).best(), True
 
 
 @pytest.mark.slow

@@ -51,6 +51,10 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",
         )
+    for number, planned in enumerate(plan.stages):
+        if planned.sharded or not isinstance(planned.recompute, bool):
+            what = "divides the optimizer's state" if planned.sharded else "recomputes some of its layers"
+            raise PlanError(f"stage {number} {what}, which `plan train` does not do yet", hint="solve without that")
     initial = initial_model(job, stages, spec, kind)
     graph, evaluation = initial.graph, initial.evaluation
     shared = _shared(job, graph, spec)

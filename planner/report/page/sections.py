@@ -107,7 +107,7 @@ _PARTS: tuple[EventKind, ...] = ("forward", "recompute", "backward", "update")
 
 def _card(plan: Plan, number: int, longest_s: float) -> str:
     stage = plan.stages[number]
-    recompute_s = stage.forward_s if stage.recompute else 0.0
+    recompute_s = stage.again_s
     times = zip(_PARTS, (stage.forward_s, recompute_s, stage.backward_s, stage.update_s), strict=True)
     compute_bar = bar(
         (f"{TEXTS[kind]} {format_seconds(seconds)}", seconds / longest_s if longest_s else 0.0, COLOURS[kind])

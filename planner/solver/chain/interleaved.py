@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import combinations, islice
+from itertools import combinations, islice, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from planner.cost.link import link_of
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import Chain, Coarse, StateSpace
@@ -96,7 +96,10 @@ class InterleavedSearch:
         if over[0] > 0:
             return None, exact
         states = tuple(int(self._states[cut]) for cut in cuts)
-        options = tuple(StageOptions(model.replicas, bool(each)) for each in again[0])
+        options = tuple(
+            StageOptions(model.replicas, recompute=whole_stage(self._space.layers(i, j), bool(each)))
+            for (i, j), each in zip(pairwise(map(int, cuts)), again[0], strict=True)
+        )
         path = CutPath(states, options, float(seconds[0]))
         return path, exact
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.cost.stage_options import RecomputeRule
 from planner.errors import InputError
 from planner.solver.candidates.evaluation import fastest, priced
@@ -23,7 +25,7 @@ def solve_interleaved(problem: Problem) -> Found:
 
     def fitting(recompute: RecomputeRule) -> Fits:
         def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
-            other = Limits(gpus, memory_bytes, recompute, limits.deadline)
+            other = Limits(gpus, memory_bytes, replace(limits.rules, recompute=recompute), limits.deadline)
             paths, _ = InterleavedSearch(space, setting, other).best()
             return priced(problem, stages_along(space, paths[0])) if paths else None
 

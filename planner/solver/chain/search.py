@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.rounding import SLACK
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import Coarse, StateSpace
@@ -245,9 +245,12 @@ class Search:
         states = [0]
         while states[-1] < len(self.space) - 1:
             states.append(int(follow[states[-1]]))
-        options = tuple(StageOptions(int(replicas[state]), bool(recomputing[state])) for state in states[:-1])
+        options = tuple(
+            StageOptions(int(replicas[i]), recompute=whole_stage(self.space.layers(i, j), bool(recomputing[i])))
+            for i, j in pairwise(states)
+        )
         seconds = max(
-            float(self.model.stage_s(work.under(each), each.replicas)[0])
+            float(self.model.stage_s(work.recomputed() if each.recompute else work, each.replicas)[0])
             for work, each in zip(self._works(states), options, strict=True)
         )
         return CutPath(tuple(states), options, seconds)
@@ -271,4 +274,5 @@ class Search:
                 return None
         seconds: Floats = self.model.stage_s(work, replicas)
         best = int(np.argmin(seconds))
-        return CutPath((0, last), (StageOptions(int(replicas[best]), always),), float(seconds[best]))
+        options = StageOptions(int(replicas[best]), recompute=whole_stage(self.space.layers(0, last), always))
+        return CutPath((0, last), (options,), float(seconds[best]))

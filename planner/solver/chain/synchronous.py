@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Floats, Integers, Work
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
@@ -160,7 +160,8 @@ class SynchronousSearch:
             stages, column = self._stages[state], int(follow[gpus])
             states.append(int(stages.others[column]))
             r = int(chosen[gpus])
-            options.append(StageOptions(r, bool(stages.recompute[column])))
+            again = whole_stage(self.space.layers(*states[-2:]), bool(stages.recompute[column]))
+            options.append(StageOptions(r, recompute=again))
             sums += float(stages.sum_s[column])
             most_s = max(most_s, float(stages.max_s[r - 1, column]))
             gpus = min(gpus - r, int(stages.after[r - 1, column]))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
@@ -37,6 +37,7 @@ class Column:
     sum_s: float
     max_s: float
     most_after: int
+    recomputes: bool = False
 
     @property
     def replicas(self) -> int:
@@ -52,6 +53,7 @@ class _Stages:
     others: Integers
     options: StageOptions
     kind: int
+    recomputes: bool
     work: Work
     footprint: Footprint
 
@@ -101,21 +103,27 @@ class Columns:
 
     def candidate(self, column: Column) -> Candidate:
         """Return a column as a stage."""
-        return Candidate(self.sets[column.start], self.layers(column), column.options)
+        layers = self.layers(column)
+        options = replace(column.options, recompute=whole_stage(layers, column.recomputes))
+        return Candidate(self.sets[column.start], layers, options)
 
     def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
         """Yield the candidate stages from the state to each of the others."""
         problem = self.problem
         work = self.space.work(state, others)
         footprint = self.space.footprint(state, others, work).divided(problem.microbatches)
-        rules = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.recompute]
+        rules = {"auto": (False, True), "never": (False,), "always": (True,), "blocks": ()}[problem.recompute]
         for number, kind in enumerate(problem.kinds):
             for again in rules:
                 if again and problem.cluster.memory_of(kind) is None and problem.recompute == "auto":
                     continue  # without a limit, recomputing gains nothing
-                options = StageOptions(recompute=again, kind=kind)
-                held = footprint.under(options)
-                yield from self._replicated(_Stages(state, others, options, number, work.under(options), held))
+                held, works = footprint, work
+                if again:
+                    held, works = footprint.recomputed(), work.recomputed()
+                if kind is not None:
+                    works = works.at_speed(kind.speed)
+                options = StageOptions(kind=kind)
+                yield from self._replicated(_Stages(state, others, options, number, again, works, held))
 
     def _replicated(self, stages: _Stages) -> Iterator[Column]:
         """Yield the stages on every number of replicas that is not dominated by a smaller one."""
@@ -132,7 +140,7 @@ class Columns:
             for n in np.flatnonzero(useful):
                 end, options = int(stages.others[n]), replace(stages.options, replicas=r)
                 parts = float(sum_s[n]), float(max_s[n])
-                yield Column(stages.state, end, options, stages.kind, *parts, int(after[n]))
+                yield Column(stages.state, end, options, stages.kind, *parts, int(after[n]), stages.recomputes)
 
     def _most_replicas(self, kind: DeviceKind | None) -> int:
         problem = self.problem

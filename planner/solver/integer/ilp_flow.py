@@ -164,7 +164,7 @@ class Flow:
         """Return the leanest plan of these arcs whose sum is at most the given one, if that is not 0."""
         weight = len(self.columns.states) + 1
         # One number that orders by GPUs, then stages, then recomputing stages.
-        costs = [(arc.column.replicas * weight + 1) * weight + arc.column.options.recompute for arc in arcs]
+        costs = [(arc.column.replicas * weight + 1) * weight + arc.column.recomputes for arc in arcs]
         return self._cheapest(arcs, costs, most_sum_s)
 
     def _with_least_sum(self, arcs: Sequence[Arc]) -> _Chosen | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.topology import Loads
 from planner.cost.work import Floats, Integers
 from planner.solver.chain.search import RESOLUTION
@@ -129,7 +129,9 @@ class BestFirst:
         rest, rank = partial.rest, partial.rank + int(r)
         bound_s = max(float(bound_s), sum_s + rest.sum_s[target, rank] + max(max_s, rest.max_s[target, rank]))
         states = *partial.states, target
-        options = *partial.options, StageOptions(int(r), bool(bounds.recompute[column]))
+        layers = self.space.layers(partial.states[-1], target)
+        again = whole_stage(layers, bool(bounds.recompute[column]))
+        options = *partial.options, StageOptions(int(r), recompute=again)
         return _Partial(bound_s, number, rest, states, options, sum_s, max_s, links)
 
     def _ways(self, partial: _Partial, limit_s: float) -> _Ways:

@@ -13,7 +13,7 @@ from itertools import cycle, pairwise
 
 import numpy as np
 
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.solver.candidates.budget import Deadline
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
@@ -48,7 +48,7 @@ class LocalSearch:
         # The kinds take turns, so that a step of one kind can open the way for another.
         for neighbours in cycle((_cuts_moved, self._stages_split, self._replicas_moved, _stages_joined)):
             before = best
-            for stages in neighbours(before):
+            for stages in map(self._regrouped, neighbours(before)):
                 if (seconds := self._seconds(stages)) < best.seconds * (1 - RESOLUTION):
                     best = CutPath(*stages, seconds)
             stale = stale + 1 if best is before else 0
@@ -60,6 +60,14 @@ class LocalSearch:
     def over(self) -> bool:
         """Whether no more plans may be priced."""
         return len(self._priced) >= self._most or self._deadline.passed
+
+    def _regrouped(self, stages: _Stages) -> _Stages:
+        """Return the stages with groups of their own layers where the groups were another stage's."""
+        states, options = stages
+        return states, tuple(
+            replace(each, recompute=whole_stage(self._space.layers(i, j))) if each.recompute else each
+            for (i, j), each in zip(pairwise(states), options, strict=True)
+        )
 
     def _seconds(self, stages: _Stages) -> float:
         if stages not in self._priced:
@@ -122,7 +130,7 @@ def _changed(path: CutPath, replicas: dict[int, int]) -> _Stages:
 def _with(path: CutPath, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Stages:
     """Replace the stages from `first` to before `last`; the new ones recompute if one of the old ones did."""
     replaced = path.options[first:last]
-    base = replace(replaced[0], recompute=any(each.recompute for each in replaced))
+    base = replace(replaced[0], recompute=next((each.recompute for each in replaced if each.recompute), ()))
     options = (replace(base, replicas=r) for r in replicas)
     return (
         (*path.states[: first + 1], *cuts, *path.states[last:]),

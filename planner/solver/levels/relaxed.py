@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Floats
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
@@ -122,7 +122,8 @@ class Relaxed:
             )
             row, column = np.argwhere(fits & (peaks <= limit_s))[0]
             states.append(int(bounds.others[column]))
-            options.append(StageOptions(int(counts[row]), bool(bounds.recompute[column])))
+            again = whole_stage(self.space.layers(*states[-2:]), bool(bounds.recompute[column]))
+            options.append(StageOptions(int(counts[row]), recompute=again))
             rank += int(counts[row])
         return CutPath(tuple(states), tuple(options), float(limit_s))
 
@@ -149,6 +150,7 @@ class Relaxed:
             bounds, (row, column) = self.bounds[states[-1]], choice[states[-1], rank]
             peak_s = max(peak_s, float(bounds.max_s[rank % self.places.phases, row, column]))
             states.append(int(bounds.others[column]))
-            options.append(StageOptions(int(row) + 1, bool(bounds.recompute[column])))
+            again = whole_stage(self.space.layers(*states[-2:]), bool(bounds.recompute[column]))
+            options.append(StageOptions(int(row) + 1, recompute=again))
             rank += int(row) + 1
         return CutPath(tuple(states), tuple(options), float(sums[0, 0])), peak_s

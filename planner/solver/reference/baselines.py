@@ -19,6 +19,7 @@ from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.kinds import StraightSearch, counts_to_try
 from planner.solver.chain.states import Chain, column
 from planner.solver.problem import Limits
+from planner.solver.stage_rules import StageRules
 
 
 def data_parallel(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
@@ -34,7 +35,7 @@ def straight(layer_costs: LayerCosts, cluster: Cluster) -> list[list[Candidate]]
     chain, model = Chain(layer_costs), bounds_for("resource", link_of(cluster))
     found = []
     for gpus in counts_to_try(min(cluster.gpus, len(chain) - 1)):
-        path = StraightSearch(chain, model, Limits(gpus, None, "never")).best()
+        path = StraightSearch(chain, model, Limits(gpus, None, StageRules("never"))).best()
         assert path is not None, "without a memory limit one stage always fits"
         if len(path.replicas) == gpus:  # otherwise it is the best for fewer GPUs, too
             found.append(candidates([chain.layers(i, j) for i, j in pairwise(path.states)], path.replicas))

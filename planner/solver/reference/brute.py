@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.stage_options import RecomputeRule, StageOptions
+from planner.cost.stage_options import RecomputeRule, StageOptions, whole_stage
 from planner.errors import InputError
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
@@ -58,7 +58,7 @@ def plans(
     layer_costs: LayerCosts, gpus: int, in_order: bool, recompute: RecomputeRule = "never"
 ) -> Iterator[tuple[Candidate, ...]]:
     """Yield all chains of legal cuts with all replica counts that the GPUs allow."""
-    variants = {"auto": (False, True), "never": (False,), "always": (True,)}[recompute]
+    variants = {"auto": (False, True), "never": (False,), "always": (True,), "blocks": ()}[recompute]
     cuts = [done for done in downsets(layer_costs) if not in_order or done == frozenset(range(len(done)))]
     everything = frozenset(range(len(layer_costs.profile.layers)))
 
@@ -67,7 +67,8 @@ def plans(
             if not before < after:
                 continue
             for replicas, again in product(range(1, left + 1), variants):
-                stage = Candidate(before, after - before, StageOptions(replicas, again))
+                layers = after - before
+                stage = Candidate(before, layers, StageOptions(replicas, recompute=whole_stage(layers, again)))
                 if after == everything:
                     yield (stage,)
                 else:
@@ -111,4 +112,4 @@ def _beats(plan: Evaluation, best: Evaluation) -> bool:
 
 def rank(plan: Evaluation) -> tuple[int, int, int]:
     """Return what decides between equally fast plans."""
-    return plan.gpus, len(plan.stages), sum(stage.options.recompute for stage in plan.stages)
+    return plan.gpus, len(plan.stages), sum(bool(stage.options.recompute) for stage in plan.stages)

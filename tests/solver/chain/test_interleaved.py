@@ -27,6 +27,7 @@ from planner.solver import solve
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.states import Chain
 from planner.solver.problem import Limits
+from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_interleaved
 from tests.simulator.pipelines import FREE, run
@@ -115,7 +116,7 @@ def test_the_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(model)
     setting = Setting(cluster, INTERLEAVED, microbatches, chunks)
-    search = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, memory, recompute))
+    search = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, memory, StageRules(recompute)))
     paths, bound_s = search.best()
     expected = brute_force(
         layer_costs,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
+from planner.cost.stage_options import StageOptions, whole_stage
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
@@ -29,8 +29,8 @@ STAGES = [frozenset({0}), frozenset({1})]
 
 def straight(*recompute: bool) -> list[Candidate]:
     return [
-        Candidate(frozenset(), STAGES[0], StageOptions(1, recompute[0])),
-        Candidate(STAGES[0], STAGES[1], StageOptions(1, recompute[1])),
+        Candidate(frozenset(), STAGES[0], StageOptions(1, recompute=whole_stage(STAGES[0], recompute[0]))),
+        Candidate(STAGES[0], STAGES[1], StageOptions(1, recompute=whole_stage(STAGES[1], recompute[1]))),
     ]
 
 
@@ -55,7 +55,7 @@ def test_gpipe_recomputes_every_microbatch() -> None:
 def test_an_all_reduce_does_not_hide_behind_a_recomputation() -> None:
     model = profile(layer("a", 6, 1, weight_bytes=60))
     layer_costs, cluster = LayerCosts(model), flat_cluster(2, 10.0)  # 6 s of all-reduce, of which 1 s may hide
-    stage = Candidate(frozenset(), frozenset({0}), StageOptions(2, recompute=True))
+    stage = Candidate(frozenset(), frozenset({0}), StageOptions(2, recompute=whole_stage({0})))
     assert price(layer_costs, [stage], Setting(cluster)).seconds_per_minibatch == pytest.approx((6 + 6 + 1 + 6 - 1) / 2)
 
 

@@ -29,6 +29,7 @@ from planner.solver.graph.lattice import Lattice, enumerate_covers
 from planner.solver.graph.relaxation import Relaxation, WorkLeft
 from planner.solver.problem import Limits
 from planner.solver.reference.brute import plans
+from planner.solver.stage_rules import StageRules
 from planner.units import parse_bytes
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
@@ -133,7 +134,7 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
     space = Downsets(layer_costs, covers.words, complete=True)
     priced = bounds_for("resource", Link(2.0), find(schedule), microbatches)
     relaxation = Relaxation(
-        space, Lattice(covers, space.order), priced, Limits(gpus, memory, recompute), WorkLeft(10**9)
+        space, Lattice(covers, space.order), priced, Limits(gpus, memory, StageRules(recompute)), WorkLeft(10**9)
     )
     after = relaxation.after(target_s)
     before = relaxation.before(target_s, after)

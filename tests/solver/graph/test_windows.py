@@ -28,6 +28,7 @@ from planner.solver.graph.orders import around, depth_first, fewest_live_bytes
 from planner.solver.graph.windows import Windows
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Limits, Problem
+from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
@@ -60,7 +61,7 @@ def test_no_plan_is_faster_than_the_bound(
         layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches, recompute=recompute
     )
     windows = Windows(layer_costs, bounds_for(name, link_of(cluster), find(schedule), microbatches))
-    bound_s = windows.bound_s(Limits(gpus, memory, recompute), 1e6)
+    bound_s = windows.bound_s(Limits(gpus, memory, StageRules(recompute)), 1e6)
     if best is not None:
         assert bound_s <= best.price.seconds_per_minibatch * (1 + 1e-9)
 

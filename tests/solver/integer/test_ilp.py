@@ -31,6 +31,7 @@ from planner.solver.integer.ilp import solve_ilp
 from planner.solver.integer.milp import MilpName, installed, run
 from planner.solver.problem import Limits, Problem
 from planner.solver.reference.brute import downsets
+from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
@@ -222,7 +223,7 @@ def test_constraints_and_kinds_against_every_plan(
     microbatches = 1 if schedule == "1f1b" else microbatches
     layer_costs = LayerCosts(model)
     setting = Setting(cluster, find(schedule), microbatches)
-    problem = Problem(layer_costs, setting, "never", constraints=constraints)
+    problem = Problem(layer_costs, setting, StageRules("never"), constraints=constraints)
     answer = solve_ilp(problem)
     expected = fastest(layer_costs, cluster, constraints, schedule, microbatches)
     if answer is None:

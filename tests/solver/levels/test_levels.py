@@ -23,6 +23,7 @@ from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.levels.levels import nearest_search, search_levels
 from planner.solver.problem import Problem
+from planner.solver.stage_rules import StageRules
 from tests import samples
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
@@ -65,7 +66,7 @@ def check(
         space = Downsets(layer_costs, words, complete=True)
 
     setting = Setting(cluster, find(schedule), microbatches, cost_model=model)
-    problem = Problem(layer_costs, setting, recompute)
+    problem = Problem(layer_costs, setting, StageRules(recompute))
     nearest = nearest_search(problem, space, problem.limits).best()
     expected = brute_force(
         layer_costs,
