@@ -8,51 +8,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from planner.cost.topology import Loads, Topology, rank_ranges
+from planner.cost.layer_costs import Candidate
+from planner.cost.topology import Loads, Ranks, Topology, rank_ranges
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster
-from planner.schedule.schedule import Schedule
 
 Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
 Busy = dict[Resource, Floats]  # seconds per minibatch
 Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `Loads.add_transfer` takes them
 
 
-def places_matter(cluster: Cluster, schedule: Schedule) -> bool:
+def places_matter(cluster: Cluster) -> bool:
     """Return whether a plan's price depends on which ranks its stages have."""
-    return len(cluster.joined) > 1 and schedule.placed
+    return len(cluster.joined) > 1
+
+
+def ranks_of(stages: Sequence[Candidate], workers: Sequence[int]) -> list[Ranks]:
+    """Return the ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers.
+
+    Args:
+        stages: of a plan.
+        workers: of each stage, by position in the pipeline.
+    """
+    replicas = {worker: stage.replicas for worker, stage in zip(workers, stages, strict=True)}
+    ranges = rank_ranges([replicas[worker] for worker in sorted(replicas)])
+    return [stage.ranks or ranges[worker] for worker, stage in zip(workers, stages, strict=True)]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Stages on consecutive ranks of a cluster.
+    """Stages on ranks of a cluster.
 
     Args:
         topology: of the cluster.
         works: of the stages, for one microbatch.
-        replicas: of the stages.
+        ranks: of the stages.
         exchanges: between the stages, for one microbatch.
     """
 
     topology: Topology
     works: Sequence[Work]
-    replicas: Sequence[int]
+    ranks: Sequence[Ranks]
     exchanges: Exchanges
 
-    @cached_property
-    def ranks(self) -> list[range]:
-        """Consecutive ranks, in the order of the stages."""
-        return rank_ranges(self.replicas)
+    @property
+    def replicas(self) -> list[int]:
+        """Of the stages."""
+        return [len(ranks) for ranks in self.ranks]
 
     def transfers(self) -> tuple[Loads, list[float]]:
         """Return the loads of all transfers, and each stage's half of the time that one microbatch's take."""
         loads, halves = Loads(self.topology), [0.0] * len(self.works)
         for (source, target), exchange in self.exchanges.items():
+            if self.ranks[source] == self.ranks[target]:
+                continue  # stages of the same workers pass values on without a message
             seconds = loads.add_transfer(self.ranks[source], self.ranks[target], exchange)
             halves[source] += seconds / 2
             halves[target] += seconds / 2
@@ -62,5 +75,7 @@ class Placement:
         """Add the busiest shared link, as a resource of the stage that has most ranks on it."""
         seconds, first, end = loads.busiest_shared()
         if seconds > 0:
-            inside = [len(range(max(ranks.start, first), min(ranks.stop, end))) for ranks in self.ranks]
+            inside = [
+                np.count_nonzero((np.asarray(ranks) >= first) & (np.asarray(ranks) < end)) for ranks in self.ranks
+            ]
             busy[inside.index(max(inside))]["shared_link"] = np.asarray(seconds * times)

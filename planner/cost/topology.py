@@ -3,7 +3,8 @@
 Ranks fill servers in order. A message between two ranks crosses the links of every level up to the lowest one whose
 group holds both: it is as slow as the slowest of them, keeps each end's own link busy for that long, and takes its
 bytes' time on the link of every group that it leaves or enters, which the devices of the group share. A ring
-all-reduce over consecutive ranks crosses the link of each group that it passes through once each way.
+all-reduce visits its ranks in ascending order, so it crosses the link of each group that it passes through once each
+way, whichever ranks they are.
 """
 
 from __future__ import annotations
@@ -21,11 +22,34 @@ from planner.formats.cluster import Cluster
 
 MOST_REMEMBERED = 256  # GPUs of a cluster, whose shares are kept
 
+Ranks = Sequence[int]  # of a stage's replicas, in their order; a range where they are consecutive
+
 
 def rank_ranges(replicas: Sequence[int]) -> list[range]:
     """Return the consecutive ranks of each stage."""
     ends = np.cumsum(replicas)
     return [range(int(end) - r, int(end)) for end, r in zip(ends, replicas, strict=True)]
+
+
+def column_ranks(replicas: Sequence[int], columns: int) -> list[Ranks]:
+    """Return the ranks of each stage where the pipeline is laid out in columns, one after the other.
+
+    A column has an equal part of every stage's replicas: those whose numbers are equal modulo the columns, next to each
+    other. Minibatch b runs on replica b mod r, so columns exchange gradients only. One column is a stage after the
+    other; as many columns as replicas is a pipeline after the other.
+
+    Args:
+        replicas: of the stages, multiples of the columns.
+        columns: how many.
+    """
+    parts = [r // columns for r in replicas]
+    if columns == 1:
+        return list(rank_ranges(replicas))
+    size, starts = sum(parts), np.cumsum([0, *parts[:-1]])
+    return [
+        tuple(int(i % columns * size + start + i // columns) for i in range(r))
+        for r, start in zip(replicas, starts, strict=True)
+    ]
 
 
 class Topology:
@@ -71,17 +95,17 @@ class Topology:
             self._overlap,
         )
 
-    def stage_link(self, ranks: range) -> Link:
+    def stage_link(self, ranks: Ranks) -> Link:
         """Return the link of a stage's all-reduce; messages that do not overlap are priced at the slowest bandwidth."""
         span = self.span(ranks)
         slowest = float(self.path_bytes_per_s[-1])
         return Link(slowest, float(self.latency_s[span]), float(self.ring_bytes_per_s[span]), self._overlap)
 
-    def span(self, ranks: range) -> int:
-        """Return the lowest level whose group holds all of these consecutive ranks."""
-        return int(self.level(ranks[0], ranks[-1]))
+    def span(self, ranks: Ranks) -> int:
+        """Return the lowest level whose group holds all of these ranks."""
+        return int(self.level(min(ranks), max(ranks)))
 
-    def shares(self, ranks: range, others: range) -> Floats:
+    def shares(self, ranks: Ranks, others: Ranks) -> Floats:
         """Return each rank's share of messages per level, to or from a stage: (levels, ranks); columns sum to 1.
 
         Minibatch b runs on replica b mod r of both stages, so that replica i meets replica j where i = j modulo the
@@ -92,8 +116,18 @@ class Topology:
 
 
 @lru_cache(maxsize=4096)
-def _shares(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
+def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
     """Compute `Topology.shares`; searches ask for the same stages many times."""
+    if isinstance(ranks, range) and isinstance(others, range):
+        shares = _shares_of_ranges(groups, ranks, others)
+    else:
+        shares = _shares_one_by_one(groups, ranks, others)
+    shares.setflags(write=False)
+    return shares
+
+
+def _shares_of_ranges(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
+    """Count the pairs of consecutive ranks by their ends, however many there are."""
     common = math.gcd(len(ranks), len(others))
     own = np.arange(ranks.start, ranks.stop)
     residue = (own - ranks.start + others.start) % common
@@ -103,9 +137,18 @@ def _shares(groups: tuple[int, ...], ranks: range, others: range) -> Floats:
         high = np.minimum((own // size + 1) * size, others.stop)
         first = low + (residue - low) % common
         met[number] = np.maximum(-(-(high - first) // common), 0)
-    shares = np.diff(met, axis=0, prepend=0.0) / (len(others) // common)
-    shares.setflags(write=False)
-    return shares
+    return np.asarray(np.diff(met, axis=0, prepend=0.0) / (len(others) // common))
+
+
+def _shares_one_by_one(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
+    """Count the pairs of any ranks: a minibatch for each of them."""
+    minibatches = np.arange(math.lcm(len(ranks), len(others)))
+    own = minibatches % len(ranks)
+    one, other = np.asarray(ranks)[own], np.asarray(others)[minibatches % len(others)]
+    levels = sum((one // size != other // size).astype(np.int64) for size in groups[:-1])
+    met = np.zeros((len(groups), len(ranks)))
+    np.add.at(met, (levels, own), 1.0)
+    return np.asarray(met / (len(minibatches) // len(ranks)))
 
 
 class Loads:
@@ -134,7 +177,19 @@ class Loads:
         twin.shared_out = [each.copy() for each in self.shared_out]
         return twin
 
-    def add_transfer(self, source: range, target: range, exchange: Floats) -> float:
+    def times(self, count: float) -> Loads:
+        """Return the loads of so many microbatches."""
+        many = self.copy()
+        for each in (many.into, many.out, *many.shared_into, *many.shared_out):
+            each *= count
+        return many
+
+    def busiest(self, ranks: Ranks) -> tuple[float, float]:
+        """Return the seconds of the busiest own link of these ranks, arriving and leaving."""
+        own = _index(ranks)
+        return float(self.into[own].max()), float(self.out[own].max())
+
+    def add_transfer(self, source: Ranks, target: Ranks, exchange: Floats) -> float:
         """Add the messages between two stages.
 
         Args:
@@ -149,7 +204,7 @@ class Loads:
         forward_s = self._path_s(output_bytes, outputs)
         back_s = self._path_s(gradient_bytes, gradients)
         from_source, at_target = self.topology.shares(source, target), self.topology.shares(target, source)
-        here, there = slice(source.start, source.stop), slice(target.start, target.stop)
+        here, there = _index(source), _index(target)
         self.out[here] += forward_s @ from_source / len(source)
         self.into[here] += back_s @ from_source / len(source)
         self.into[there] += forward_s @ at_target / len(target)
@@ -160,22 +215,23 @@ class Loads:
                 (target, at_target, gradient_bytes, output_bytes),
             ):
                 crossing = shares[level:].sum(axis=0) / len(ranks) / bandwidth
-                members = np.arange(ranks.start, ranks.stop) // size
+                members = np.asarray(ranks) // size
                 self.shared_out[number] += np.bincount(members, crossing * sent, len(self.shared_out[number]))
                 self.shared_into[number] += np.bincount(members, crossing * received, len(self.shared_into[number]))
         return float((forward_s + back_s) @ from_source.mean(axis=1))
 
-    def add_ring(self, ranks: range, trainable_bytes: float) -> None:
+    def add_ring(self, ranks: Ranks, trainable_bytes: float) -> None:
         """Add the all-reduce of a stage, once per round of r microbatches: 2(r-1)/r of the bytes each way."""
         r = len(ranks)
         moved = 2 * (r - 1) / (r * r) * trainable_bytes
         span = self.topology.span(ranks)
         own_s = moved / self.topology.ring_bytes_per_s[span]
-        self.into[ranks.start : ranks.stop] += own_s
-        self.out[ranks.start : ranks.stop] += own_s
+        own = _index(ranks)
+        self.into[own] += own_s
+        self.out[own] += own_s
         for number, (level, size, _, bandwidth) in enumerate(self.topology.shared):
             if level <= span:
-                members = slice(ranks[0] // size, ranks[-1] // size + 1)
+                members = np.unique(np.asarray(ranks) // size)
                 self.shared_into[number][members] += moved / bandwidth
                 self.shared_out[number][members] += moved / bandwidth
 
@@ -192,3 +248,8 @@ class Loads:
     def _path_s(self, size_bytes: float, messages: float) -> Floats:
         """Return the seconds of these bytes in this many messages, by the level at which their ends meet."""
         return np.asarray(size_bytes / self.topology.path_bytes_per_s + messages * self.topology.latency_s)
+
+
+def _index(ranks: Ranks) -> slice | Integers:
+    """Return what picks the ranks' own links from an array."""
+    return slice(ranks.start, ranks.stop) if isinstance(ranks, range) else np.asarray(ranks)

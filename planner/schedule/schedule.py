@@ -62,7 +62,7 @@ class Schedule(ABC):
     pipelined: ClassVar[bool] = True  # several units are in flight
     stashes: ClassVar[bool] = False  # each unit in flight may have a weight version of its own
     splits_backward: ClassVar[bool] = False  # gradients of inputs first, gradients of weights later
-    placed: ClassVar[bool] = True  # the cost formula knows which ranks a stage has, on clusters of several levels
+    placed: ClassVar[bool] = True  # the search knows which ranks a stage has, on clusters of several levels
     deepens: ClassVar[bool] = False  # more units in flight may hide messages, so the search tries that
     fixed_chunks: ClassVar[int | None] = 1  # stages per worker; None where the user chooses
     alternates: ClassVar[bool] = True  # forward and backward in turn; False: all forwards of a minibatch first

@@ -116,8 +116,8 @@ class Problem:
 
     @property
     def placed(self) -> bool:
-        """Whether it matters which ranks a stage has."""
-        return places_matter(self.cluster, self.schedule)
+        """Whether the search knows places, and the cluster has several levels for which they matter."""
+        return places_matter(self.cluster) and self.schedule.placed
 
     @property
     def link(self) -> Link:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.cost.layer_costs import Candidate
+from planner.cost.placement import ranks_of
 from planner.cost.price import Price
 from planner.cost.stage_options import StageOptions
-from planner.cost.topology import rank_ranges
 from planner.formats.cluster import Cluster
 from planner.solver.chain.states import StateSpace
 
@@ -87,10 +87,7 @@ class Evaluation:
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers."""
-        workers = self.price.workers
-        replicas = {worker: stage.replicas for worker, stage in zip(workers, self.stages, strict=True)}
-        ranges = rank_ranges([replicas[worker] for worker in sorted(replicas)])
-        return tuple(stage.ranks or tuple(ranges[worker]) for worker, stage in zip(workers, self.stages, strict=True))
+        return tuple(map(tuple, ranks_of(self.stages, self.price.workers)))
 
     def fits(self, cluster: Cluster) -> bool:
         """Return whether each stage fits the memory of its GPUs, with the GPU's other stages."""

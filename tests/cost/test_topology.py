@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.topology import Loads, Topology, rank_ranges
+from planner.cost.topology import Loads, Topology, column_ranks, rank_ranges
 from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
 from planner.formats.cost_model_names import CostModelName
 from planner.formats.profile import Profile
@@ -48,6 +48,49 @@ def test_messages_spread_as_the_round_robin_says(first: int, one: int, other: in
     np.testing.assert_allclose(topology.shares(source, target), counted)
 
 
+@given(first=st.integers(0, 3), one=st.integers(1, 6), other=st.integers(1, 6))
+def test_any_ranks_spread_as_consecutive_ones_do(first: int, one: int, other: int) -> None:
+    topology = Topology(hierarchical_cluster((3, 2, 4), (8.0, 4.0, 2.0)))
+    source, target = range(first, first + one), range(first + one, first + one + other)
+    listed = topology.shares(tuple(source), tuple(target))
+    np.testing.assert_allclose(listed, topology.shares(source, target))
+    one_by_one, at_once = Loads(topology), Loads(topology)
+    exchange = np.array([3.0, 5.0, 1.0, 1.0])
+    assert one_by_one.add_transfer(tuple(source), tuple(target), exchange) == pytest.approx(
+        at_once.add_transfer(source, target, exchange)
+    )
+    one_by_one.add_ring(tuple(source), 7.0)
+    at_once.add_ring(source, 7.0)
+    np.testing.assert_allclose(one_by_one.into, at_once.into)
+    for listed, counted in zip(one_by_one.shared_out, at_once.shared_out, strict=True):
+        np.testing.assert_allclose(listed, counted)
+
+
+def test_columns_lie_one_after_the_other() -> None:
+    assert column_ranks((2, 2), 1) == [range(2), range(2, 4)]
+    assert column_ranks((2, 2), 2) == [(0, 2), (1, 3)]
+    # Uneven replicas: each column has two of the first stage's and one of the others'.
+    assert column_ranks((4, 2, 2), 2) == [(0, 4, 1, 5), (2, 6), (3, 7)]
+
+
+@given(parts=st.lists(st.integers(1, 3), min_size=1, max_size=4), columns=st.integers(1, 4))
+def test_columns_exchange_no_messages(parts: list[int], columns: int) -> None:
+    replicas = [part * columns for part in parts]
+    ranks = column_ranks(replicas, columns)
+    assert sorted(rank for each in ranks for rank in each) == list(range(sum(replicas)))
+    for minibatch in range(math.lcm(*replicas)):
+        assert len({each[minibatch % len(each)] // sum(parts) for each in ranks}) == 1
+
+
+def test_pipelines_in_servers_send_gradients_alone_between_them() -> None:
+    loads = Loads(Topology(SERVERS))
+    first, second = column_ranks((8, 8), 4)
+    loads.add_transfer(first, second, np.array([32.0, 32.0, 1.0, 1.0]))
+    assert not loads.shared_out[0].any()
+    loads.add_ring(first, 64.0)
+    assert list(loads.shared_into[0]) == [2 * 7 / 64 * 64.0] * 4
+
+
 def test_fifteen_and_one_on_four_servers_of_four() -> None:
     # Rank 15 gets a message of every minibatch: 3 of 15 from its own server, 12 of 15 over its server's link.
     loads = Loads(Topology(SERVERS))
@@ -78,8 +121,8 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
     groups = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]
     replicas = [data.draw(st.integers(1, 2)) for _ in groups]
-    schedule: str = data.draw(st.sampled_from(["1f1b", "gpipe", "naive"]))
-    microbatches = 3 if schedule == "gpipe" else 1
+    schedule: str = data.draw(st.sampled_from(["1f1b", "gpipe", "naive", "2bw"]))
+    microbatches = 3 if schedule in ("gpipe", "2bw") else 1
     overlap = data.draw(st.booleans())
     levels = hierarchical_cluster((2, 2, 2), (3.0,) * 3, None, (0.5,) * 3, shared=False, overlap=overlap)
     flat = flat_cluster(8, 3.0, None, 0.5, overlap=overlap)

@@ -48,13 +48,16 @@ class AsynchronousModel(StageModel):
         loads, _ = placement.transfers()
         for ranks, work in zip(placement.ranks, placement.works, strict=True):
             loads.add_ring(ranks, float(work.trainable_bytes))
-        busy: list[Busy] = [
-            {
-                "compute": AsynchronousModel(placement.topology.stage_link(ranks)).resources_s(work, r)["compute"],
-                "receive": np.asarray(loads.into[ranks.start : ranks.stop].max()),
-                "send": np.asarray(loads.out[ranks.start : ranks.stop].max()),
-            }
-            for ranks, work, r in zip(placement.ranks, placement.works, placement.replicas, strict=True)
-        ]
+        busy: list[Busy] = []
+        for ranks, work in zip(placement.ranks, placement.works, strict=True):
+            placed = AsynchronousModel(placement.topology.stage_link(ranks))
+            receive_s, send_s = loads.busiest(ranks)
+            busy.append(
+                {
+                    "compute": placed.resources_s(work, len(ranks))["compute"],
+                    "receive": np.asarray(receive_s),
+                    "send": np.asarray(send_s),
+                }
+            )
         placement.add_shared(busy, loads, 1)
         return busy

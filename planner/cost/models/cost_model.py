@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from planner.cost.layer_costs import Candidate, LayerCosts, exchanges
 from planner.cost.link import Link, link_of
-from planner.cost.placement import Busy, Placement, Resource, places_matter
+from planner.cost.placement import Busy, Placement, Resource, places_matter, ranks_of
 from planner.cost.topology import Topology
 from planner.cost.work import Floats, Work
 from planner.formats.plan import Bottleneck
@@ -43,10 +43,12 @@ class UnpricedPlan:
     @cached_property
     def placement(self) -> Placement | None:
         """The ranks of the stages; None where it does not matter which they are."""
-        cluster = self.setting.cluster
-        if not places_matter(cluster, self.setting.schedule):
+        cluster, schedule = self.setting.cluster, self.setting.schedule
+        if not places_matter(cluster):
             return None
-        return Placement(Topology(cluster), self.works, self.replicas, exchanges(self.layer_costs, self.stages))
+        workers = len(self.stages) // self.setting.chunks
+        ranks = ranks_of(self.stages, [schedule.worker_of(stage, workers) for stage in range(len(self.stages))])
+        return Placement(Topology(cluster), self.works, ranks, exchanges(self.layer_costs, self.stages))
 
     @property
     def depths(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
 from planner.cost.models.asynchronous import AsynchronousModel
-from planner.cost.placement import Busy
+from planner.cost.placement import Busy, Placement
 from planner.cost.work import Floats, Work
 
 if TYPE_CHECKING:
@@ -76,3 +76,24 @@ class DoubleBufferedModel(AsynchronousModel):
 
     def _ring_s(self, work: Work, replicas: Floats) -> Floats:
         return 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
+
+    def placed_s(self, placement: Placement) -> list[Busy]:
+        transfers, _ = placement.transfers()
+        loads = transfers.times(self.microbatches)
+        busy: list[Busy] = []
+        for ranks, work in zip(placement.ranks, placement.works, strict=True):
+            r = len(ranks)
+            loads.add_ring(ranks, r * float(work.trainable_bytes))  # once per minibatch, not per round of r
+            placed = DoubleBufferedModel(placement.topology.stage_link(ranks), self.microbatches)
+            ring_s = float(placed._ring_s(work, np.float64(r)))
+            share = np.ceil(self.microbatches / r) * r
+            receive_s, send_s = transfers.busiest(ranks)
+            busy.append(
+                {
+                    "compute": placed.resources_s(work, r)["compute"],
+                    "receive": np.asarray(share * receive_s + ring_s),
+                    "send": np.asarray(share * send_s + ring_s),
+                }
+            )
+        placement.add_shared(busy, loads, 1)
+        return busy

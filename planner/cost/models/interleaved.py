@@ -17,7 +17,8 @@ ceil(m / r) of the microbatches; all r of a stage reduce together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +27,7 @@ import numpy as np
 from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
 from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.placement import Busy
 from planner.cost.work import Floats, Integers, Work
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
@@ -162,13 +164,28 @@ class InterleavedModel(CostModel):
         return cls(setting)
 
     def time(self, plan: UnpricedPlan) -> PlanTime:
-        shape = self._shape(plan)
-        each = [StageSeconds.of(work, shape) for work in plan.works]
-        columns = {name: np.array([getattr(stage, name) for stage in each]) for name in vars(each[0])}
-        by_resource = shape.worker_s(StageSeconds(**columns))
-        # One entry per worker, in the order of their first stages.
-        workers = range(shape.workers)
-        return PlanTime([{name: seconds[worker] for name, seconds in by_resource.items()} for worker in workers])
+        shape, placement = self._shape(plan), plan.placement
+        if placement is None:
+            return PlanTime(_busy(shape, [StageSeconds.of(work, shape) for work in plan.works]))
+        loads, halves_s = placement.transfers()
+        each = []
+        for number, (work, ranks) in enumerate(zip(plan.works, placement.ranks, strict=True)):
+            placed = replace(shape, link=placement.topology.stage_link(ranks))
+            # The chunks of a worker share its link, whose load counts once: for its first chunk.
+            times = shape.replicas if number < shape.workers else 0
+            receive_s, send_s = loads.busiest(ranks)
+            each.append(
+                replace(
+                    StageSeconds.of(work, placed),
+                    latency_s=StageSeconds.of(work.without_transfers(), placed).latency_s
+                    + shape.waits * np.asarray(halves_s[number]),
+                    receive_s=np.asarray(times * receive_s),
+                    send_s=np.asarray(times * send_s),
+                )
+            )
+        busy = _busy(shape, each)
+        placement.add_shared(busy, loads, shape.microbatches)
+        return PlanTime(busy)
 
     def _shape(self, plan: UnpricedPlan) -> InterleavedShape:
         setting, replicas = self.setting, set(plan.replicas)
@@ -182,3 +199,10 @@ class InterleavedModel(CostModel):
             replicas.pop(),
             setting.microbatches,
         )
+
+
+def _busy(shape: InterleavedShape, stages: Sequence[StageSeconds]) -> list[Busy]:
+    """Return the busy seconds of the workers' resources, in the order of the workers' first stages."""
+    columns = {name: np.array([getattr(stage, name) for stage in stages]) for name in vars(stages[0])}
+    by_resource = shape.worker_s(StageSeconds(**columns))
+    return [{name: seconds[worker] for name, seconds in by_resource.items()} for worker in range(shape.workers)]

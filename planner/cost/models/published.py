@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from planner.cost.models.cost_model import StageModel
 from planner.cost.placement import Busy, Placement
+from planner.cost.topology import Ranks, Topology
 
 
 class PublishedModel(StageModel):
@@ -24,10 +27,19 @@ class PublishedModel(StageModel):
             return model.resources_s(placement.works[stage], placement.replicas[stage])
 
         own = ranks[stage]
-        within = between(own[0], own[-1])
+        within = between(min(own), max(own))
         busy: Busy = {"compute": within["compute"]}
         if stage > 0:
-            busy["cut_before"] = between(own[0] - 1, own[-1])["cut_before"]
+            busy["cut_before"] = between(*_farthest(topology, own, ranks[stage - 1]))["cut_before"]
         if stage < len(ranks) - 1 and "cut_after" in within:
-            busy["cut_after"] = between(own[0], own[-1] + 1)["cut_after"]
+            busy["cut_after"] = between(*_farthest(topology, own, ranks[stage + 1]))["cut_after"]
         return busy
+
+
+def _farthest(topology: Topology, own: Ranks, others: Ranks) -> tuple[int, int]:
+    """Return the rank of a stage that is farthest from its nearest rank of another stage, and that one."""
+    if isinstance(own, range) and isinstance(others, range):  # the ends say it all
+        return (own[-1], others[-1]) if others[0] < own[0] else (own[0], others[0])
+    levels = topology.level(np.asarray(own)[:, None], np.asarray(others)[None, :])
+    one = int(levels.min(axis=1).argmax())
+    return own[one], others[int(levels[one].argmin())]

@@ -64,8 +64,8 @@ class SynchronousModel(CostModel):
             if self.schedule.pipelined:
                 end_s = placed.end_s(work, r)
                 more = (np.ceil(self.microbatches / r) - 1) * r
-                resources["receive"] = more * np.max(loads.into[ranks.start : ranks.stop]) + end_s
-                resources["send"] = more * np.max(loads.out[ranks.start : ranks.stop]) + end_s
+                receive_s, send_s = loads.busiest(ranks)
+                resources["receive"], resources["send"] = more * receive_s + end_s, more * send_s + end_s
             busy.append(resources)
         if self.schedule.pipelined:
             placement.add_shared(busy, loads, self.microbatches - 1)
