@@ -36,6 +36,7 @@ from planner.executor.run.worker import Observers
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
+from planner.model.loss_weight import Shares, shares_by_samples, shares_function
 from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Unit, Update
 
@@ -48,25 +49,32 @@ class FedBatches(BatchSource):
     Args:
         microbatches: per minibatch.
         kept: minibatches back to the oldest one that may be in flight.
+        shares: of a minibatch's microbatches; None where they are those of their samples.
     """
 
-    def __init__(self, microbatches: int, kept: int) -> None:
+    def __init__(self, microbatches: int, kept: int, shares: Shares | None = None) -> None:
         super().__init__(microbatches)
         self._kept = kept
+        self._shares_of = shares or shares_by_samples
         self._parts: dict[int, list[Batch]] = {}
         self._sizes: dict[int, int] = {}
+        self._shares: dict[int, list[float]] = {}
         self.count = 0
 
     def feed(self, batch: Batch) -> None:
         """Take the next minibatch."""
         self._parts[self.count] = batch.split(min(self.microbatches, batch.size))
         self._sizes[self.count] = batch.size
+        self._shares[self.count] = self._shares_of(self._parts[self.count])
         self.count += 1
-        self._parts.pop(self.count - 1 - self._kept, None)
-        self._sizes.pop(self.count - 1 - self._kept, None)
+        for kept in (self._parts, self._sizes, self._shares):
+            kept.pop(self.count - 1 - self._kept, None)
 
     def batch(self, unit: Unit) -> Batch:
         return self._parts[unit.minibatch][unit.microbatch]
+
+    def share(self, unit: Unit) -> float:
+        return self._shares[unit.minibatch][unit.microbatch] if self.size(unit) else 0.0
 
     def minibatch_size(self, minibatch: int) -> int:
         return self._sizes[minibatch]
@@ -95,7 +103,8 @@ class Pipeline:
         heartbeat = start_worker(job)
         check_schedule(plan)
         depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
-        self._data = FedBatches(plan.microbatches, kept=2 * depth + 2 * max(plan.replicas) * options.accumulate)
+        kept = 2 * depth + 2 * max(plan.replicas) * options.accumulate
+        self._data = FedBatches(plan.microbatches, kept, shares_function(plan.loss, spec))
         self._context = pipeline_context(job, spec, take_place(job, heartbeat), heartbeat, self._data)
         self._group = ExitStack()
         self._base = 0  # minibatches before the last drain
@@ -211,20 +220,21 @@ class Pipeline:
         self._worker.log.losses.clear()
         newest = None
         for minibatch in sorted(self._losses):
-            sizes = self._own_sizes(minibatch)
-            if len(self._losses[minibatch]) == sum(size > 0 for size in sizes):
-                share = sum(sizes) / self._data.minibatch_size(minibatch)
-                newest = sum(self._losses.pop(minibatch)) / share
+            units = self._own_units(minibatch)
+            if len(self._losses[minibatch]) == len(units):
+                share = sum(self._data.share(unit) for unit in units)
+                newest = sum(self._losses.pop(minibatch)) / (share or 1.0)
         return newest
 
-    def _own_sizes(self, minibatch: int) -> list[int]:
-        """Return the sizes of the microbatches that this worker runs at the last stage."""
+    def _own_units(self, minibatch: int) -> list[Unit]:
+        """Return the microbatches with samples that this worker runs at the last stage."""
         shape, last = self._context.shape, len(self.plan.stages) - 1
         return [
-            self._data.size(Unit(minibatch, microbatch))
-            for microbatch in range(self.plan.microbatches)
+            unit
+            for unit in (Unit(minibatch, microbatch) for microbatch in range(self.plan.microbatches))
             # Replicas take turns from the last drain on.
-            if shape.rank_of(last, Unit(minibatch - self._base, microbatch)) == self._context.rank
+            if shape.rank_of(last, Unit(minibatch - self._base, unit.microbatch)) == self._context.rank
+            and self._data.size(unit)
         ]
 
 

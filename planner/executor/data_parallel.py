@@ -34,6 +34,7 @@ from planner.executor.run.frame import (
 )
 from planner.executor.run.outcome import Course, gather_result, memory_fields
 from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
+from planner.executor.run.weighed import weighed
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.kept_state import random_state_kept
@@ -113,7 +114,7 @@ class Rounds:
         sizes = {unit: data.size(unit) for unit in units if data.size(unit)}
         # A last, smaller minibatch may have nothing for this worker. It computes the first microbatch, with factor 0.
         for number, (unit, size) in enumerate(sizes.items() or [(Unit(round_), 0)], start=1):
-            share = size / data.minibatch_size(round_)
+            share = data.share(unit) if size else 0.0
             yield Part(unit, share, share * self.world, last=number >= len(sizes))
 
 
@@ -149,7 +150,7 @@ def train_data_parallel(
     if module_options(plan).channels_last:
         lay_out(model)
     made = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
-    data = ReadAhead(made, pinned=place.compute.type == "cuda")
+    data = ReadAhead(weighed(made, plan, spec), pinned=place.compute.type == "cuda")
     context = Context(
         job=job,
         spec=spec,
@@ -255,7 +256,8 @@ class DataParallelWorker(Worker):
             case Backward(unit=unit):
                 part, loss, scaler = self._parts[unit], self._losses.pop(unit), self._optimizer.scaler
                 torch.autograd.backward(loss * (part.factor * (1.0 if scaler is None else scaler.scale)))
-                self._log_loss(unit, loss.detach().double() * part.share)
+                counts = loss.detach().double() if part.share else torch.zeros((), dtype=torch.double)
+                self._log_loss(unit, counts * part.share)
             case Update(round=round_):
                 self._optimizer.step(None)
                 self._optimizer.advance(self._rounds.planned_minibatches(round_))

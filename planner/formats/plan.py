@@ -15,7 +15,7 @@ from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.cost_model_names import CostModelName
 from planner.formats.files import AlwaysTrue, GrownRecord, Record, load_record, refuse_max_load, save_record
-from planner.formats.profile import Autocast, Bytes, Device, MemoryFormat, Seconds
+from planner.formats.profile import Autocast, Bytes, Device, LossMean, MemoryFormat, Seconds
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
@@ -193,7 +193,7 @@ class SolverReport(Record):
 class Plan(GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"tf32", "deterministic"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"loss", "tf32", "deterministic"})
 
     schema_version: Literal[1] = 1
     model: str
@@ -208,6 +208,7 @@ class Plan(GrownRecord):
     config: str  # replicas per stage, "7-1"
     schedule: ScheduleField
     microbatch_size: Annotated[int, Field(ge=1)] | None
+    loss: LossMean | None = None  # what it is a mean over; None stands for the samples
     microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
     vertical_sync: bool = False  # under 1f1b: all stages use the weight version of the first stage
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]

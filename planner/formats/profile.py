@@ -110,6 +110,19 @@ class Compiled(Record):
     uncompiled_backward_s: Seconds
 
 
+class LossMean(Record):
+    """What the loss of a batch is a mean over, found by comparing it with the losses of the batch's parts.
+
+    Minibatches that are divided into microbatches train on the loss of the whole if each microbatch counts by its share
+    of this. For a loss of "batch", such as a contrastive one, no shares do that.
+    """
+
+    # loss_weight: what the model file's loss_weight(target) counts; sum: it is the sum over its parts
+    over: Literal["samples", "labels", "loss_weight", "sum", "batch"]
+    ignored: int | None = None  # with "labels": the label that does not count
+    shifted: bool = False  # with "labels": each sample's first label does not count
+
+
 class Provenance(Record):
     """How the numbers were obtained."""
 
@@ -135,6 +148,7 @@ class Profile(Record):
     # Only then may replicas divide its state. None in older profiles, and where nothing is trained.
     optimizer_elementwise: bool | None = None  # whether it treats each element of a parameter alone
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
+    loss: LossMean | None = None  # what it is a mean over; None where that was not checked
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one

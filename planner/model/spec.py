@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ _ARGUMENTS = {
     "build_model": "",
     "example_batch": "batch_size",
     "loss": "output, target",
+    "loss_weight": "target",
     "optimizer": "parameters",
     "scheduler": "optimizer",
     "dataset": "",
@@ -129,6 +131,18 @@ class TrainingSpec:
     def loss(self) -> LossFunction | None:
         """The loss function; None where the model's output has the loss."""
         return self.functions.get("loss")
+
+    def loss_weight(self, target: Any) -> float:
+        """Return how many labels of `target` count in its mean loss; call it only where that is defined."""
+        weight = self._call("loss_weight", target)
+        try:
+            number = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            number = -1.0
+        if not 0 <= number < math.inf:
+            hint = "for example: return (target != PAD).sum()"
+            raise self._wrong_type("loss_weight", weight, "a number of labels, 0 or more", hint)
+        return number
 
     def defines(self, name: str) -> bool:
         """Return whether there is a user's function `name`."""

@@ -64,6 +64,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         config=config_of(tuple(stage.replicas for stage in stages)),
         schedule=problem.schedule,
         microbatch_size=profile.microbatch_size,
+        loss=profile.loss,
         microbatches=problem.microbatches,
         stages=_stages(layer_costs, best),
         transfers=transfers(layer_costs, stages),

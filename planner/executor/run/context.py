@@ -16,6 +16,7 @@ from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, make_batches
 from planner.executor.run.reading_ahead import ReadAhead
 from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
+from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import shape_of
@@ -124,7 +125,8 @@ def pipeline_context(
     if data is None:
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
         made = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=job.options.drop_last)
-        data = ReadAhead(made, pinned=place.compute.type == "cuda")
+        has_loss = any(module.has_loss for module in built.training.values())
+        data = ReadAhead(weighed(made, plan, spec, whole=has_loss), pinned=place.compute.type == "cuda")
     check_sizes(built.training.values(), data.last_sizes)
     shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
     context = PipelineContext(

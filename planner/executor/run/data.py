@@ -48,6 +48,10 @@ class BatchSource(ABC):
         """Return the number of samples of one microbatch; 0 if a last minibatch has fewer samples than microbatches."""
         return even_size(self.minibatch_size(unit.minibatch), self.microbatches, unit.microbatch)
 
+    def share(self, unit: Unit) -> float:
+        """Return how much the microbatch's loss counts in its minibatch's: here, its share of the samples."""
+        return self.size(unit) / self.minibatch_size(unit.minibatch)
+
 
 def even_sizes(samples: int, parts: int) -> list[int]:
     """Divide `samples` into sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2, 1]."""

@@ -25,9 +25,11 @@ from planner.executor.communication.links import SendLimits
 from planner.executor.job import Evaluation
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches
+from planner.formats.profile import LossMean
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
 from planner.model.kept_state import random_state_kept
+from planner.model.loss_weight import weight_function
 from planner.model.stage.evaluation import EvaluationStages, separate_buffers, share_buffers
 from planner.schedule.instructions import (
     Forward,
@@ -39,6 +41,9 @@ from planner.schedule.instructions import (
 )
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.schedule.streams.evaluation import evaluation_stream, group_size
+
+
+_WEIGHT = "loss weight"  # among the sums: what the losses are means over
 
 
 class Evaluator:
@@ -59,6 +64,7 @@ class Evaluator:
         self._data = EvaluationBatches(
             context.spec.evaluation_dataset(), fixed or context.microbatch_size, drop_last=fixed is not None
         )
+        self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
         self._groups = LinkGroups.create(context.groups, lambda: self._all_streams())
@@ -150,13 +156,16 @@ class Evaluator:
         self, totals: dict[str, float], unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]
     ) -> None:
         samples = self._data.size(unit)
-        found = {"loss": float(loss)}
+        weight = samples if batch is None else self._weight(batch)
+        # A mean over nothing is not a number, and counts nothing.
+        found = {"loss": float(loss) * weight if weight else 0.0, _WEIGHT: weight}
         if self._context.spec.defines("metrics"):
             assert batch is not None
             with autocasting(self._context.place.compute.type, self._stages.autocast):
-                found |= self._context.spec.metrics(self._stages.output(known, batch), batch.target)
+                metrics = self._context.spec.metrics(self._stages.output(known, batch), batch.target)
+            found |= {name: value * samples for name, value in metrics.items()}
         for name, value in found.items():
-            totals[name] = totals.get(name, 0.0) + value * samples
+            totals[name] = totals.get(name, 0.0) + value
 
     def _merge(self, minibatch: int, totals: dict[str, float]) -> Evaluation | None:
         """Gather the sums of the last stage's replicas on the first of them, which returns the means."""
@@ -170,8 +179,10 @@ class Evaluator:
         for part in parts:
             for name, value in json.loads(part).items():
                 sums[name] = sums.get(name, 0.0) + value
+        counted = sums.pop(_WEIGHT)
+        loss = _finite(sums.pop("loss") / counted) if counted else None
         means = {name: _finite(value / self._data.samples) for name, value in sums.items()}
-        evaluation = Evaluation(minibatch=minibatch, samples=self._data.samples, loss=means.pop("loss"), metrics=means)
+        evaluation = Evaluation(minibatch=minibatch, samples=self._data.samples, loss=loss, metrics=means)
         self.done.append(evaluation)
         return evaluation
 

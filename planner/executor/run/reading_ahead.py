@@ -76,6 +76,9 @@ class ReadAhead(BatchSource):
         self.end()
         return self._source.batch(unit)
 
+    def share(self, unit: Unit) -> float:
+        return self._source.share(unit)
+
     def minibatch_size(self, minibatch: int) -> int:
         return self._source.minibatch_size(minibatch)
 

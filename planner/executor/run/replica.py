@@ -216,9 +216,14 @@ class StageReplica:
         return record
 
     def _weighed(self, unit: Unit, loss: Tensor) -> Tensor:
-        """Weight a loss by the unit's share of the minibatch's samples: all samples count the same."""
-        samples, of = self._data.size(unit), self._data.minibatch_size(unit.minibatch)
-        return loss if samples == of else loss * (samples / of)
+        """Weight a loss by the unit's share of the minibatch's.
+
+        A unit in which nothing counts has a loss of zero and no backward: a mean over nothing is not a number.
+        """
+        share = self._data.share(unit)
+        if not share:
+            return torch.zeros_like(loss.detach())
+        return loss if share == 1.0 else loss * share
 
     def _nothing(self, spec: ValueSpec) -> Tensor:
         """Make a value of no samples."""

@@ -68,6 +68,9 @@ def contention(
     Raises:
         WorkerError: when a process cannot be started, or ends before the context does.
     """
+    if not others:
+        yield
+        return
     assert spec.path is not None, "check_processes refuses models in memory"
     order = {
         "model": f"{spec.path.resolve()}:{spec.builder}",

@@ -12,7 +12,7 @@ import torch
 from planner.devices.numerics import Numerics, computing
 from planner.devices.place import kind_here
 from planner.errors import InputError
-from planner.formats.profile import TF32, MemoryFormat, Profile
+from planner.formats.profile import TF32, LossMean, MemoryFormat, Profile
 from planner.model.autocast import autocast_dtype
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
@@ -25,6 +25,7 @@ from planner.model.stage.compiling import check_compiler
 from planner.profiler.defaults import REPEATS, SECONDS
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
+from planner.profiler.measured.loss_mean import find_loss_mean
 from planner.profiler.measured.make_profile import Measurement, make_profile
 from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement
@@ -144,11 +145,22 @@ def profile_model(
         others = options.processes - 1
         with contention(spec, batch_size, others, threads=options.threads, options=options.stage):
             measured = _measure(spec, graph, batch, device, effort, options)
+    loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
     profile = make_profile(spec.name, graph, batch.size, measured, described)
-    own: dict[str, object] = {"optimizer_elementwise": has_elementwise_optimizer(spec, graph.model)}
+    own: dict[str, object] = {"loss": loss, "optimizer_elementwise": has_elementwise_optimizer(spec, graph.model)}
     own |= {"dtype": TF32} if options.numerics.tf32 else {}
     return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
+
+
+def _loss_mean(
+    spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, options: ProfilingOptions
+) -> LossMean | None:
+    """Return what the loss is a mean over; None where only parts of the model fit the device."""
+    if any(parameter.device.type != device.type for parameter in graph.model.parameters()):
+        return None
+    with thread_count(options.threads), random_state_kept(device):
+        return find_loss_mean(spec, graph, batch.to(device), options.stage)
 
 
 def _measure(

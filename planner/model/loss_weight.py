@@ -1,0 +1,84 @@
+"""How much each microbatch counts in its minibatch's loss, so that their weighted sum is the loss of the whole.
+
+A loss that is a mean over samples counts the microbatches by their samples. A loss that ignores padded labels is a mean
+over the other labels, of which microbatches have different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from planner.formats.profile import LossMean
+from planner.model.batch import Batch
+from planner.model.spec import TrainingSpec
+
+WeightFunction: TypeAlias = Callable[[Batch], float]
+Shares: TypeAlias = Callable[[Sequence[Batch]], list[float]]
+
+
+def labels_of(batch: Batch) -> Tensor | None:
+    """Return the labels of a batch, where a sample may have several; None without such labels.
+
+    They are the target's only tensor of integers, or the model's argument `labels`.
+    """
+    integers = [leaf for leaf in tree_leaves(batch.target) if _is_labels(leaf)]
+    own = batch.kwargs.get("labels")
+    if len(integers) == 1:
+        return integers[0]
+    return own if not integers and _is_labels(own) else None
+
+
+def with_labels(batch: Batch, labels: Tensor) -> Batch:
+    """Return the batch with other labels."""
+    before = labels_of(batch)
+    args, kwargs, target = tree_map(
+        lambda leaf: labels if leaf is before else leaf, (batch.args, batch.kwargs, batch.target)
+    )
+    return Batch(args, kwargs, target)
+
+
+def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:
+    """Return what counts, in a batch, what its loss is a mean over."""
+    if mean.over == "loss_weight":
+        return lambda batch: spec.loss_weight(batch.target)
+    if mean.over == "labels":
+        return lambda batch: _counted(batch, mean)
+    return lambda batch: float(batch.size)
+
+
+def shares_function(mean: LossMean | None, spec: TrainingSpec) -> Shares | None:
+    """Return what gives each microbatch's share of its minibatch's loss; None where it is that of its samples."""
+    if mean is None or mean.over in ("samples", "batch"):
+        return None
+    if mean.over == "sum":
+        return lambda parts: [1.0] * len(parts)
+    weight = weight_function(mean, spec)
+    return lambda parts: shares_by(weight, parts)
+
+
+def shares_by_samples(parts: Sequence[Batch]) -> list[float]:
+    """Divide 1 in proportion to the parts' samples."""
+    return shares_by(lambda batch: batch.size, parts)
+
+
+def shares_by(weight: WeightFunction, parts: Sequence[Batch]) -> list[float]:
+    """Divide 1 in proportion to the parts' weights; all zeros where nothing counts."""
+    weights = [weight(part) for part in parts]
+    total = sum(weights)
+    return [each / total if total else 0.0 for each in weights]
+
+
+def _counted(batch: Batch, mean: LossMean) -> float:
+    labels = labels_of(batch)
+    assert labels is not None  # or the profile had not found labels
+    counted = labels[:, 1:] if mean.shifted else labels
+    return float(torch.count_nonzero(counted != mean.ignored))
+
+
+def _is_labels(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32) and leaf.dim() > 1

@@ -1,0 +1,125 @@
+"""Find what a loss is a mean over, by comparing the loss of a batch with the losses of its two halves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from planner.errors import ModelFileError
+from planner.formats.profile import LossMean
+from planner.model.batch import Batch
+from planner.model.capture.graph import LayerGraph
+from planner.model.loss_weight import labels_of, shares_function, with_labels
+from planner.model.options import ModuleOptions
+from planner.model.spec import TrainingSpec
+from planner.model.stage.unsplit import unsplit_loss
+
+_IGNORED = 4  # position of this argument of aten.cross_entropy_loss
+_ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have another order
+
+
+def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> LossMean | None:
+    """Return what the loss is a mean over; None where the model cannot tell.
+
+    The model runs in evaluation mode, so that neither dropout nor BatchNorm's statistics tell a batch from its parts.
+    Labels that the captured cross entropies ignore are put into one half, because an example batch may have none.
+
+    Args:
+        spec: with the loss.
+        graph: captured; its model has weights in memory.
+        batch: of any size, on the model's device.
+        options: how the model is profiled.
+
+    Raises:
+        ModelFileError: when the model file's loss_weight() does not count what the loss is a mean over.
+    """
+    if graph.batch_size is not None or any(parameter.is_meta for parameter in graph.model.parameters()):
+        return None  # the parts of a batch cannot be run
+    batch = batch if batch.size > 1 else spec.example_batch(2).to(batch.device_type)
+    training = graph.model.training
+    graph.model.eval()
+    try:
+        losses = _Losses(spec, graph, replace(options, autocast=None, compiled=False))
+        return losses.own_weight(batch) if spec.defines("loss_weight") else losses.found(batch)
+    finally:
+        graph.model.train(training)
+
+
+class _Losses:
+    """Losses of batches and of their halves."""
+
+    def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
+        self._spec, self._graph, self._options = spec, graph, options
+
+    def own_weight(self, batch: Batch) -> LossMean:
+        """Return that the user's function weighs the parts, if it does."""
+        mean = LossMean(over="loss_weight")
+        error, tolerance = self._errors(batch, [mean])[0]
+        if error > tolerance:
+            raise ModelFileError(
+                f"loss_weight() of '{self._spec.origin}' does not count what the loss is a mean over: weighted by it, "
+                f"the losses of two halves of a batch differ by {error:.1e} from the loss of the whole, relatively",
+                hint="return the number of labels of `target` that the loss is a mean over",
+            )
+        return mean
+
+    def found(self, batch: Batch) -> LossMean:
+        """Return what explains the losses of the batch, and of the batch with ignored labels."""
+        simple = [LossMean(over="samples"), LossMean(over="sum")]
+        best = self._best(batch, [*simple, *(mean for _, mean in self._by_labels(batch))])
+        for ignoring, mean in self._by_labels(batch) if best is None or best.over != "sum" else ():
+            if self._best(ignoring, [mean, *simple]) == mean:
+                return mean
+        return best or LossMean(over="batch")
+
+    def _by_labels(self, batch: Batch) -> Iterator[tuple[Batch, LossMean]]:
+        """Yield means over labels that may explain the loss, each with a batch in one half of which some are ignored."""
+        labels = labels_of(batch)
+        ignored = _ignored_labels(self._graph)
+        if labels is None or labels.shape[1] < 4:
+            return
+        for label in sorted(ignored):
+            changed = labels.clone()
+            changed[: -(-batch.size // 2), : labels.shape[1] // 2] = label
+            for shifted in (False, True):
+                yield with_labels(batch, changed), LossMean(over="labels", ignored=label, shifted=shifted)
+
+    def _best(self, batch: Batch, means: list[LossMean]) -> LossMean | None:
+        """Return the mean that explains the batch's loss best, the first of equals; None if none does."""
+        errors = self._errors(batch, means)
+        error, tolerance, best = min(
+            ((error, tolerance, index) for index, (error, tolerance) in enumerate(errors)),
+            key=lambda each: (max(each[0], each[1]), each[2]),
+        )
+        return means[best] if error <= tolerance else None
+
+    @torch.no_grad()
+    def _errors(self, batch: Batch, means: list[LossMean]) -> list[tuple[float, float]]:
+        """Return, for each mean, how far its weighted sum over the halves is from the loss, and what rounding allows.
+
+        Both are relative to the loss.
+        """
+        parts = batch.split(2)
+        whole = unsplit_loss(self._graph.model, self._spec, batch, self._options)
+        losses = [float(unsplit_loss(self._graph.model, self._spec, part, self._options)) for part in parts]
+        tolerance = max(_ROUNDING, 2 * torch.finfo(whole.dtype).eps)
+        scale = max(abs(float(whole)), torch.finfo(torch.float32).tiny)
+        found = []
+        for mean in means:
+            shares_of = shares_function(mean, self._spec)
+            shares = [part.size / batch.size for part in parts] if shares_of is None else shares_of(parts)
+            total = sum(share * loss for share, loss in zip(shares, losses, strict=True) if share)
+            error = abs(total - float(whole)) / scale
+            found.append((error if math.isfinite(error) else math.inf, tolerance))
+        return found
+
+
+def _ignored_labels(graph: LayerGraph) -> set[int]:
+    """Return the labels that the graph's cross entropies ignore."""
+    nodes = [node for layer in graph.layers for node in layer.nodes]
+    entropies = [node for node in nodes if node.target is torch.ops.aten.cross_entropy_loss.default]
+    found = [node.args[_IGNORED] if len(node.args) > _IGNORED else -100 for node in entropies]
+    return {label for label in found if isinstance(label, int)}
