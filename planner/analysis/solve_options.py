@@ -35,6 +35,7 @@ class SolveOptions:
     depth: DepthRule = "auto"
     rules: StageRules = field(default_factory=StageRules)
     chunks: int = CHUNKS  # of the model on each GPU, under interleaved
+    accept_divided_loss: bool = False
 
     def microbatches_on(self, cluster: Cluster) -> int:
         """Return the number of microbatches per minibatch on this cluster."""
@@ -72,6 +73,7 @@ class SolveOptions:
             max_staleness=self.rules.max_staleness,
             granularity=self.rules.granularity,
             chunks=self.chunks,
+            accept_divided_loss=self.accept_divided_loss,
         )
 
 

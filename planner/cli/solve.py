@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
 from planner.cli.arguments.numbers import batch_sizes
+from planner.cli.arguments.question import add_loss_argument
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
 from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
@@ -110,6 +111,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="run a stage's forward again before its backward, instead of keeping the activations: where memory "
         "demands it (auto), never, or always (default: %(default)s)",
     )
+    add_loss_argument(parser)
     parser.add_argument(
         "--vertical-sync",
         action="store_true",
@@ -208,6 +210,7 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Pla
         vertical_sync=args.vertical_sync,
         solver=args.solver,
         constraints=constraints_of(args),
+        accept_divided_loss=bool(args.accept_divided_loss),
         time_limit_s=args.time_limit,
     )
 
@@ -234,6 +237,7 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
         depth=args.depth,
         recompute=args.recompute,
         chunks=args.chunks,
+        accept_divided_loss=bool(args.accept_divided_loss),
     )
     if not args.json:
         print(as_flags(choice_report(choice)), end="\n\n")

@@ -7,7 +7,7 @@ over the other labels, of which microbatches have different numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,11 +26,9 @@ def labels_of(batch: Batch) -> Tensor | None:
 
     They are the target's only tensor of integers, or the model's argument `labels`.
     """
-    integers = [leaf for leaf in tree_leaves(batch.target) if _is_labels(leaf)]
-    own = batch.kwargs.get("labels")
-    if len(integers) == 1:
-        return integers[0]
-    return own if not integers and _is_labels(own) else None
+    integers: list[Tensor] = [leaf for leaf in tree_leaves(batch.target) if _is_labels(leaf)]
+    found = integers or [own for own in [batch.kwargs.get("labels")] if _is_labels(own)]
+    return found[0] if len(found) == 1 else None
 
 
 def with_labels(batch: Batch, labels: Tensor) -> Batch:
@@ -77,8 +75,9 @@ def _counted(batch: Batch, mean: LossMean) -> float:
     labels = labels_of(batch)
     assert labels is not None  # or the profile had not found labels
     counted = labels[:, 1:] if mean.shifted else labels
-    return float(torch.count_nonzero(counted != mean.ignored))
+    assert mean.ignored is not None
+    return float(torch.count_nonzero(counted.ne(mean.ignored)))
 
 
-def _is_labels(leaf: object) -> bool:
+def _is_labels(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32) and leaf.dim() > 1

@@ -103,6 +103,7 @@ def choose(
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
     chunks: int = CHUNKS,
+    accept_divided_loss: bool = False,
 ) -> Choice:
     """Find the plan with most samples per second over all schedules and profiles.
 
@@ -115,6 +116,7 @@ def choose(
         depth: as for `solve`.
         recompute: as for `solve`.
         chunks: as for `solve`.
+        accept_divided_loss: as for `solve`.
 
     Raises:
         InfeasibleError: if nothing fits the memory.
@@ -135,6 +137,7 @@ def choose(
                     depth=depth,
                     recompute=recompute,
                     chunks=chunks,
+                    accept_divided_loss=accept_divided_loss,
                 )
             except (InfeasibleError, InputError) as error:
                 options.append(Option(schedule, profile, count, None, error))

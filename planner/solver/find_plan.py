@@ -34,6 +34,7 @@ from planner.solver.candidates.depth import TOLERANCE
 from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
+from planner.solver.divided_loss import check_divided_loss
 from planner.solver.infeasible import explain
 from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
@@ -62,6 +63,7 @@ def solve(
     vertical_sync: bool = False,
     solver: SolverName = "auto",
     constraints: Constraints | None = None,
+    accept_divided_loss: bool = False,
     time_limit_s: float | None = None,
 ) -> Plan:
     """Find the fastest plan for training the profiled model on the cluster.
@@ -88,6 +90,8 @@ def solve(
         solver: "search", "ilp" (an integer program), "brute" (every plan, for up to ten layers), or "auto": the search,
             unless the constraints or the cluster need the integer program.
         constraints: what the plan must respect beside memory.
+        accept_divided_loss: train on the mean of the microbatches' losses also where that is not the loss of the model
+            file, such as a contrastive one.
         time_limit_s: after this time the best plan so far is the answer. Simulations end at once, searches after their
             current step, which takes some seconds at most.
 
@@ -105,6 +109,7 @@ def solve(
     started = time.perf_counter()
     schedule = find(schedule)
     setting = Setting(cluster, schedule, microbatches, schedule.fixed_chunks or chunks, cost_model)
+    check_divided_loss(profile, setting, accepted=accept_divided_loss)
     cost_model_of(setting)  # refuses what no cost model describes, before a search begins
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
 
 _CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
-_SOLVING = ("schedule", "microbatches", "cost_model")
+_SOLVING = ("schedule", "microbatches", "cost_model", "accept_divided_loss")
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
@@ -47,12 +47,24 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     parser.add_argument(
         "--microbatches", type=int, metavar="M", help=f"as for `plan solve` (default: {MICROBATCHES_PER_GPU} per GPU)"
     )
+    add_loss_argument(parser)
     parser.add_argument(
         "--cost-model",
         choices=COST_MODEL_NAMES,
         help="as for `plan solve` (default: resource)",
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def add_loss_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare what to do with a loss that no division of minibatches leaves as it is."""
+    parser.add_argument(
+        "--accept-divided-loss",
+        action="store_true",
+        default=None,
+        help="plan schedules that divide minibatches also where the profile found that the loss is no mean over "
+        "samples or labels, such as a contrastive one: training then takes the mean of the microbatches' losses",
+    )
 
 
 def options_of(args: argparse.Namespace) -> SolveOptions:

@@ -42,7 +42,6 @@ from planner.schedule.instructions import (
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.schedule.streams.evaluation import evaluation_stream, group_size
 
-
 _WEIGHT = "loss weight"  # among the sums: what the losses are means over
 
 

@@ -1,4 +1,4 @@
-"""Find what a loss is a mean over, by comparing the loss of a batch with the losses of its two halves."""
+"""Find what a loss is a mean over, by comparing the loss of a batch with the losses of its parts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.unsplit import unsplit_loss
 
 _IGNORED = 4  # position of this argument of aten.cross_entropy_loss
+_PARTS = 4  # several, because two may have as many labels by chance
 _ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have another order
 
 
@@ -49,7 +50,7 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
 
 
 class _Losses:
-    """Losses of batches and of their halves."""
+    """Losses of batches and of their parts."""
 
     def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
         self._spec, self._graph, self._options = spec, graph, options
@@ -61,7 +62,7 @@ class _Losses:
         if error > tolerance:
             raise ModelFileError(
                 f"loss_weight() of '{self._spec.origin}' does not count what the loss is a mean over: weighted by it, "
-                f"the losses of two halves of a batch differ by {error:.1e} from the loss of the whole, relatively",
+                f"the losses of the parts of a batch differ by {error:.1e} from the loss of the whole, relatively",
                 hint="return the number of labels of `target` that the loss is a mean over",
             )
         return mean
@@ -76,7 +77,7 @@ class _Losses:
         return best or LossMean(over="batch")
 
     def _by_labels(self, batch: Batch) -> Iterator[tuple[Batch, LossMean]]:
-        """Yield means over labels that may explain the loss, each with a batch in one half of which some are ignored."""
+        """Yield means over labels that may explain the loss, each with a batch that has ignored labels in one half."""
         labels = labels_of(batch)
         ignored = _ignored_labels(self._graph)
         if labels is None or labels.shape[1] < 4:
@@ -98,11 +99,11 @@ class _Losses:
 
     @torch.no_grad()
     def _errors(self, batch: Batch, means: list[LossMean]) -> list[tuple[float, float]]:
-        """Return, for each mean, how far its weighted sum over the halves is from the loss, and what rounding allows.
+        """Return, for each mean, how far its weighted sum over the parts is from the loss, and what rounding allows.
 
         Both are relative to the loss.
         """
-        parts = batch.split(2)
+        parts = batch.split(min(batch.size, _PARTS))
         whole = unsplit_loss(self._graph.model, self._spec, batch, self._options)
         losses = [float(unsplit_loss(self._graph.model, self._spec, part, self._options)) for part in parts]
         tolerance = max(_ROUNDING, 2 * torch.finfo(whole.dtype).eps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from planner.formats.profile import Compiled, Layer, Profile
+from planner.formats.profile import Compiled, Layer, LossMean, Profile
 from planner.report.tables.plan import options_words
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes, format_seconds
@@ -30,6 +30,19 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
     if len(shown) < len(layers):
         parts.append(f"{len(shown)} of {len(layers)} layers")
     return "\n\n".join(parts)
+
+
+def loss_words(loss: LossMean) -> str:
+    """Say what a loss is a mean over."""
+    if loss.over == "labels":
+        first = ", each sample's first one left out" if loss.shifted else ""
+        return f"mean over the labels that are not {loss.ignored}{first}"
+    return {
+        "samples": "mean over samples",
+        "loss_weight": "mean over what loss_weight(target) counts",
+        "sum": "sum over samples",
+        "batch": "of the whole batch: no weights of its parts make it a mean",
+    }[loss.over]
 
 
 def time_s(layer: Layer) -> float:
@@ -70,6 +83,7 @@ def _head(profile: Profile) -> str:
         ("model", profile.model),
         ("device", f"{device.name} ({device.kind}{threads})" if device.name != "unknown" else "unknown"),
         ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
+        *([] if profile.loss is None else [("loss", loss_words(profile.loss))]),
         ("numbers", profile.provenance.source),
         ("sum of layers", _step(*sums)),
     ]

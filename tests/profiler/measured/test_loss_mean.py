@@ -1,0 +1,83 @@
+"""What a loss is a mean over, found by running the model on a batch and on its halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.errors import InputError, ModelFileError
+from planner.formats.cluster import flat_cluster
+from planner.formats.profile import LossMean
+from planner.model.spec import TrainingSpec, in_memory
+from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.solver import solve
+
+OPTIONS = ProfilingOptions(device="cpu", seconds=0.0, repeats=1)
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _cross_entropy(**options: object) -> Loss:
+    return lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), **options)  # type: ignore[arg-type]
+
+
+def _of_large_tokens(output: Tensor, target: Tensor) -> Tensor:
+    each = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+    counts = target.flatten() > 5
+    return (each * counts).sum() / counts.sum()
+
+
+def _contrastive(output: Tensor, _: Tensor) -> Tensor:
+    features = output.mean(1)
+    return nn.functional.cross_entropy(features @ features.T, torch.arange(output.shape[0]))
+
+
+def _next_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def spec_of(loss: Loss) -> TrainingSpec:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.5), nn.Linear(8, 11))
+    batch = torch.randint(0, 11, (4, 6)), torch.randint(1, 11, (4, 6))
+    return in_memory(model, example_batch=batch, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        pytest.param(_cross_entropy(), LossMean(over="labels", ignored=-100), id="labels that PyTorch ignores"),
+        pytest.param(_cross_entropy(ignore_index=0), LossMean(over="labels", ignored=0), id="labels of one's own"),
+        pytest.param(_next_tokens, LossMean(over="labels", ignored=-100, shifted=True), id="next tokens"),
+        pytest.param(_cross_entropy(reduction="sum"), LossMean(over="sum"), id="a sum"),
+        pytest.param(lambda output, _: output.square().mean(), LossMean(over="samples"), id="samples"),
+        pytest.param(_contrastive, LossMean(over="batch"), id="contrastive"),
+        pytest.param(_of_large_tokens, LossMean(over="batch"), id="labels that the planner cannot know"),
+    ],
+)
+def test_the_profile_says_what_the_loss_is_a_mean_over(loss: Loss, expected: LossMean) -> None:
+    assert profile_model(spec_of(loss), 4, OPTIONS).loss == expected
+
+
+def test_a_model_file_can_say_what_counts() -> None:
+    spec = spec_of(_of_large_tokens)
+    right = TrainingSpec(spec.name, {**spec.functions, "loss_weight": lambda target: (target > 5).sum()})
+    assert profile_model(right, 4, OPTIONS).loss == LossMean(over="loss_weight")
+    wrong = TrainingSpec(spec.name, {**spec.functions, "loss_weight": lambda target: target.numel()})
+    with pytest.raises(ModelFileError, match=r"loss_weight\(\) of 'Sequential' does not count"):
+        profile_model(wrong, 4, OPTIONS)
+    broken = TrainingSpec(spec.name, {**spec.functions, "loss_weight": lambda target: "many"})
+    with pytest.raises(ModelFileError, match="returned a str, not a number of labels"):
+        profile_model(broken, 4, OPTIONS)
+
+
+def test_a_loss_of_the_whole_batch_is_not_divided_unless_accepted() -> None:
+    profile = profile_model(spec_of(_contrastive), 4, OPTIONS)
+    cluster = flat_cluster(gpus=2, bandwidth_bytes_per_s=1e9)
+    with pytest.raises(InputError, match="is not a mean over samples or labels, so the 8 microbatches") as error:
+        solve(profile, cluster, schedule="1f1b-flush", microbatches=8)
+    assert "`accept_divided_loss`" in str(error.value)
+    assert solve(profile, cluster, schedule="1f1b-flush", microbatches=8, accept_divided_loss=True).loss == profile.loss
+    assert solve(profile, cluster).schedule.name == "1f1b"
