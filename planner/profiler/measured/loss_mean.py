@@ -63,7 +63,7 @@ class _Losses:
             raise ModelFileError(
                 f"loss_weight() of '{self._spec.origin}' does not count what the loss is a mean over: weighted by it, "
                 f"the losses of the parts of a batch differ by {error:.1e} from the loss of the whole, relatively",
-                hint="return the number of labels of `target` that the loss is a mean over",
+                hint="return how many labels of the target the loss is a mean over",
             )
         return mean
 
