@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from planner.profiler.estimated.allocations import Allocations
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, DType, OpClass
 from planner.profiler.estimated.products import shares_of_peak
 
@@ -81,6 +82,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         self.operations: list[Operation] = []
         self._single = single
         self._op_class = op_class
+        self.allocated = Allocations()
+        self.until: list[int] = []  # number of operations before each mark
         self._values: dict[int, int] = {}  # number of the value that a storage has now
         self._last = -1
 
@@ -89,11 +92,17 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.allocated.note((args, kwargs), out)
         if isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":
             for operation in operations_of(func, args, kwargs, out, self._single, gpu=self._gpu):
                 named = replace(operation, op_class=self._op_class or operation.op_class, **self._flow(operation))
                 self.operations.append(named)
         return out
+
+    def mark(self) -> int:
+        """End a span of operations and of allocations, and return its number."""
+        self.until.append(len(self.operations))
+        return self.allocated.mark()
 
     def _flow(self, operation: Operation) -> dict[str, Any]:
         """Return what it reads and writes, by numbers of values instead of storages, whose memory is used again."""
@@ -134,7 +143,7 @@ def operations_of(
     """Yield what one call does: nothing for views and allocations."""
     name = func._schema.name.partition("::")[2]
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)] or _changed(func, args)
     if name.rstrip("_") in _NO_WORK or _is_view(func, read, written):
         return
     dtype = _HALF.get((read or written)[0].dtype, single) if read or written else single
@@ -155,6 +164,17 @@ def operations_of(
         reads=_values(read),
         writes=_values(written),
     )
+
+
+def _changed(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the lists of tensors that an optimizer's kernel changes in place of returning results."""
+    changed = [
+        value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        # Fused optimizers could unscale the gradients in place, but do so only when they are given a scale.
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+    ]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)] if not func._schema.returns else []
 
 
 def _values(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:

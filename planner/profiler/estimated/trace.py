@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -32,12 +33,13 @@ from planner.profiler.estimated.execution import EAGER_CPU, Execution
 from planner.profiler.estimated.fusion import fused
 from planner.profiler.estimated.kernels import cuda_operations
 from planner.profiler.estimated.operations import Costs, OperationRecorder, RecurrentWorkspace
-from planner.profiler.estimated.update import UpdateTrace, trace_updates
+from planner.profiler.estimated.update import UpdateTrace, trace_updates, trained_weights
 from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement
-from planner.profiler.measured.saved import saved_bytes
+from planner.profiler.measured.saved import saved_bytes, tensors_of_batch
 from planner.profiler.measured.steps import StepTimes, step_failure
+from planner.profiler.measured.workspace import beyond_held
 
 _FEW = 2  # samples
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,8 +55,10 @@ class StepTrace:
         batch_size: samples.
         graph: the captured model, with fake weights.
         costs: of the operations of forward and backward.
-        layers: between their operations; a mark is the number of operations so far.
+        until: number of operations before each mark.
+        layers: marks between their operations.
         saved_bytes: from forward to backward, by layer.
+        workspace_bytes: what forward or backward allocates beyond what the step holds anyway, by layer.
         updates: by layer.
         unfused: the costs without fusion, where a compiler fuses; None otherwise.
     """
@@ -64,20 +68,25 @@ class StepTrace:
     batch_size: int
     graph: LayerGraph
     costs: Costs
+    until: Sequence[int]
     layers: LayerMarks[int]
     saved_bytes: list[int]
+    workspace_bytes: list[int]
     updates: list[UpdateTrace]
     unfused: Costs | None = None
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
-        until = np.concatenate([[0.0], np.cumsum(self.costs.seconds(spec))])
-        forward, backward = self.layers.sums(lambda start, end: float(until[end] - until[start]))
+        forward, backward = self._by_layer(self.costs.seconds(spec))
         if spec.dispatch_s:
-            launched = np.concatenate([[0.0], np.cumsum(self.costs.launches * spec.dispatch_s)])
-            host = self.layers.sums(lambda start, end: float(launched[end] - launched[start]))
+            host = self._by_layer(self.costs.launches * spec.dispatch_s)
             forward, backward = _at_hosts_pace(forward, host[0]), _at_hosts_pace(backward, host[1])
         return forward, backward, [update.estimate(spec).seconds for update in self.updates]
+
+    def _by_layer(self, seconds: NDArray[np.float64]) -> tuple[list[float], list[float]]:
+        """Sum the operations of each layer's forward and backward."""
+        sums = np.concatenate([[0.0], np.cumsum(seconds)])[list(self.until)]
+        return self.layers.sums(lambda start, end: float(sums[end] - sums[start]))
 
     def estimate(self, spec: DeviceSpec) -> Measurement:
         """Return what the layers cost on such a device."""
@@ -85,8 +94,10 @@ class StepTrace:
         times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
         return Measurement(
             [
-                LayerMeasurement(each, update.estimate(spec), saved, accumulation=update.accumulation(spec))
-                for each, update, saved in zip(times, self.updates, self.saved_bytes, strict=True)
+                LayerMeasurement(each, update.estimate(spec), saved, workspace, update.accumulation(spec))
+                for each, update, saved, workspace in zip(
+                    times, self.updates, self.saved_bytes, self.workspace_bytes, strict=True
+                )
             ]
         )
 
@@ -232,7 +243,7 @@ class _Tracer:
         with RecurrentWorkspace():  # type: ignore[no-untyped-call]
             saved = saved_bytes(stage, batch)
         recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32", gpu=self.execution.kind == "cuda")
-        marks = LayerMarks(lambda: len(recorder.operations), len(graph.layers))
+        marks = LayerMarks(recorder.mark, len(graph.layers))
         stage.set_observer(marks)
         with recorder:
             marks.start()
@@ -245,7 +256,16 @@ class _Tracer:
                 raise step_failure(cause) from cause
             marks.end()
         trained = {name for name, parameter in stage.named_parameters() if parameter.grad is not None}
-        updates = trace_updates(graph, self.training_spec, trained, self.execution)
+        weights = trained_weights(graph, trained)
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
+        workspaces = beyond_held(
+            marks,
+            recorder.allocated.peaks(),
+            saved,
+            [sum(weight.nbytes for weight in own) for own in weights],
+            # It was there before, but in training it comes with the step.
+            lambda _layer, _backward: batch_bytes,
+        )
         fusion = self.execution.fusion
         return StepTrace(
             self.training_spec.name,
@@ -253,8 +273,10 @@ class _Tracer:
             self.batch_size,
             graph,
             Costs(fused(recorder.operations, backward, fusion)),
+            recorder.until,
             marks,
             saved,
-            updates,
+            workspaces,
+            trace_updates(weights, self.training_spec, self.execution),
             Costs(recorder.operations) if fusion == "compiler" else None,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import InputError, first_line
 from planner.model.capture.graph import LayerGraph
@@ -25,28 +27,34 @@ class UpdateTrace:
     step: Costs
     state_bytes: int
     accumulate: Costs
+    workspace_bytes: int = 0  # of the step
 
     def estimate(self, spec: DeviceSpec) -> LayerUpdate:
         """Return the cost of the step on such a device."""
         # On GPUs torch's optimizers launch each of their operations once for all parameters (foreach).
         launches = replace(spec, launch_s=0.0) if spec.kind == "cuda" else spec
-        return LayerUpdate(float(self.step.seconds(launches).sum()), self.state_bytes)
+        return LayerUpdate(float(self.step.seconds(launches).sum()), self.state_bytes, self.workspace_bytes)
 
     def accumulation(self, spec: DeviceSpec) -> AccumulationTime:
         """Return the time of gradient accumulation on such a device."""
         return AccumulationTime(float(self.accumulate.seconds(spec).sum()))
 
 
-def trace_updates(
-    graph: LayerGraph, training_spec: TrainingSpec, trained: set[str], execution: Execution
-) -> list[UpdateTrace]:
-    """Trace the update of each layer of `graph`; `trained` names the parameters that have gradients."""
+def trained_weights(graph: LayerGraph, trained: set[str]) -> list[list[nn.Parameter]]:
+    """Return by layer the parameters that have gradients, which `trained` names; shared ones in the first layer."""
     by_name = dict(graph.model.named_parameters())
+    uses = first_uses(layer.parameters for layer in graph.layers)
+    return [[by_name[name] for name in names if name in trained] for names in uses]
+
+
+def trace_updates(
+    layers: Sequence[list[nn.Parameter]], training_spec: TrainingSpec, execution: Execution
+) -> list[UpdateTrace]:
+    """Trace the update of the parameters of each layer."""
     # Models have many layers of the same shapes, whose updates are alike: the optimizer knows no names here.
     found: dict[tuple[tuple[torch.Size, torch.dtype], ...], UpdateTrace] = {}
     updates = []
-    for names in first_uses(layer.parameters for layer in graph.layers):
-        weights = [by_name[name] for name in names if name in trained]
+    for weights in layers:
         shapes = tuple((weight.shape, weight.dtype) for weight in weights)
         if shapes not in found:
             found[shapes] = _trace_update(training_spec, weights, execution)
@@ -54,31 +62,35 @@ def trace_updates(
     return updates
 
 
-def _on_meta_device(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    on_meta = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device="meta"))
-    on_meta.grad = torch.empty_like(on_meta)
-    return on_meta
+def _without_data(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    fake = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype))
+    fake.grad = torch.empty_like(fake)
+    return fake
 
 
 def _trace_update(training_spec: TrainingSpec, weights: list[nn.Parameter], execution: Execution) -> UpdateTrace:
     if not weights:
         return UpdateTrace(Costs([]), 0, Costs([]))
     masters = torch.float32 if execution.master_weights else None
-    parameters = [_on_meta_device(weight, masters) for weight in weights]
     try:
-        with torch.device("meta"):
+        # Fake tensors of the CPU, because fused optimizers refuse the meta device.
+        with FakeTensorMode():
+            parameters = [_without_data(weight, masters) for weight in weights]
             optimizer = still(training_spec.optimizer(list(parameters)))
-        optimizer.step()  # creates the state
-        with OperationRecorder(op_class="update") as recorder:
-            optimizer.step()
+            optimizer.step()  # creates the state
+            with OperationRecorder(op_class="update") as recorder:
+                recorder.mark()
+                optimizer.step()
+                recorder.mark()
     except (NotImplementedError, RuntimeError) as cause:
         raise InputError(
             f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks at numbers: "
             f"{first_line(cause)}",
             hint="measure it on the device, or estimate with another optimizer",
         ) from cause
-    state_bytes = state_bytes_of(optimizer)
+    state_bytes, workspace_bytes = state_bytes_of(optimizer), recorder.allocated.peaks()[1]
     if execution.fusion == "apex":
+        workspace_bytes = 0
         # One kernel reads gradients, weights and state, and writes weights and state.
         sizes = sum(parameter.nbytes for parameter in parameters)
         step = [_moving(3 * sizes + 2 * state_bytes)]
@@ -92,7 +104,7 @@ def _trace_update(training_spec: TrainingSpec, weights: list[nn.Parameter], exec
         state_bytes += sum(master.nbytes for master in parameters)
     # Accumulation reads both gradients and writes their sum.
     accumulate = [_moving(3 * weight.nbytes) for weight in weights]
-    return UpdateTrace(Costs(step), state_bytes, Costs(accumulate))
+    return UpdateTrace(Costs(step), state_bytes, Costs(accumulate), workspace_bytes)
 
 
 def _moving(moved_bytes: int) -> Operation:

@@ -71,9 +71,20 @@ def workspaces(
         marks.start_backward()
         loss.backward()
         marks.end()
+    return beyond_held(marks, meter.peaks(), saved_bytes, gradient_bytes, beside)
+
+
+def beyond_held(
+    marks: LayerMarks[int],
+    peaks: Sequence[int],
+    saved_bytes: Sequence[int],
+    gradient_bytes: Sequence[int],
+    beside: Callable[[int, bool], int],
+) -> list[int]:
+    """Return the same from the peaks of a step's spans, whose numbers are the marks."""
     saved = list(accumulate(saved_bytes))
     made = list(accumulate(reversed(gradient_bytes)))[::-1]
-    most, peaks = [0] * len(saved), meter.peaks()
+    most = [0] * len(saved)
     for layer, backward, start, end in marks.spans():
         beyond = max(peaks[start + 1 : end + 1]) + beside(layer, backward)
         most[layer] = max(most[layer], beyond - saved[layer] - (made[layer] if backward else 0))

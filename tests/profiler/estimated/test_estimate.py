@@ -143,7 +143,7 @@ def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> 
 
 
 def without_times(profile: Profile, but: str = "") -> Profile:
-    """Drop times, and workspaces, which only a measurement has; of layer `but` drop the saved bytes, too."""
+    """Drop times, and workspaces, which differ by those of kernels; of layer `but` drop the saved bytes, too."""
     parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
     parts += ["accumulate_s", "accumulate_thread_s"]
     times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(("workspace_bytes", "update_workspace_bytes"), 0)
