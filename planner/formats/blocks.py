@@ -8,7 +8,7 @@ from itertools import groupby
 from planner.formats.profile import Profile
 
 # "model.layers.3.mlp.up_proj" belongs to "model.layers.3": the outermost element of a list of modules.
-_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
+BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 def blocks_of(profile: Profile) -> list[range]:
@@ -20,7 +20,7 @@ def blocks_of(profile: Profile) -> list[range]:
     """
     keys: list[str | None] = []
     for layer in profile.layers:
-        found = _BLOCK.match(layer.name)
+        found = BLOCK.match(layer.name)
         keys.append(found[0] if found else (keys[-1] if keys else None))
     first = next((key for key in keys if key is not None), None)
     ends, blocks = 0, []

@@ -35,6 +35,7 @@ from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.divided_loss import check_divided_loss
+from planner.solver.granularity import solve_blocks_first
 from planner.solver.infeasible import explain
 from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
@@ -82,8 +83,8 @@ def solve(
             "never", or "always".
         max_stages: at most so many stages.
         max_staleness: gradients are at most so many updates late.
-        granularity: whether stages begin and end between blocks of the model ("block"), between any layers ("layer"),
-            or within blocks where that pays ("auto").
+        granularity: where a model of repeated blocks, as transformers are, is cut: "block" between blocks only, "layer"
+            anywhere, or "auto": between blocks first, and inside blocks where that makes it 2% faster.
         chunks: stages per GPU, for schedules that leave the choice: `interleaved`.
         vertical_sync: for 1f1b: every stage runs a minibatch with the weight version that the first stage has when the
             minibatch enters, and holds as many versions as the first stage's depth requires.
@@ -165,8 +166,8 @@ def _found(problem: Problem, solver: SolverName) -> Found:
         return solve_zero_bubble(problem, _found(problem.under(other), solver))
     if (method := _other_method(problem, solver)) is not None:
         return answer(problem, method)
-    problem = problem.without_constraints()
-    return solve_interleaved(problem) if problem.schedule.chunked else _searched(problem)
+    search = solve_interleaved if problem.schedule.chunked else _searched
+    return solve_blocks_first(problem.without_constraints(), search)
 
 
 def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:

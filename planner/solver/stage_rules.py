@@ -41,7 +41,6 @@ class StageRules:
             ("shard_optimizer", self.shard_optimizer, self.shard_optimizer != "always"),
             ("max_stages", self.max_stages, self.max_stages is None),
             ("max_staleness", self.max_staleness, self.max_staleness is None),
-            ("granularity", self.granularity, self.granularity == "auto"),
         ):
             if not known:
                 raise InputError(f"`{name}={value}` is not there yet", hint=f"leave out `{name}`")

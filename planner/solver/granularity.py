@@ -1,0 +1,86 @@
+"""Cut a model of repeated blocks between its blocks first, and inside blocks where that pays.
+
+Users of transformers think in blocks, and most cuts inside a block send more bytes than those between two. A model of
+80 blocks of 11 layers is a chain of 82 links then, not of 885. Inside blocks the plan is sought among all cuts if those
+are few, and otherwise among those in the blocks on either side of the cuts that were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.errors import InfeasibleError, InputError
+from planner.formats.repeated_blocks import block_ends
+from planner.solver.pipeline_search import PipelineSearch
+from planner.solver.problem import Problem
+from planner.solver.result import Evaluation, Found
+
+PAYS = 0.02  # share of the time that cuts inside blocks must save
+# Cuts up to which a search looks inside blocks. Synchronous schedules take longer, with the number of GPUs, too.
+MOST_CUTS, MOST_SYNCHRONOUS_CUTS = 400, 160
+
+
+def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
+    """Find the best plan of the search `answer` that cuts at blocks' boundaries, or inside blocks where that pays.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        InputError: for blocks of a model that has none.
+    """
+    profile = problem.layer_costs.profile
+    ends = frozenset[int]() if problem.rules.granularity == "layer" else block_ends(profile)
+    if not ends and problem.rules.granularity == "block":
+        raise InputError(
+            f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none",
+            hint="use `granularity=layer`",
+        )
+    if not ends:
+        return answer(problem)
+    blocks = _cut_after(problem, ends)
+    if problem.rules.granularity == "block":
+        return answer(blocks)
+    try:
+        found = answer(blocks)
+    except InfeasibleError:
+        return answer(problem)  # smaller stages may fit
+    return _looked_inside(problem, ends, found, answer)
+
+
+def _looked_inside(problem: Problem, ends: frozenset[int], found: Found, answer: Callable[[Problem], Found]) -> Found:
+    """Return the best plan with cuts inside blocks if that pays, else the one found; its bound is over all cuts."""
+    layers = len(problem.layer_costs.profile.layers)
+    most = MOST_CUTS if problem.schedule.asynchronous else MOST_SYNCHRONOUS_CUTS
+    goal_s = found.best.seconds * (1 - PAYS)
+    bound_s = PipelineSearch(problem).relaxed_s()
+    if bound_s < goal_s and not problem.deadline.passed:
+        near = ends | _beside(problem, ends, found.best)
+        cuts = frozenset(range(layers - 1)) if layers <= most else near
+        finer = problem if layers <= most else _cut_after(problem, cuts)
+        if cuts != ends and len(cuts) <= most:
+            inside = answer(finer)
+            if finer is problem:
+                bound_s = inside.bound_s
+            if inside.best.seconds < goal_s:
+                return replace(inside, bound_s=min(bound_s, inside.best.seconds))
+    return replace(found, bound_s=min(bound_s, found.best.seconds))
+
+
+def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
+    """Return the cuts inside the blocks on either side of each of the plan's cuts."""
+    cuts = {len(stage.before) - 1 for stage in plan.stages[1:]}
+    last = len(problem.layer_costs.profile.layers) - 1
+    starts = sorted({-1, *ends, last})
+    found: set[int] = set()
+    for cut in cuts & ends:
+        place = starts.index(cut)
+        found.update(range(starts[place - 1] + 1, starts[place + 1]))
+    return frozenset(found)
+
+
+def _cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
+    """Return the problem with cuts after these layers only, where the profile allows them."""
+    profile = problem.layer_costs.profile
+    forbidden = {layer.name for number, layer in enumerate(profile.layers) if number not in ends}
+    names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden | {*profile.no_cut_after})
+    return problem.about(profile.model_copy(update={"no_cut_after": names}))

@@ -1,0 +1,65 @@
+"""Repeated blocks are recognised by names or by what repeats itself, and only in models that mostly are such blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.formats.profile import Layer, Profile, load_profile
+from planner.formats.repeated_blocks import block_ends, repeated_blocks
+from tests.samples import layer, profile
+
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+KINDS = ((3.0, 8), (1.0, 64), (2.0, 16), (5.0, 8))  # seconds and bytes of the output of each layer of a block
+
+
+def transformer(blocks: int, name: str, tail_s: float = 1.0) -> Profile:
+    """An embedding, equal blocks of four layers named by a pattern, and a head."""
+    inside: list[Layer] = [
+        layer(name.format(block=block, part=part), seconds, 2 * seconds, output_bytes, weight_bytes=100)
+        for block in range(blocks)
+        for part, (seconds, output_bytes) in enumerate(KINDS)
+    ]
+    return profile(layer("embed", 1.0, 2.0, 8), *inside, layer("head", tail_s, 2 * tail_s))
+
+
+def test_blocks_are_the_elements_of_a_list_of_modules() -> None:
+    model = transformer(5, "h.{block}.part{part}")
+    assert repeated_blocks(model) == [range(1 + 4 * block, 5 + 4 * block) for block in range(5)]
+    assert block_ends(model) == {0, 4, 8, 12, 16, 20}  # after the embedding, and after each block
+
+
+def test_blocks_without_telling_names_begin_where_the_fewest_bytes_cross() -> None:
+    model = transformer(6, "part{part}_of_{block}")
+    assert block_ends(model) == {0, *range(4, 25, 4)}
+
+
+def test_measured_times_vary_but_equal_blocks_stay_equal() -> None:
+    model = transformer(5, "h.{block}.part{part}")
+    varied = [
+        each.model_copy(update={"forward_s": each.forward_s * (1 + 0.05 * (-1) ** number)})
+        for number, each in enumerate(model.layers)
+    ]
+    assert len(repeated_blocks(model.model_copy(update={"layers": tuple(varied)}))) == 5
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformer(3, "h.{block}.part{part}"),  # too few
+        transformer(5, "h.{block}.part{part}", tail_s=100.0),  # most of the time is elsewhere
+        transformer(5, "h.{block}.part{part}").model_copy(update={"graph_hash": None}),  # imported
+    ],
+)
+def test_other_models_have_no_blocks(model: Profile) -> None:
+    assert repeated_blocks(model) == []
+    assert block_ends(model) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("bert", 12), ("gpt2", 12), ("llama", 12), ("t5", 12), ("vgg16", 0), ("resnet50", 0), ("inception_v3", 0)],
+)
+def test_measured_models(name: str, count: int) -> None:
+    assert len(repeated_blocks(load_profile(PROFILES / name / "cpu.json"))) == count

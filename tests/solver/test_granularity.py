@@ -1,0 +1,50 @@
+"""Plans of repeated blocks are cut between blocks, and inside them only where that pays."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.errors import InputError
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.formats.repeated_blocks import block_ends
+from planner.schedule.registry import find
+from planner.solver import solve
+from planner.solver.granularity import PAYS
+from planner.solver.stage_rules import Granularity
+from tests.formats.test_repeated_blocks import transformer
+
+MODEL = transformer(6, "h.{block}.part{part}")
+
+
+def solved(model: Profile, gpus: int, granularity: Granularity, schedule: str = "1f1b") -> Plan:
+    microbatches = 8 if find(schedule).divides else 1
+    return solve(model, flat_cluster(gpus, 1e3), schedule=schedule, microbatches=microbatches, granularity=granularity)
+
+
+def cuts(plan: Plan, model: Profile) -> set[int]:
+    """Return the positions of the layers after which the plan cuts."""
+    position = {layer.name: number for number, layer in enumerate(model.layers)}
+    return {position[stage.layers[-1]] for stage in plan.stages[:-1]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("gpus", [2, 4, 7])
+def test_blocks_are_whole_unless_cutting_them_pays(schedule: str, gpus: int) -> None:
+    block, auto, layer = (solved(MODEL, gpus, each, schedule) for each in ("block", "auto", "layer"))
+    assert cuts(block, MODEL) <= block_ends(MODEL)
+    inside = not cuts(auto, MODEL) <= block_ends(MODEL)
+    seconds = auto.predicted.seconds_per_minibatch
+    block_s, layer_s = block.predicted.seconds_per_minibatch, layer.predicted.seconds_per_minibatch
+    assert seconds <= layer_s / (1 - PAYS) * (1 + 1e-9)
+    assert seconds < block_s * (1 - PAYS) if inside else seconds == pytest.approx(block_s)
+    # What the plan says of itself holds for all cuts.
+    assert auto.solver.lower_bound_s <= layer_s * (1 + 1e-9)
+
+
+def test_a_model_without_blocks_has_the_same_answer() -> None:
+    model = transformer(3, "h.{block}.part{part}")
+    assert cuts(solved(model, 4, "auto"), model) == cuts(solved(model, 4, "layer"), model)
+    with pytest.raises(InputError, match="has none"):
+        solved(model, 4, "block")
