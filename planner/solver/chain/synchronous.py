@@ -28,6 +28,8 @@ from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
+_BATCH = 2**20  # entries of an array over stages and GPUs
+
 
 @dataclass(frozen=True)
 class _Stages:
@@ -88,14 +90,16 @@ class SynchronousSearch:
                 return None
             stages = self._stages[state]
             follow, chosen = np.zeros((2, self.gpus + 1), dtype=np.int64)
-            for r, some in self._replicas_to_try(stages, limit_s):
-                after = np.minimum(np.arange(self.gpus + 1 - r), stages.after[r - 1, some, None])
+            for some, r in self._worth_a_try(stages, limit_s):
+                left = np.arange(self.gpus + 1) - r[:, None]
+                after = np.minimum(np.maximum(left, 0), stages.after[r - 1, some][:, None])
                 totals = stages.sum_s[some, None] + sums[stages.others[some, None], after]
+                totals[left < 0] = np.inf
                 pick = totals.argmin(axis=0)
-                least = totals[pick, np.arange(totals.shape[1])]
-                better = np.flatnonzero(least < sums[state, r:])
-                sums[state, r + better] = least[better]
-                follow[r + better], chosen[r + better] = some[pick[better]], r
+                least = totals[pick, np.arange(self.gpus + 1)]
+                better = least < sums[state]
+                sums[state, better] = least[better]
+                follow[better], chosen[better] = some[pick[better]], r[pick[better]]
             choices[state] = (follow, chosen)
         if not np.isfinite(sums[0, self.gpus]):
             return None
@@ -103,17 +107,20 @@ class SynchronousSearch:
         enough = int(np.argmax(sums[0] <= sums[0, self.gpus] * (1 + RESOLUTION)))
         return self._trace(choices, enough)
 
-    def _replicas_to_try(self, stages: _Stages, limit_s: float) -> Iterator[tuple[int, Integers]]:
-        """Yield replica counts, and the stages for which each is worth a try."""
+    def _worth_a_try(self, stages: _Stages, limit_s: float) -> Iterator[tuple[Integers, Integers]]:
+        """Yield stages and their replicas that are worth a try, by ascending replicas, as many as suit one array.
+
+        Each stage is tried with the fewest replicas that respect the limit. With more it has fewer microbatches in
+        flight, which is worth a try where that allows more GPUs after it than fewer replicas do.
+        """
         meets = stages.max_s <= limit_s
-        usable = np.flatnonzero(meets.any(axis=0))
-        fewest = meets[:, usable].argmax(axis=0) + 1
-        for r in range(1, len(meets) + 1):
-            # With more replicas a stage has fewer microbatches in flight, which may allow more GPUs after it.
-            more_room = meets[r - 1, usable] & (stages.after[fewest - 1, usable] < self.gpus) & (fewest < r)
-            some = usable[(fewest == r) | more_room]
-            if len(some):
-                yield r, some
+        after = np.maximum.accumulate(np.where(meets, stages.after, -1), axis=0)
+        before = np.concatenate((np.full((1, meets.shape[1]), -1), after[:-1]))  # with fewer replicas
+        room = self.gpus - self._replicas[:, None]
+        rows, columns = np.nonzero(meets & (stages.after > before) & (before < room))
+        batch = max(1, _BATCH // (self.gpus + 1))
+        for start in range(0, len(rows), batch):
+            yield columns[start : start + batch], self._replicas[rows[start : start + batch]]
 
     def _from(self, state: int) -> _Stages:
         others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
