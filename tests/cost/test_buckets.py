@@ -8,7 +8,7 @@ from torch import nn
 
 from planner.cost import buckets
 from planner.cost.buckets import bucket_bytes, ready_s
-from planner.executor.communication.gradients import _chunks
+from planner.executor.communication.gradients import chunks
 from planner.formats.profile import Layer
 from tests.samples import layer
 
@@ -71,14 +71,14 @@ def test_small_buckets_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_parts_are_ready_when_the_executors_buckets_are_full(sizes: tuple[int, ...]) -> None:
     """One parameter per layer: the bucket with the last byte of each part ends with a layer, whose backward is over."""
     parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
-    chunks = _chunks(parameters[::-1])
+    found = chunks(parameters)
     total = sum(sizes)
     ends: list[int] = []
-    for chunk in chunks:
+    for chunk in found:
         ends.append((ends[-1] if ends else 0) + sum(p.numel() for p in chunk))
     position = {id(p): index for index, p in enumerate(parameters[::-1])}
     expected = []
     for part in range(6):
         bucket = next(index for index, end in enumerate(ends) if 6 * end >= total * (part + 1))
-        expected.append(6.0 if part == 5 else position[id(chunks[bucket][-1])] + 1.0)
+        expected.append(6.0 if part == 5 else position[id(found[bucket][-1])] + 1.0)
     assert ready_s(made(*((4 * size, 1, 1.0) for size in sizes))) == pytest.approx(expected)

@@ -97,3 +97,9 @@ def make_plan(
     chosen = Evaluation(tuple(stages), cost)
     plan = assemble(problem, synced(layer_costs, chosen) if vertical_sync else chosen)
     return plan.model_copy(update={"vertical_sync": vertical_sync})
+
+
+def sharded(plan: Plan) -> Plan:
+    """The plan whose replicated stages divide the optimizer over their replicas."""
+    stages = [stage.model_copy(update={"sharded": stage.replicas > 1}) for stage in plan.stages]
+    return plan.model_copy(update={"stages": tuple(stages)})

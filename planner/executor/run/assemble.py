@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.write_parts import Restorable
 from planner.executor.communication.connect import connect
@@ -88,6 +88,11 @@ def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
     job, data = context.job, context.data
     if job.checkpoints.every is None and job.checkpoints.resume is None:
         return None, 0
+    if any(stage.sharded for stage in context.plan.stages):
+        raise PlanError(
+            "checkpoints do not hold an optimizer that replicas divide yet",
+            hint="solve again with `shard_optimizer=never`, or leave out `every` and `resume`",
+        )
     own = [
         Restorable(
             number,

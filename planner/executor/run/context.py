@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from torch import nn
 
 from planner.devices.groups import DataGroups
 from planner.devices.place import Place
 from planner.executor.communication.control import message_timeout
+from planner.executor.communication.sharding import Sharding
 from planner.executor.communication.shared import SharedGradients, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
@@ -18,7 +21,7 @@ from planner.executor.run.reading_ahead import ReadAhead
 from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
 from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
-from planner.formats.plan import Plan
+from planner.formats.plan import Plan, Stage
 from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec
 from planner.model.kept_state import random_state_kept
@@ -139,7 +142,7 @@ def pipeline_context(
         minibatches=data.minibatches(job.steps, job.epochs),
         groups=data_groups(job, place),
         shape=shape,
-        stages=_held_stages(job, built, spec, shape),
+        stages=_held_stages(job, built, spec, shape, place),
         transfers=transfers,
         evaluation=built.evaluation,
         deferred=built.deferred,
@@ -154,19 +157,38 @@ def data_groups(job: Job, place: Place) -> DataGroups:
     return DataGroups(place, message_timeout(job.run_options.hang_timeout_s))
 
 
-def _held_stages(job: Job, built: Modules, spec: TrainingSpec, shape: PipelineShape) -> dict[int, HeldStage]:
+def _held_stages(
+    job: Job, built: Modules, spec: TrainingSpec, shape: PipelineShape, place: Place
+) -> dict[int, HeldStage]:
     stages = {}
     for number, module in built.training.items():
+        shared = shared_parameters(number, module, built.shared)
         optimizer = StageOptimizer(
             spec,
             module,
             learning_rate_factor=shape.minibatches_per_update(number) if job.options.scale_lr else 1,
             clip_grad_norm=job.options.clip_grad_norm,
             scale_loss=job.scales_loss,
+            sharding=sharding_of(job.plan.stages[number], module, [each.parameter for each in shared], place),
         )
-        shared = SharedGradients(number, shared_parameters(number, module, built.shared))
-        stages[number] = HeldStage(number, module, optimizer, shared)
+        stages[number] = HeldStage(number, module, optimizer, SharedGradients(number, shared))
     return stages
+
+
+def sharding_of(stage: Stage, module: nn.Module, shared: Collection[nn.Parameter], place: Place) -> Sharding | None:
+    """Return this worker's share of a stage's optimizer; None where each replica has the whole of it.
+
+    Args:
+        stage: in the plan.
+        module: its layers.
+        shared: parameters that other stages hold, too.
+        place: where this worker computes.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not stage.sharded or not trained:
+        return None
+    replica = stage.ranks.index(int(os.environ["RANK"])), stage.replicas
+    return Sharding(trained, replica, shared, place.wire)
 
 
 def _warm_up(context: PipelineContext) -> None:

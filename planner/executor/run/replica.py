@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.executor.communication.gradients import GradientAverager
+from planner.executor.communication.gradients import GradientAverager, whole_buckets
 from planner.executor.communication.layouts import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
@@ -42,19 +42,25 @@ class StageReplica:
     """
 
     def __init__(self, stage: HeldStage, context: PipelineContext, replicas: dist.ProcessGroup | None) -> None:
-        parameters = list(stage.module.parameters())
+        parameters, sharding = list(stage.module.parameters()), stage.optimizer.sharding
         self.index = stage.number
         self.module = stage.module
         self.optimizer = stage.optimizer
         self.versions = WeightVersions(parameters, stage.module.arrange)
         self._shared = stage.shared
         self._transfers = context.transfers
-        self._averager = None if replicas is None else GradientAverager(parameters, replicas)
+        self._averager = None
+        if replicas is not None:
+            buckets = whole_buckets(parameters) if sharding is None else sharding.buckets
+            self._averager = GradientAverager(buckets, replicas)
+            if sharding is not None:
+                sharding.connect(replicas)
         self._data = context.data
         self._device = context.place.compute
         self._seed = context.job.seed
         self._recompute = context.plan.stages[stage.number].recompute
-        self._counts_in_norm = context.is_first_replica(stage.number)
+        # Replicas have equal gradients, or each a part of them.
+        self._counts_in_norm = context.is_first_replica(stage.number) or sharding is not None
         self._statistics = MinibatchStatistics(stage.module, replicas)
         self._buffers = ChangingBuffers(stage.module)
         self._units: dict[Unit, _InFlight] = {}
@@ -187,7 +193,7 @@ class StageReplica:
         self._shared.add(round_)
 
     def norm_share(self) -> float:
-        """Return this replica's part of the squared norm over all stages; only a stage's first replica has one."""
+        """Return this replica's part of the squared norm over all stages."""
         return self.optimizer.squared_norm(self._shared.counted_elsewhere) if self._counts_in_norm else 0.0
 
     def update(self, round_: int, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
@@ -200,8 +206,7 @@ class StageReplica:
         """
         if self.optimizer.parameters:
             self.versions.update(lambda: self.optimizer.step(squared_norm), kept)
-            for parameter in self.optimizer.parameters:
-                parameter.grad = None
+            self.optimizer.forget_gradients()
         else:
             self.optimizer.step(squared_norm)
         self.optimizer.advance(self._averaged)

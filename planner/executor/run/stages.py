@@ -52,8 +52,8 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
             hint="profile your model file with: plan profile model.py",
         )
     for number, planned in enumerate(plan.stages):
-        if planned.sharded or not isinstance(planned.recompute, bool):
-            what = "divides the optimizer's state" if planned.sharded else "recomputes some of its layers"
+        if not isinstance(planned.recompute, bool):
+            what = "recomputes some of its layers"
             raise PlanError(f"stage {number} {what}, which `plan train` does not do yet", hint="solve without that")
     initial = initial_model(job, stages, spec, kind)
     graph, evaluation = initial.graph, initial.evaluation

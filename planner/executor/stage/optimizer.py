@@ -1,4 +1,7 @@
-"""Update the parameters of a stage: unscale and clip the gradients of a round, and step the user's optimizer."""
+"""Update the parameters of a stage: unscale and clip the gradients of a round, and step the user's optimizer.
+
+With `sharding` the optimizer steps this replica's part of each parameter, and replicas exchange the weights.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from planner.errors import PlanError
+from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.loss_scaler import LossScaler
+from planner.model.elementwise import is_elementwise
 from planner.model.spec import TrainingSpec
 
 
@@ -25,6 +32,10 @@ class StageOptimizer:
         learning_rate_factor: multiplies the learning rate of every group, before the scheduler sees it.
         clip_grad_norm: the largest norm of the gradients.
         scale_loss: whether the loss is scaled, for float16.
+        sharding: divides the optimizer over the stage's replicas; None to step everything here.
+
+    Raises:
+        PlanError: when the optimizer is to be divided, and does not treat each element of a parameter alone.
     """
 
     def __init__(
@@ -35,11 +46,18 @@ class StageOptimizer:
         learning_rate_factor: float = 1.0,
         clip_grad_norm: float | None = None,
         scale_loss: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.parameters = list(trained.values())
         self.learning_rate_factor = learning_rate_factor if trained else 1.0
         self.optimizer = spec.optimizer(trained) if trained else None  # user code, which may not expect an empty list
+        self.sharding = sharding
+        self._stepped = {parameter: parameter for parameter in self.parameters}  # what steps, by whole parameters
+        if sharding is not None and self.optimizer is not None:
+            _check_elementwise(self.optimizer)
+            sharding.divide(self.optimizer)
+            self._stepped = {parameter: shard.stepped for parameter, shard in sharding.shards.items()}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = group["lr"] * learning_rate_factor
         self.scheduler = None if self.optimizer is None else spec.scheduler(self.optimizer)
@@ -63,12 +81,12 @@ class StageOptimizer:
                 self._overflow = overflow if self._overflow is None else self._overflow | overflow
 
     def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
-        """Unscale all gradients and return their squared norm; inf or nan after an overflow."""
-        self._unscale()
+        """Unscale all gradients and return their squared norm, of this replica's part; inf or nan after an overflow."""
+        self._prepare()
         if self._overflow is not None and bool(self._overflow):
             return math.inf
         left_out = set(leave_out)
-        gradients = self._gradients(parameter for parameter in self.parameters if parameter not in left_out)
+        gradients = self._gradients(stepped for whole, stepped in self._stepped.items() if whole not in left_out)
         # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_ would use it.
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
 
@@ -81,9 +99,9 @@ class StageOptimizer:
         Args:
             squared_norm: of all gradients that are clipped together; None for this stage's own.
         """
-        self._unscale()
+        self._prepare()
         if self.scaler is not None:
-            squared_norm = self.squared_norm() if squared_norm is None else squared_norm
+            squared_norm = self._own_squared_norm() if squared_norm is None else squared_norm
             finite = math.isfinite(squared_norm)
             self._unscaled, self._overflow = False, None
             self.scaler.update(finite)
@@ -91,9 +109,18 @@ class StageOptimizer:
                 self.skipped += 1
                 return
         if self._clip_grad_norm is not None and self.parameters:
-            clip_grads_with_norm_(self.parameters, self._clip_grad_norm, self._norm(squared_norm))
-        if self.optimizer is not None:
+            clip_grads_with_norm_(list(self._stepped.values()), self._clip_grad_norm, self._norm(squared_norm))
+        if self.optimizer is None:
+            return
+        if self.sharding is None:
             self.optimizer.step()
+        else:
+            self.sharding.update(self.optimizer.step)
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients, after a step."""
+        for parameter in (*self.parameters, *self._stepped.values()):
+            parameter.grad = None
 
     def advance(self, minibatches: int) -> None:
         """Step the scheduler once for each of `minibatches`."""
@@ -104,15 +131,30 @@ class StageOptimizer:
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                     self.scheduler.step()
 
+    def _own_squared_norm(self) -> float:
+        """Return the stage's squared norm."""
+        own = self.squared_norm()
+        return own if self.sharding is None else float(self.sharding.sum(self._number(own)))
+
     def _norm(self, squared: float | None) -> Tensor:
         """Return the root of a squared norm; for None this stage's own norm, which stays on the device."""
-        if squared is None:
-            return get_total_norm(self._gradients(self.parameters))
-        return torch.tensor(math.sqrt(squared))
+        if squared is not None:
+            return torch.tensor(math.sqrt(squared))
+        gradients = self._gradients(self._stepped.values())
+        if self.sharding is None:
+            return get_total_norm(gradients)
+        own = get_total_norm(gradients) if gradients else self._number(0.0)
+        return self.sharding.sum(own.double().square()).sqrt().to(own.dtype)
 
-    def _unscale(self) -> None:
-        """Divide the gradients by the loss scale, once per update."""
-        gradients = self._gradients(self.parameters)
+    def _number(self, value: float) -> Tensor:
+        """Return `value` on the device of the parameters."""
+        return torch.tensor(value, dtype=torch.float64, device=self.parameters[0].device)
+
+    def _prepare(self) -> None:
+        """Make the gradients ready to step with: this replica's part of them, divided by the loss scale once."""
+        if self.sharding is not None:
+            self.sharding.take_gradients()
+        gradients = self._gradients(self._stepped.values())
         if self.scaler is not None and not self._unscaled and gradients:
             torch._foreach_mul_(gradients, 1 / self.scaler.scale)
             self._unscaled = True
@@ -120,6 +162,17 @@ class StageOptimizer:
     @staticmethod
     def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    if not is_elementwise(optimizer):
+        name = type(optimizer).__name__
+        raise PlanError(
+            f"the plan divides the optimizer's state over replicas, but nobody says that {name} treats each element of "
+            "a parameter alone",
+            hint=f"solve again with `shard_optimizer=never`; or, if it does, let optimizer() set {name}.elementwise = "
+            "True",
+        )
 
 
 class JointNorm:

@@ -18,7 +18,7 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
 from tests.executor.models import MODELS, OPTIMIZERS, write_model
-from tests.executor.plans import make_plan, structural_profile
+from tests.executor.plans import make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 
@@ -50,7 +50,10 @@ def run_cases(
     chunks: int = 1,
     vertical_sync: bool = False,
 ) -> list[tuple[TrainingSpec, Job, TrainResult, Weights]]:
-    """Train all cases in one set of processes; return the jobs, their results and the final weights."""
+    """Train all cases in one set of processes; return the jobs, their results and the final weights.
+
+    Where stages are replicated, some cases run a second time, with the optimizer divided over the replicas.
+    """
     jobs = []
     for model, optimizer in cases:
         path = write_model(folder, model, optimizer)
@@ -58,8 +61,12 @@ def run_cases(
         if recompute is not None:
             stages = (s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, recompute, strict=True))
             plan = plan.model_copy(update={"stages": tuple(stages)})
-        weights = str(folder / f"{model}-{optimizer}.pt")
-        jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
+        plans = {"": plan}
+        if max(replicas) > 1 and (model, optimizer) in FEW[1:]:
+            plans["-sharded"] = sharded(plan)
+        for suffix, each in plans.items():
+            weights = str(folder / f"{model}-{optimizer}{suffix}.pt")
+            jobs.append(Job(model=str(path), plan=each, steps=minibatches, seed=SEED, save_weights=weights))
     results = run_jobs(jobs, folder)
     saved = [torch.load(str(job.save_weights), weights_only=True) for job in jobs]
     return [

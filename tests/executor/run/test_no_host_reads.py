@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.overhead.cases import MODEL, WORKERS, Case, plan_of
 from benchmarks.overhead.stand_in import build, lone_rank
 from planner.devices.place import CPU, Place
-from planner.executor.communication.gradients import GradientAverager
+from planner.executor.communication.gradients import GradientAverager, whole_buckets
 from planner.executor.communication.later import Reader
+from planner.executor.communication.sharding import Sharding
 from planner.executor.health.failures import LossNotFiniteError
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.run.worker import Observers, PipelineWorker
@@ -173,7 +174,7 @@ def test_an_overflow_in_what_was_sent_is_read_once_per_update() -> None:
 def test_averaging_reads_which_gradients_there_are_only_where_one_is_missing() -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     with lone_rank(0, 2):
-        averager = GradientAverager(weights, dist.new_group([0, 1]))
+        averager = GradientAverager(whole_buckets(weights), dist.new_group([0, 1]))
         for used, expected in ((4, 0), (3, 1)):
             for weight in weights:
                 weight.grad = None
@@ -185,6 +186,26 @@ def test_averaging_reads_which_gradients_there_are_only_where_one_is_missing() -
             for weight in weights[:used]:
                 assert torch.equal(weight.grad, torch.full((3,), 0.5))  # type: ignore[arg-type]
             assert all(weight.grad is None for weight in weights[used:])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_divided_update_reads_nothing(clip: float | None) -> None:
+    """Sums, norm, step and exchange of the weights; and which gradients there are, only where one is missing."""
+    module = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    with lone_rank(0, 2):
+        group = dist.new_group([0, 1])
+        sharding = Sharding(list(module.parameters()), (0, 2), (), torch.device("cpu"))
+        optimizer = StageOptimizer(SPEC, module, clip_grad_norm=clip, sharding=sharding)
+        sharding.connect(group)
+        averager = GradientAverager(sharding.buckets, group)
+        for used, expected in ((module, 0), (module[:1], 1)):
+            with counted() as reads:
+                averager.begin()
+                torch.autograd.backward(used(torch.ones(1, 40)).sum())
+                averager.finish(2)
+                optimizer.step(None)
+                optimizer.forget_gradients()
+            assert reads() == expected
 
 
 @pytest.mark.gpu

@@ -1,0 +1,303 @@
+"""Divide a stage's optimizer over its replicas: each sums, updates and keeps state for a part of the weights.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC20, stage 1. After
+the last backward of a round, gradients are added up where they are needed alone (a reduce-scatter); each replica steps
+its own part; then all get the others' weights (an all-gather). Together that is what an all-reduce sends.
+
+A bucket's elements are divided into as many rows as there are replicas, each with elements of consecutive parameters.
+An optimizer that treats every element alone steps slices of parameters as it would step the parameters: see
+`planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer deals out whole parameters after an all-reduce, and its
+sharded tensors (DTensor, fully_shard) are one copy of the weights with one backward for each forward; both leave no
+room for several weight versions or for units in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from planner.errors import ModelFileError
+from planner.executor.communication.exchange import Exchange, Summing
+from planner.executor.communication.gradients import Bucket, chunks, whole_buckets
+
+# Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
+# and others as vectors, with other roundings: with aligned slices each element is computed as in the whole tensor.
+ALIGNMENT = 64
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one parameter, in the order of its memory, that belong to one replica."""
+
+    parameter: int  # index in the bucket
+    owner: int
+    start: int  # of the parameter's elements
+    stop: int
+    at: int  # place of the first one in the owner's row
+
+
+def divide(sizes: Sequence[int], replicas: int) -> tuple[list[Piece], int]:
+    """Divide parameters of `sizes` elements into rows of equal length.
+
+    Returns:
+        The pieces, and the elements of a row: those of pieces, with gaps between them that align each parameter.
+    """
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+    row = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
+    pieces = []
+    for index, (first, size) in enumerate(zip(starts, sizes, strict=True)):
+        for owner in range(replicas):
+            start, stop = max(first, owner * row), min(first + size, (owner + 1) * row)
+            if start < stop:
+                pieces.append(Piece(index, owner, start - first, stop - first, start - owner * row))
+    return pieces, row
+
+
+def elements(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of `tensor` as one dimension, in the order in which `like` has its own in memory.
+
+    A view, if `tensor` has that order, too.
+    """
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@dataclass(eq=False)
+class Shard:
+    """The part of a parameter that this replica updates."""
+
+    parameter: nn.Parameter
+    start: int  # of its elements, in the order of its memory
+    stop: int
+    stepped: nn.Parameter  # what the optimizer steps: these elements, wherever the parameter's `data` is
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The parameter's dimensions from the outermost in memory to the innermost: 0, 1, ... if it is contiguous."""
+        strides = self.parameter.stride()
+        return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this part of a tensor of the parameter's shape."""
+        return elements(whole, self.parameter)[self.start : self.stop]
+
+
+class DividedBucket(Bucket):
+    """A bucket of which each replica has the averages of its own row alone, as gradients of its shards.
+
+    A row ends with a number per parameter: how many replicas had a gradient of it. The tensor that adds up gradients
+    serves again to hand the weights on.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: int, own: int, wire: torch.device) -> None:
+        super().__init__(parameters)
+        self.pieces, self._elements = divide([parameter.numel() for parameter in parameters], replicas)
+        self.shards = {
+            piece: _shard(self.parameters[piece.parameter], piece) for piece in self.pieces if piece.owner == own
+        }
+        self._shape = replicas, self._elements + len(parameters)
+        self._wire = wire
+        self._exchange: Exchange | None = None
+        self._rows: Tensor | None = None  # from the first gradients to the end of the update
+        self._summing: Summing | None = None
+        self._missing: set[int] = set()  # parameters without a gradient here
+
+    def connect(self, exchange: Exchange) -> None:
+        """Exchange with the other replicas by `exchange`."""
+        self._exchange = exchange
+
+    def post(self, group: dist.ProcessGroup) -> None:
+        # Gaps and missing gradients must be numbers like others.
+        self._rows = torch.zeros(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
+        self._missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
+        gradients = {
+            index: elements(parameter.grad, parameter)
+            for index, parameter in enumerate(self.parameters)
+            if parameter.grad is not None
+        }
+        pieces = [piece for piece in self.pieces if piece.parameter in gradients]
+        _copy(self._views(pieces), [gradients[piece.parameter][piece.start : piece.stop] for piece in pieces])
+        self._rows[:, self._elements :] = 1
+        for index in self._missing:
+            self._rows[:, self._elements + index] = 0
+        for parameter in self.parameters:
+            parameter.grad = None
+        assert self._exchange is not None
+        self._summing = self._exchange.sum(self._rows)
+
+    def poll(self) -> None:
+        if self._summing is not None and self._summing.done():
+            self._summing.wait()
+
+    def finish(self, divisor: int) -> None:
+        assert self._summing is not None
+        self._summing.wait()
+        self._summing = None
+        values, had = self._row()[: self._elements], self._row()[self._elements :]
+        if divisor > 1:
+            values.div_(divisor)
+        # Others may have had one. Only then is it read, because that waits for the sums on a GPU.
+        kept = had.tolist() if self._missing else []
+        for piece, shard in self.shards.items():
+            if piece.parameter not in self._missing or kept[piece.parameter]:
+                part = values[piece.at : piece.at + piece.stop - piece.start]
+                shard.stepped.grad = part.to(shard.stepped.device)
+
+    def hand_on(self) -> Callable[[], object]:
+        """Begin to give all replicas this one's new weights; its shards' gradients are lost."""
+        assert self._exchange is not None
+        if self._rows is None:  # the gradients were summed elsewhere
+            self._rows = torch.empty(self._shape, dtype=self.parameters[0].dtype, device=self._wire)
+        _copy(self._views(self.shards), [shard.stepped.data for shard in self.shards.values()])
+        return self._exchange.hand_on(self._rows)
+
+    def take(self) -> None:
+        """Put the others' new weights, which have come, into the parameters."""
+        pieces = [piece for piece in self.pieces if piece not in self.shards]
+        weights = {index: elements(parameter.data, parameter) for index, parameter in enumerate(self.parameters)}
+        _copy([weights[piece.parameter][piece.start : piece.stop] for piece in pieces], self._views(pieces))
+        self._rows = None
+
+    def _row(self) -> Tensor:
+        """Return this replica's own row."""
+        assert self._rows is not None
+        assert self._exchange is not None
+        return self._rows[self._exchange.places()[self._exchange.own]]
+
+    def _views(self, pieces: Collection[Piece]) -> list[Tensor]:
+        """Return the places of `pieces` in the rows."""
+        assert self._rows is not None
+        assert self._exchange is not None
+        places = self._exchange.places()
+        rows = self._rows
+        return [rows[places[piece.owner], piece.at : piece.at + piece.stop - piece.start] for piece in pieces]
+
+
+class Sharding:
+    """One replica's share of its stage's optimizer.
+
+    Args:
+        parameters: of the stage that are trained.
+        replica: this one's number, of so many `replicas`.
+        shared: parameters that other stages hold, too: replicas need the whole gradients, to add them to the others'.
+        wire: the device that messages are made on.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        replica: tuple[int, int],
+        shared: Collection[nn.Parameter],
+        wire: torch.device,
+    ) -> None:
+        own, replicas = replica
+        for parameter in parameters:
+            _make_dense(parameter)
+        alone = [parameter for parameter in parameters if parameter not in set(shared)]
+        self._apart = [DividedBucket(chunk, replicas, own, wire) for chunk in chunks(alone)]
+        self._divided = self._apart + [DividedBucket(chunk, replicas, own, wire) for chunk in chunks(list(shared))]
+        self._shared = whole_buckets(list(shared))
+        self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
+        self.groups: list[list[nn.Parameter]] = []  # whole parameters of the optimizer's groups, on all replicas
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What reduces the gradients of a round."""
+        return [*self._apart, *self._shared]
+
+    def divide(self, optimizer: Optimizer) -> None:
+        """Let `optimizer`, which has not stepped yet, step this replica's shards alone.
+
+        Raises:
+            ModelFileError: when it has state that cannot be divided.
+        """
+        for group in optimizer.param_groups:
+            self.groups.append(list(group["params"]))
+            own = [index for index, parameter in enumerate(group["params"]) if parameter in self.shards]
+            for key in {"params", "param_names"}.intersection(group):
+                group[key] = [group[key][index] for index in own]
+            group["params"] = [self.shards[parameter].stepped for parameter in group["params"]]
+        # Adagrad has state before its first step.
+        before = [(parameter, optimizer.state.pop(parameter, None)) for group in self.groups for parameter in group]
+        for parameter, state in before:
+            if state and parameter in self.shards:
+                optimizer.state[self.shards[parameter].stepped] = divided(state, self.shards[parameter])
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Exchange with the other replicas over `group`."""
+        self._group = group
+        exchange = Exchange.over(group)
+        for bucket in self._divided:
+            bucket.connect(exchange)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of all replicas' `value`, a number."""
+        total = value.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def take_gradients(self) -> None:
+        """Give shards their part of gradients that are whole: those of shared weights, after they were added up."""
+        for shard in self.shards.values():
+            if shard.parameter.grad is not None:
+                shard.stepped.grad, shard.parameter.grad = shard.of(shard.parameter.grad), None
+
+    def update(self, step: Callable[[], object]) -> None:
+        """Run `step` on the shards where the parameters are now, then exchange the weights; gradients are lost."""
+        for shard in self.shards.values():
+            shard.stepped.data = shard.of(shard.parameter.data)
+        step()
+        # One after the other: the next bucket is on its way while this one is copied.
+        under_way = [(bucket, bucket.hand_on()) for bucket in self._divided]
+        for bucket, wait in under_way:
+            wait()
+            bucket.take()
+
+
+def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """Return an optimizer's state of a whole parameter for a shard of it: tensors of its shape are divided.
+
+    Raises:
+        ModelFileError: when a tensor is neither of the parameter's shape nor a number.
+    """
+    found = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
+            found[key] = shard.of(value).clone()
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise ModelFileError(
+                f"the optimizer keeps for a parameter of shape {tuple(shard.parameter.shape)} a tensor '{key}' of "
+                f"shape {tuple(value.shape)}, which its stage's replicas cannot divide",
+                hint="solve again with `shard_optimizer=never`",
+            )
+    return found
+
+
+def _shard(parameter: nn.Parameter, piece: Piece) -> Shard:
+    own = elements(parameter.data, parameter)[piece.start : piece.stop]
+    return Shard(parameter, piece.start, piece.stop, nn.Parameter(own))
+
+
+def _make_dense(parameter: nn.Parameter) -> None:
+    """Give a parameter that has gaps in memory, or uses some twice, memory of its own."""
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda each: each[1]):
+        if size != 1 and stride != expected:
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+            return
+        expected *= size
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:  # PyTorch refuses empty lists
+        torch._foreach_copy_(targets, sources)
