@@ -12,14 +12,14 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.gpu_truth import galvatron, mist, sailor, vtrain
+from benchmarks.gpu_truth import aceso, galvatron, mist, sailor, vtrain
 from benchmarks.gpu_truth.rows import ANCHORS, Row
 from benchmarks.gpu_truth.summary import scatter_svg, summary
 
 SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
     "vtrain": vtrain.rows,
-    "mist": mist.mist_rows,
-    "aceso": mist.aceso_rows,
+    "mist": mist.rows,
+    "aceso": aceso.rows,
     "galvatron": galvatron.rows,
     "sailor": sailor.rows,
 }
@@ -49,8 +49,11 @@ def summary_table(rows: Sequence[Row]) -> str:
         counts = [len(found.rows), sum(row.predicted_s is not None for row in found.rows)]
         mean = "" if found.mean_error is None else f"{found.mean_error:.1%}"
         tau = "" if found.tau is None else f"{found.tau:.2f}"
-        cells.append([source, *counts, mean, _share(found.bias), tau, _share(found.regret), _lacking(found.rows)])
-    headers = ["source", "rows", "predicted", "mean absolute error", "bias", "tau", "regret", "the others need"]
+        memory = "" if found.memory_error is None else f"{found.memory_error:.1%}, worst {found.worst_memory:.1%}"
+        shares = [mean, _share(found.bias), tau, _share(found.regret), memory]
+        cells.append([source, *counts, *shares, _lacking(found.rows)])
+    headers = ["source", "rows", "predicted", "mean absolute error", "bias", "tau", "regret", "memory of stages"]
+    headers.append("the others need")
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from benchmarks.gpu_truth.gpt import Gpt
+from planner.cost.work import working_bytes
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 
@@ -24,7 +27,6 @@ _SUMS = (
     "optimizer_bytes",
     "buffer_bytes",
     "saved_bytes",
-    "workspace_bytes",
 )
 
 
@@ -34,19 +36,22 @@ class Parts:
 
     Attributes:
         embedding, layer, head: summed over their operations; the head has the loss.
-        operators: of the layer, as they were captured.
+        operators, head_operators: of the layer and of the head, as they were captured.
         boundary_bytes: that one layer sends to the next, and as much comes back.
         microbatch_size: samples.
         device: estimated for.
+        graph_hash: of the traced model.
     """
 
     embedding: Layer
     layer: Layer
     head: Layer
     operators: tuple[Layer, ...]
+    head_operators: tuple[Layer, ...]
     boundary_bytes: int
     microbatch_size: int
     device: Device
+    graph_hash: str | None
 
     def recomputed(self, layer: Layer, share: float = 1.0) -> Layer:
         """Return the layer with this share of its forward run again in the backward, keeping the rest."""
@@ -55,7 +60,7 @@ class Parts:
             update={
                 "backward_s": layer.backward_s + share * layer.forward_s,
                 "saved_bytes": round(share * kept + (1 - share) * layer.saved_bytes),
-                "workspace_bytes": round(share * (layer.saved_bytes - kept)),
+                "workspace_bytes": layer.workspace_bytes + round(share * (layer.saved_bytes - kept)),
             }
         )
 
@@ -66,49 +71,53 @@ def parts_of(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:
     profile = estimate_profile(traced.training_spec(), microbatch_size, options)
     inner = [number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.1.")]
     first = next(number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.0."))
-    operators = profile.layers[inner[0] : inner[-1] + 1]
+    # Without names of weights: layers that are repeated would share them.
+    unnamed = [layer.model_copy(update={"parameters": ()}) for layer in profile.layers]
+    operators, head = tuple(unnamed[inner[0] : inner[-1] + 1]), tuple(unnamed[inner[-1] + 1 :])
     return Parts(
         embedding=summed("embedding", profile.layers[:first]),
         layer=summed("layer", operators),
         operators=operators,
-        head=summed("head", profile.layers[inner[-1] + 1 :]),
+        head=summed("head", head),
+        head_operators=head,
         boundary_bytes=microbatch_size * gpt.seq * gpt.hidden * (4 if options.dtype in ("float32", "tf32") else 2),
         microbatch_size=microbatch_size,
         device=profile.device,
+        graph_hash=profile.graph_hash,
     )
 
 
 def summed(name: str, layers: Sequence[Layer]) -> Layer:
-    """Return one layer with the costs of all."""
+    """Return one layer with the costs of all; its workspace is at the peak of their forward and backward."""
     sums = {field: sum(getattr(layer, field) for layer in layers) for field in _SUMS}
-    return Layer(name=name, op=name, **sums)
+    saved, gradients, workspaces = (
+        np.array([getattr(layer, field) for layer in layers], dtype=np.float64)
+        for field in ("saved_bytes", "gradient_bytes", "workspace_bytes")
+    )
+    working, _ = working_bytes(saved, gradients, workspaces, np.zeros(len(layers)))
+    return Layer(name=name, op=name, workspace_bytes=max(0, int(working[-1])), **sums)
 
 
-def divided(layer: Layer, count: int) -> list[Layer]:
-    """Return equal parts of a layer."""
-    costs = {field: getattr(layer, field) for field in _SUMS}
-    part = {field: round(cost / count) if field.endswith("bytes") else cost / count for field, cost in costs.items()}
-    return [layer.model_copy(update=part)] * count
+def transformer(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:
+    """Return the profile of a transformer with these layers, each a block; embedding and head are beside them."""
+    blocks = [layer.model_copy(update={"name": f"layers.{number}"}) for number, layer in enumerate(layers)]
+    return chain(model, parts, [parts.embedding, *blocks, parts.head])
 
 
 def chain(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:
-    """Return the profile of a chain of layers, named anew in their order."""
+    """Return the profile of a chain of layers."""
     size = parts.boundary_bytes
     named = [
-        layer.model_copy(
-            update={
-                "name": f"{layer.op}{number}",
-                "outputs": (Value(name=f"{layer.op}{number}", output_bytes=size, gradient_bytes=size),)
-                if number < len(layers) - 1
-                else (),
-            }
-        )
-        for number, layer in enumerate(layers)
+        layer.model_copy(update={"outputs": (Value(name=layer.name, output_bytes=size, gradient_bytes=size),)})
+        for layer in layers[:-1]
     ]
+    named.append(layers[-1])
     edges = [Edge(source=a.name, value=a.name, target=b.name) for a, b in pairwise(named)]
     return Profile(
         model=model,
         device=parts.device,
+        graph_hash=parts.graph_hash,  # memory is that of a step which was run
+        optimizer_elementwise=True,
         microbatch_size=parts.microbatch_size,
         layers=tuple(named),
         edges=tuple(edges),

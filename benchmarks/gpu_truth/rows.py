@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_truth.by_layers import Parts, parts_of
 from benchmarks.gpu_truth.gpt import Gpt
-from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions, whole_stage
+from planner.analysis import own_plan
 from planner.formats.cluster import Cluster
+from planner.formats.own_plan import OwnPlan, OwnStage
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.profiler.estimated.devices import DEVICES
 from planner.profiler.estimated.estimate import EstimateOptions
+from planner.profiler.estimated.execution import Fusion
 from planner.schedule.flush import FLUSH
-from planner.solver.candidates.budget import Budget
-from planner.solver.candidates.evaluation import evaluate
-from planner.solver.problem import Problem
-from planner.solver.result import Evaluation
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu"
+PCIE = 4e9  # bytes per second; README of the anchors: 3 to 5 GB/s
+_CLOCKS = {"l4": 1050 / 2040}  # MHz: README of the anchors, and the data sheet's boost
+_MIB = 2**20
 _ESTIMATED: dict[str, Parts] = {}
 
 
@@ -55,32 +55,21 @@ class Row:
         return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
 
 
-@dataclass(frozen=True)
-class Stages:
-    """A plan: layers and replicas of its stages, and which stages run their forward again."""
-
-    layers: Sequence[int]
-    replicas: Sequence[int]
-    recompute: bool = False
-
-    def candidates(self) -> list[Candidate]:
-        """Return the stages by the positions of their layers."""
-        ends = [0, *accumulate(self.layers)]
-        return [
-            Candidate(
-                frozenset(range(first)),
-                frozenset(range(first, end)),
-                StageOptions(replicas, recompute=whole_stage(range(first, end), self.recompute)),
-            )
-            for (first, end), replicas in zip(pairwise(ends), self.replicas, strict=True)
-        ]
+def price(profile: Profile, cluster: Cluster, stages: Sequence[OwnStage], microbatches: int) -> Plan:
+    """Price and simulate a plan as `plan price` does, under 1F1B that drains after every minibatch."""
+    return own_plan.price(profile, cluster, OwnPlan(stages=tuple(stages), schedule=FLUSH, microbatches=microbatches))
 
 
-def price(profile: Profile, cluster: Cluster, stages: Stages, microbatches: int) -> Evaluation:
-    """Price and simulate a plan under 1F1B that drains after every minibatch."""
-    setting = Setting(cluster, FLUSH, microbatches)
-    problem = Problem(LayerCosts(profile), setting, depth="published", budget=Budget.unlimited())
-    return evaluate(problem, stages.candidates())
+def memory_of(plan: Plan, peaks_mb: Sequence[float | None] | None) -> tuple[tuple[float, float], ...]:
+    """Pair the bytes of stages' tensors with the allocator's peak, where it was logged, in MiB."""
+    pairs = zip(plan.stages, peaks_mb or (), strict=False)
+    return tuple((stage.memory.tensor_bytes, theirs * _MIB) for stage, theirs in pairs if theirs is not None)
+
+
+def half_precision(device: str, fusion: Fusion | None = None) -> EstimateOptions:
+    """Return what to estimate for a run in half precision with master weights."""
+    spec = DEVICES[device].at_clock(_CLOCKS.get(device, 1.0))
+    return EstimateOptions(spec, "float16", fusion=fusion, master_weights=True)
 
 
 def parts(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:

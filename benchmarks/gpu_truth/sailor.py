@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.gpu_truth.rows import ANCHORS, Row, Stages, anchors, price
+from benchmarks.gpu_truth.rows import ANCHORS, Row, anchors, price
 from planner.formats.cluster import flat_cluster
+from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 
 _FLOAT = 4
@@ -29,16 +30,16 @@ def rows() -> Iterator[Row]:
 def _row(entry: Mapping[str, Any], bandwidth_bytes_per_s: float) -> Row:
     stages = entry["stages"]
     nodes = entry["gpus_used"] // entry["tp"][0]
-    evaluation = price(
+    priced = price(
         _profile(entry["model"], entry["microbatch"], entry["tp"][0]),
         flat_cluster(nodes, bandwidth_bytes_per_s),
-        Stages([stage["layers"] for stage in stages], [stage["dp"] for stage in stages]),
+        [OwnStage(blocks=stage["layers"], replicas=stage["dp"]) for stage in stages],
         entry["global_batch"] // entry["microbatch"],
     )
     job = f"{entry['model']}, {entry['gpus_used']} GH200, batch {entry['global_batch']}"
     plan = f"pp {entry['pp']}, dp {entry['dp']}, tp {entry['tp'][0]}, microbatch {entry['microbatch']}"
     # The measured peak is of one GPU, and its parts are not known: memory is not compared.
-    return Row("sailor", job, plan, entry["measured_iteration_s"], evaluation.seconds)
+    return Row("sailor", job, plan, entry["measured_iteration_s"], priced.predicted.seconds_per_minibatch)
 
 
 def _profile(model: str, microbatch_size: int, degree: int) -> Profile:
@@ -50,7 +51,7 @@ def _profile(model: str, microbatch_size: int, degree: int) -> Profile:
         time, size = times[number], sizes[number]
         weights = round(size["params_floats"]) * _FLOAT
         sent = round(size["activation_output_floats"]) * _FLOAT * microbatch_size
-        name = f"layer{number}"
+        name = f"layers.{number}"
         value = Value(name=name, output_bytes=sent, gradient_bytes=sent)
         layers.append(
             Layer(

@@ -23,6 +23,7 @@ class Summary:
         mean_error: mean absolute relative error.
         bias: mean relative error.
         tau: Kendall's rank correlation over the pairs of rows of the same job; None without such pairs.
+        memory_error, worst_memory: mean absolute relative error of stages' peaks, and the largest; None without any.
         regret: mean over jobs with several rows of how much slower the row is that has the least prediction than the
             one that was measured fastest; None without such jobs.
     """
@@ -32,6 +33,8 @@ class Summary:
     bias: float | None
     tau: float | None
     regret: float | None
+    memory_error: float | None
+    worst_memory: float | None
 
 
 def summary(rows: Sequence[Row]) -> Summary:
@@ -41,7 +44,16 @@ def summary(rows: Sequence[Row]) -> Summary:
     pairs = [pair for job in jobs for pair in combinations(job, 2)]
     signs = [math.copysign(1, (a.measured_s - b.measured_s) * (_s(a) - _s(b))) for a, b in pairs]
     regrets = [min(job, key=_s).measured_s / min(row.measured_s for row in job) - 1 for job in jobs]
-    return Summary(rows, _mean([abs(error) for error in errors]), _mean(errors), _mean(signs), _mean(regrets))
+    memory = [abs(predicted / measured - 1) for row in rows for predicted, measured in row.memory]
+    return Summary(
+        rows,
+        mean_error=_mean([abs(error) for error in errors]),
+        bias=_mean(errors),
+        tau=_mean(signs),
+        regret=_mean(regrets),
+        memory_error=_mean(memory),
+        worst_memory=max(memory, default=None),
+    )
 
 
 def _jobs(rows: Sequence[Row]) -> Iterable[list[Row]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 
-from benchmarks.gpu_truth.by_layers import chain
+from benchmarks.gpu_truth.by_layers import transformer
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import ANCHORS, Row, Stages, parts, price
+from benchmarks.gpu_truth.rows import ANCHORS, Row, parts, price
 from planner.formats.cluster import hierarchical_cluster
+from planner.formats.own_plan import OwnStage
 from planner.profiler.estimated.estimate import EstimateOptions
 
 _OPTIONS = EstimateOptions("a100-80gb", "float16", fusion="apex", master_weights=True)
@@ -34,12 +35,8 @@ def _row(record: dict[str, float]) -> Row:
     hidden, layers = int(record["hidden"]), int(record["layers"])
     gpt = Gpt(f"gpt-{billion:g}b", layers, hidden, int(record["heads"]), 4 * hidden, 51200, 2048, dropout=0.1)
     costs = parts(gpt, micro, _OPTIONS)
-    each = [costs.embedding, *[costs.recomputed(costs.layer)] * layers, costs.head]
-    profile = chain(gpt.name, costs, each)
-    nodes = gpus // _PER_NODE
-    cluster = hierarchical_cluster((_PER_NODE, nodes), (_NVLINK, _NODE))
-    counts = [layers // pp] * pp
-    counts[0] += 1
-    counts[-1] += 1
-    evaluation = price(profile, cluster, Stages(counts, [dp] * pp), int(record["global_batch"]) // micro)
-    return Row("vtrain", job, plan, measured_s, evaluation.seconds)
+    profile = transformer(gpt.name, costs, [costs.recomputed(costs.layer)] * layers)
+    cluster = hierarchical_cluster((_PER_NODE, gpus // _PER_NODE), (_NVLINK, _NODE))
+    stages = [OwnStage(blocks=layers // pp, replicas=dp)] * pp
+    priced = price(profile, cluster, stages, int(record["global_batch"]) // micro)
+    return Row("vtrain", job, plan, measured_s, priced.predicted.seconds_per_minibatch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_truth import sailor, vtrain
+from benchmarks.gpu_truth import aceso, sailor, vtrain
 from benchmarks.gpu_truth.rows import ANCHORS, Row
 from benchmarks.gpu_truth.summary import scatter_svg, summary
 
@@ -13,7 +13,7 @@ needs_anchors = pytest.mark.skipif(not ANCHORS.is_dir(), reason="the measurement
 
 def test_summary() -> None:
     rows = [
-        Row("s", "a", "1", 1.0, 1.1),
+        Row("s", "a", "1", 1.0, 1.1, memory=((9.0, 10.0), (13.0, 10.0))),
         Row("s", "a", "2", 2.0, 1.0),  # chosen, and twice as slow as the first
         Row("s", "b", "1", 4.0, 3.0),
         Row("s", "b", "2", 5.0, 6.0),
@@ -24,7 +24,22 @@ def test_summary() -> None:
     assert found.bias == pytest.approx((0.1 - 0.5 - 0.25 + 0.2) / 4)
     assert found.tau == 0.0  # one pair in order, one not
     assert found.regret == pytest.approx(0.5)
+    assert (found.memory_error, found.worst_memory) == pytest.approx((0.2, 0.3))
     assert scatter_svg(rows).count("<circle") == 4
+
+
+def test_aceso_runs_the_largest_kinds_again() -> None:
+    layer = list(aceso._LAYER)
+    names = ["embedding", *layer, *layer]
+    pairs = [(names[number], number // 13) for number in sorted(aceso.recomputing(names, 6, attention=16))]
+    # Of the first matrices as many as are needed, and the operator after each.
+    assert pairs == [("score", 0), ("softmax", 0), ("dropout", 0), ("context", 0), ("dropout", 1), ("context", 1)]
+    again = aceso.recomputing(names, 6, attention=16)
+    assert [(names[group.start], len(group)) for group in aceso.groups_of(names, again)] == [
+        ("score", 4),
+        ("dropout", 2),
+    ]
+    assert len(aceso.recomputing(names, len(names), attention=16)) == len(names)
 
 
 def test_summary_of_rows_without_prediction() -> None:

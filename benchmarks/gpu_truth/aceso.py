@@ -1,0 +1,180 @@
+"""Aceso's and Megatron's measured iterations on L4, A10G and A100, by Aceso's operators.
+
+Logs say how many operators of a stage run again, not which. They follow from the search that Aceso publishes
+(microsoft/SuperScaler, branch Aceso, search/aceso_cost_model.py, `check_recompute`): of all kinds of operators it takes
+the one whose activations are largest in the stage, together with the operator after each, until the stage fits; the
+last kind only as often as needed, from the stage's beginning. Neighbours that run again are one group, and layer norms
+at the beginning of a layer begin a new one (runtime/megatron/model/flex_model.py, `forward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+from benchmarks.gpu_truth.by_layers import Parts, chain, summed
+from benchmarks.gpu_truth.gpt import Gpt
+from benchmarks.gpu_truth.rows import PCIE, Row, anchors, half_precision, memory_of, parts, price
+from planner.formats.cluster import flat_cluster
+from planner.formats.own_plan import OwnStage
+from planner.formats.profile import Layer
+
+_DEVICES = {"L4-24GB": "l4", "A10G-24GB": "a10g", "A100-SXM4-40GB": "a100"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of Aceso's operators.
+
+    Attributes:
+        captured: operation of our layer that it is, or is a part of.
+        seconds, saved: its share of that operation's times and saved bytes.
+        entering: share of its saved bytes that are its input, made by the operator before it.
+        activations: what Aceso counts for it: hidden states, and matrices of attention.
+        weights: whether it has those of the operation.
+    """
+
+    captured: int
+    seconds: float = 1.0
+    saved: float = 1.0
+    entering: float = 1.0
+    activations: tuple[float, float] = (0.0, 0.0)
+    weights: bool = True
+
+    def kept(self, attention: float) -> float:
+        """Return what Aceso counts, in hidden states."""
+        return self.activations[0] + attention * self.activations[1]
+
+
+# Softmax keeps its result of two bytes and dropout its mask of one. The first product has the norm's result beside the
+# GELU's input, which is four times as large.
+_LAYER: Mapping[str, Kind] = {
+    "norm1": Kind(0, activations=(1, 0)),
+    "qkv": Kind(1, activations=(3, 0)),
+    "score": Kind(2, activations=(0, 1)),
+    "softmax": Kind(3, 0.5, 2 / 3, 0, (0, 1)),
+    "dropout": Kind(3, 0.5, 1 / 3, 0, (0, 1.5)),
+    "context": Kind(4, activations=(1, 0)),
+    "dense": Kind(5, activations=(1, 0)),
+    "dropout1": Kind(6, entering=0, activations=(1.5, 0)),
+    "norm2": Kind(7, activations=(1, 0)),
+    "gemm1": Kind(8, 0.95, 1 / 5, activations=(4, 0)),
+    "gelu": Kind(8, 0.05, 4 / 5, activations=(4, 0), weights=False),
+    "gemm2": Kind(9, activations=(1, 0)),
+    "dropout2": Kind(10, entering=0, activations=(1.5, 0)),
+}
+_FIRST = "norm1"
+_OUTER = ("embedding", "norm", "head")  # never run again
+
+
+def rows() -> Iterator[Row]:
+    """Yield all runs; those with tensor parallelism have no prediction."""
+    for run in anchors("mist-aceso-runs.json"):
+        yield _row(run)
+
+
+def _row(run: Mapping[str, Any]) -> Row:
+    model, stages = run["model"], run["stages"]
+    job = f"GPT {model['size']}, {run['total_gpus']} {run['gpu']}, batch {run['global_batch']}"
+    plan = f"{len(stages)} stages, microbatch {run['micro_batch']}"
+    source, measured_s = f"aceso {_DEVICES[run['gpu']]}", run["measured_iteration_ms"] / 1e3
+    if any(tp > 1 for stage in stages for tp, _ in stage["tp_runs"]):
+        return Row(source, job, plan, measured_s, needs=("tensor parallelism",))
+    hidden, layers = model["hidden"], model["layers"]
+    gpt = Gpt(f"gpt-{model['size']}", layers, hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1)
+    costs = parts(gpt, run["micro_batch"], half_precision(_DEVICES[run["gpu"]], "apex"))
+    replicas = [stage["dp_runs"][0][0] for stage in stages]
+    profile = chain(gpt.name, costs, list(_operators(gpt, costs, stages)))
+    names = (layer.name for layer in profile.layers)
+    own = [
+        OwnStage(layers=tuple(islice(names, stage["ops"])), replicas=r)
+        for stage, r in zip(stages, replicas, strict=True)
+    ]
+    microbatches = run["global_batch"] // run["micro_batch"]
+    priced = price(profile, flat_cluster(sum(replicas), PCIE), own, microbatches)
+    memory = memory_of(priced, [stage.get("peak_allocated_mb") for stage in stages])
+    return Row(source, job, plan, measured_s, priced.predicted.seconds_per_minibatch, memory=memory)
+
+
+def _operators(gpt: Gpt, costs: Parts, stages: Sequence[Mapping[str, Any]]) -> Iterator[Layer]:
+    """Yield the model's operators as the stages run them: some again in their backward."""
+    operators = {name: _part(costs.operators[kind.captured], kind) for name, kind in _LAYER.items()}
+    norm, *classifier = costs.head_operators
+    operators |= {"embedding": costs.embedding, "norm": norm, "head": summed("head", classifier)}
+    names = iter(["embedding", *list(_LAYER) * gpt.layers, "norm", "head"])
+    numbers = count()
+    for stage in stages:
+        own = list(islice(names, stage["ops"]))
+        layers = [operators[name] for name in own]
+        again = recomputing(own, stage["recomputed_ops"], gpt.heads * gpt.seq / gpt.hidden)
+        for group in groups_of(own, again):
+            layers[group.start : group.stop] = _again(own[group.start], layers[group.start : group.stop], costs)
+        for name, layer in zip(own, layers, strict=True):
+            yield layer.model_copy(update={"name": f"{name}-{next(numbers)}"})
+
+
+def _part(layer: Layer, kind: Kind) -> Layer:
+    update: dict[str, Any] = {
+        "forward_s": kind.seconds * layer.forward_s,
+        "backward_s": kind.seconds * layer.backward_s,
+        "saved_bytes": round(kind.saved * layer.saved_bytes),
+    }
+    if not kind.weights:
+        update |= {"update_s": 0.0, "weight_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    return layer.model_copy(update=update)
+
+
+def recomputing(names: Sequence[str], wanted: int, attention: float) -> set[int]:
+    """Return which of a stage's operators run again, given how many do.
+
+    Args:
+        names: of the operators, in order.
+        wanted: how many run again.
+        attention: a matrix of attention, in hidden states.
+    """
+    places: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        places.setdefault(name, []).append(number)
+    found: set[int] = set()
+    taken = {_FIRST, *_OUTER}
+    while len(found) < wanted and (left := [name for name in places if name not in taken]):
+        name = max(left, key=lambda name: len(places[name]) * _LAYER[name].kept(attention))
+        after = places[name][0] + 1
+        taken |= {name, names[after]} if after < len(names) else {name}
+        for number in places[name]:
+            if len(found) < wanted:
+                found |= {number, number + 1} & set(range(len(names)))
+    # Where all kinds are taken, Aceso's configuration says that everything runs again.
+    found |= set(islice((number for number in range(len(names)) if number not in found), max(0, wanted - len(found))))
+    return found
+
+
+def groups_of(names: Sequence[str], recomputed: set[int]) -> list[range]:
+    """Return the runs of operators that run again together."""
+    groups: list[range] = []
+    for number in sorted(recomputed):
+        if groups and groups[-1].stop == number and names[number] != _FIRST:
+            groups[-1] = range(groups[-1].start, number + 1)
+        else:
+            groups.append(range(number, number + 1))
+    return groups
+
+
+def _again(first: str, layers: Sequence[Layer], costs: Parts) -> Iterator[Layer]:
+    """Yield the operators of one group: they keep what enters it, and run before the group's backward."""
+    kind = _LAYER.get(first)
+    entering = layers[0].saved_bytes if kind is None else round(kind.entering * layers[0].saved_bytes)
+    if kind is not None and not kind.entering:
+        entering = costs.boundary_bytes if first != "dropout" else 0  # softmax has kept what enters its dropout
+    there = 0  # of the group, in its backward
+    for number, layer in enumerate(layers):
+        there += layer.saved_bytes - (entering if number == 0 else 0)
+        yield layer.model_copy(
+            update={
+                "backward_s": layer.backward_s + layer.forward_s,
+                "saved_bytes": entering if number == 0 else 0,
+                "workspace_bytes": layer.workspace_bytes + max(0, there),
+            }
+        )
