@@ -82,6 +82,11 @@ def format_rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
+def format_times(ratio: float) -> str:
+    """Return a speed-up for people: 1.234 -> "1.23x"; nobody reads the digits of one beyond a thousand."""
+    return f"{ratio:.2f}x" if ratio < 1000 else "more than 1,000x"
+
+
 def _scaled(value: float, unit: str) -> str:
     prefix = max((p for p, size in _DECIMAL.items() if abs(value) >= size), key=lambda p: _DECIMAL[p], default="")
     scaled = value / _DECIMAL[prefix]

@@ -174,6 +174,8 @@ class Prediction(Record):
     communication_bytes_per_sample: float | None
     data_parallel_communication_bytes_per_sample: float | None
     communication_cut: float | None = None  # share of data parallelism's bytes that the plan avoids
+    tokens_per_s: Annotated[float, Field(gt=0)] | None = None  # None where the model is not of token ids
+    flop_utilisation: Annotated[float, Field(gt=0)] | None = None  # of the workers' peak, by the model's own FLOPs
 
 
 class SolverReport(Record):

@@ -60,6 +60,9 @@ class Layer(Record):
     # workspaces of kernels.
     workspace_bytes: Bytes = 0  # peak of temporary memory in forward or backward, per microbatch; 0 if not measured
     update_workspace_bytes: Bytes = 0  # peak of temporary memory in the optimizer's step
+    # Multiplications and additions of products, convolutions and attention, for one microbatch; None: not counted.
+    forward_flops: Annotated[int, Field(ge=0)] | None = None
+    backward_flops: Annotated[int, Field(ge=0)] | None = None
     parameters: tuple[str, ...] = ()  # fully qualified names
 
 
@@ -74,7 +77,7 @@ class Edge(Record):
 class Device(GrownRecord):
     """The device that the times were measured on, or estimated for."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"context_bytes"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"context_bytes", "peak_flops_per_s"})
 
     kind: str  # "cpu", "cuda"
     name: str
@@ -82,6 +85,7 @@ class Device(GrownRecord):
     processes: Annotated[int, Field(ge=1)] | None = None  # training at the same time, the measured one included
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
     context_bytes: Bytes | None = None  # of its memory that a process takes beside tensors, on CUDA; None: not measured
+    peak_flops_per_s: Annotated[float, Field(gt=0)] | None = None  # of an estimate's device, in the profile's dtype
 
 
 class WholeStep(Record):
@@ -149,6 +153,7 @@ class Profile(Record):
     optimizer_elementwise: bool | None = None  # whether it treats each element of a parameter alone
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     loss: LossMean | None = None  # what it is a mean over; None where that was not checked
+    tokens_per_sample: Annotated[int, Field(ge=1)] | None = None  # length of sequences of token ids
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
@@ -188,6 +193,16 @@ class Profile(Record):
     def may_shard_optimizer(self) -> bool:
         """Whether replicas may divide the optimizer's state: never where an unknown optimizer would train a model."""
         return bool(self.optimizer_elementwise) or not self.trainable
+
+    @property
+    def flops(self) -> int | None:
+        """Model FLOPs of one microbatch, forward and backward; None where a layer's were not counted."""
+        total = 0
+        for layer in self.layers:
+            if layer.forward_flops is None or layer.backward_flops is None:
+                return None
+            total += layer.forward_flops + layer.backward_flops
+        return total
 
     @property
     def tf32(self) -> bool:

@@ -15,6 +15,8 @@ from torch.utils.data import default_collate
 from planner.errors import ModelFileError, first_line
 from planner.model.memory_format import channels_last
 
+_TOKENS = (torch.int64, torch.int32)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -41,6 +43,19 @@ class Batch:
         raise ModelFileError(
             "the batch holds no tensor with a batch dimension", hint="return tensors whose first dimension is the batch"
         )
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """The length of the longest sequence of token ids; None where the model's inputs are something else.
+
+        Token ids are integers of shape (samples, length). A model that also takes images or sound is no language model,
+        whose samples would be counted in tokens.
+        """
+        inputs = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_floating_point() and tensor.dim() > 2 for tensor in inputs):
+            return None
+        lengths = [tensor.shape[1] for tensor in inputs if tensor.dim() == 2 and tensor.dtype in _TOKENS]
+        return max(lengths, default=None)
 
     @property
     def device_type(self) -> str:

@@ -11,6 +11,7 @@ from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.stage_options import StageOptions, whole_stage
+from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import (
     adding_of_copies_s,
     copied_in,
@@ -83,15 +84,9 @@ def simulated_plan(plan: Plan) -> Plan:
     """
     seconds, before = simulated_s(plan), plan.predicted
     faster, bound_s = before.seconds_per_minibatch / seconds, min(plan.solver.lower_bound_s, seconds)
-    predicted = before.model_copy(
-        update={
-            "seconds_per_minibatch": seconds,
-            "by": "simulation",
-            "samples_per_s": None if before.samples_per_s is None else before.samples_per_s * faster,
-            "speedup_over_one_gpu": before.speedup_over_one_gpu * faster,
-            "speedup_over_data_parallel": before.speedup_over_data_parallel * faster,
-        }
-    )
+    rates = ("samples_per_s", "tokens_per_s", "flop_utilisation", "speedup_over_one_gpu", "speedup_over_data_parallel")
+    known = {name: rate * faster for name in rates if (rate := getattr(before, name)) is not None}
+    predicted = before.model_copy(update=known | {"seconds_per_minibatch": seconds, "by": "simulation"})
     report = plan.solver.model_copy(update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds})
     return plan.model_copy(update={"predicted": predicted, "solver": report})
 
@@ -135,12 +130,13 @@ def _recompute(layer_costs: LayerCosts, stage: Candidate) -> bool | tuple[tuple[
 def predict(problem: Problem, best: Evaluation) -> Prediction:
     """Predict the plan's speed, and compare it with one GPU and with data parallelism under the same cost model.
 
-    One GPU trains one microbatch per step. Neither needs to fit the memory. Where devices differ, the one GPU is the
-    profiled one.
+    One GPU trains the same minibatch in the same microbatches, with one update. Neither needs to fit the memory. Where
+    devices differ, the one GPU is the profiled one.
     """
     price, seconds, microbatches = best.price, best.seconds, problem.microbatches
-    size = problem.layer_costs.profile.microbatch_size
-    one_gpu_s = float(problem.layer_costs.everything.compute_s)
+    profile = problem.layer_costs.profile
+    size, tokens = profile.microbatch_size, profile.tokens_per_sample
+    one_gpu_s = _one_gpu_s(problem)
     compare = _data_parallel_divided if problem.schedule.divides else _data_parallel
     parallel_s, parallel_bytes = compare(problem, best.simulated)
     samples = None if size is None else size * microbatches
@@ -149,14 +145,26 @@ def predict(problem: Problem, best: Evaluation) -> Prediction:
         by="simulation" if best.simulated else "cost model",
         samples_per_s=None if samples is None else samples / seconds,
         bottleneck=price.bottleneck,
-        speedup_over_one_gpu=one_gpu_s * microbatches / seconds,
+        speedup_over_one_gpu=one_gpu_s / seconds,
         speedup_over_data_parallel=parallel_s * microbatches / seconds,
         communication_bytes_per_sample=None if samples is None else price.communication_bytes / samples,
         data_parallel_communication_bytes_per_sample=None if size is None else parallel_bytes / size,
         communication_cut=(
             1 - price.communication_bytes / microbatches / parallel_bytes if parallel_bytes > 0 else None
         ),
+        tokens_per_s=None if samples is None or tokens is None else samples * tokens / seconds,
+        # Devices of several kinds have several peaks.
+        flop_utilisation=(
+            None if problem.cluster.kinds else utilisation(profile, microbatches, seconds, best.gpus // price.chunks)
+        ),
     )
+
+
+def _one_gpu_s(problem: Problem) -> float:
+    """Return the seconds of a minibatch on one GPU, which accumulates the gradients of its microbatches."""
+    work, microbatches = problem.layer_costs.everything, problem.microbatches
+    adding_s = (microbatches - 1) * float(work.accumulate_s)
+    return microbatches * float(work.compute_s - work.update_s) + adding_s + float(work.update_s)
 
 
 def _everything(problem: Problem, replicas: int = 1, kind: DeviceKind | None = None) -> Candidate:

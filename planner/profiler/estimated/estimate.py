@@ -81,9 +81,16 @@ def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
 def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
     """Return the profile of a traced step on such a device."""
     threads = 1 if spec.kind == "cpu" else None
-    device = Device(kind=spec.kind, name=spec.name, threads=threads, memory_bytes=spec.memory_bytes)
+    device = Device(
+        kind=spec.kind,
+        name=spec.name,
+        threads=threads,
+        memory_bytes=spec.memory_bytes,
+        peak_flops_per_s=spec.peak(trace.dtype) if spec.kind == "cuda" else None,
+    )
     profile = make_profile(trace.model, trace.graph, trace.batch_size, trace.estimate(spec), device)
-    changes: dict[str, object] = {"dtype": TF32} if trace.dtype == TF32 else {}
+    changes: dict[str, object] = {"tokens_per_sample": trace.tokens_per_sample}
+    changes |= {"dtype": TF32} if trace.dtype == TF32 else {}
     if trace.unfused is not None:
         changes["compiled"] = _compiled(trace, trace.unfused, spec)
     return profile.model_copy(update=changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.profiler.estimated.allocations import Allocations
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, DType, OpClass
 from planner.profiler.estimated.products import shares_of_peak
+from planner.profiler.flops import model_flops
 
 aten = torch.ops.aten
 
@@ -232,22 +232,15 @@ def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the number of multiplications and additions, counted separately."""
-    name = func._schema.name.partition("::")[2]
-    if name.startswith("_scaled_dot_product"):
-        backward = name.endswith("backward")
-        shapes = (tensor.shape for tensor in args[: 4 if backward else 3])
-        count = sdpa_backward_flop_count if backward else sdpa_flop_count
-        # The fused kernels leave out the tiles above the diagonal.
-        names = [argument.name for argument in func._schema.arguments]
-        causal = dict(zip(names, args, strict=False)).get("is_causal", False)
-        return float(count(*shapes)) * (0.5 if causal else 1.0)
-    registered: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
-    if registered is not None:
-        return float(registered(*args, **kwargs, out_val=out))
-    if name in ("mv", "addmv", "dot"):
-        return 2.0 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    return 0.0
+    """Return the number of multiplications and additions that the kernel does, counted separately."""
+    flops, name = float(model_flops(func, args, kwargs, out)), func._schema.name.partition("::")[2]
+    if not name.startswith("_scaled_dot_product"):
+        return flops
+    # The fused kernels leave out the tiles above the diagonal. In the backward they compute the scores again, a fifth
+    # product beside the four of the gradients.
+    names = [argument.name for argument in func._schema.arguments]
+    causal = dict(zip(names, args, strict=False)).get("is_causal", False)
+    return flops * (0.5 if causal else 1.0) * (1.25 if name.endswith("backward") else 1.0)
 
 
 def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Operation]:

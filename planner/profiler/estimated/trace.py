@@ -34,7 +34,8 @@ from planner.profiler.estimated.fusion import fused
 from planner.profiler.estimated.kernels import cuda_operations
 from planner.profiler.estimated.operations import Costs, OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.update import UpdateTrace, trace_updates, trained_weights
-from planner.profiler.measured.clock import LayerMarks
+from planner.profiler.flops import FlopCounter
+from planner.profiler.measured.clock import LayerMarks, layer_flops
 from planner.profiler.measured.device import check_positive
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement
 from planner.profiler.measured.saved import saved_bytes, tensors_of_batch
@@ -56,11 +57,13 @@ class StepTrace:
         graph: the captured model, with fake weights.
         costs: of the operations of forward and backward.
         until: number of operations before each mark.
+        flops_until: model FLOPs before each mark.
         layers: marks between their operations.
         saved_bytes: from forward to backward, by layer.
         workspace_bytes: what forward or backward allocates beyond what the step holds anyway, by layer.
         updates: by layer.
         unfused: the costs without fusion, where a compiler fuses; None otherwise.
+        tokens_per_sample: of the batch; None where it is not of token ids.
     """
 
     model: str
@@ -69,11 +72,13 @@ class StepTrace:
     graph: LayerGraph
     costs: Costs
     until: Sequence[int]
+    flops_until: Sequence[int]
     layers: LayerMarks[int]
     saved_bytes: list[int]
     workspace_bytes: list[int]
     updates: list[UpdateTrace]
     unfused: Costs | None = None
+    tokens_per_sample: int | None = None
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
@@ -92,11 +97,12 @@ class StepTrace:
         """Return what the layers cost on such a device."""
         forward, backward, _ = self.layer_seconds(spec)
         times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
+        flops = layer_flops(self.layers, self.flops_until.__getitem__)
         return Measurement(
             [
-                LayerMeasurement(each, update.estimate(spec), saved, workspace, update.accumulation(spec))
-                for each, update, saved, workspace in zip(
-                    times, self.updates, self.saved_bytes, self.workspace_bytes, strict=True
+                LayerMeasurement(each, update.estimate(spec), saved, workspace, update.accumulation(spec), both)
+                for each, update, saved, workspace, both in zip(
+                    times, self.updates, self.saved_bytes, self.workspace_bytes, flops, strict=True
                 )
             ]
         )
@@ -243,9 +249,10 @@ class _Tracer:
         with RecurrentWorkspace():  # type: ignore[no-untyped-call]
             saved = saved_bytes(stage, batch)
         recorder = OperationRecorder("tf32" if self.dtype == "tf32" else "float32", gpu=self.execution.kind == "cuda")
-        marks = LayerMarks(recorder.mark, len(graph.layers))
+        counter = FlopCounter()
+        marks = LayerMarks(lambda: counter.mark(recorder.mark()), len(graph.layers))
         stage.set_observer(marks)
-        with recorder:
+        with recorder, counter:
             marks.start()
             loss = stage(batch, {})[LOSS]
             backward = len(recorder.operations)
@@ -274,9 +281,11 @@ class _Tracer:
             graph,
             Costs(fused(recorder.operations, backward, fusion)),
             recorder.until,
+            counter.until,
             marks,
             saved,
             workspaces,
             trace_updates(weights, self.training_spec, self.execution),
             Costs(recorder.operations) if fusion == "compiler" else None,
+            batch.tokens_per_sample,
         )

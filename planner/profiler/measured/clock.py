@@ -125,3 +125,9 @@ class LayerMarks(Generic[MarkT]):
 
     def _before_backward(self, index: int, _gradients: Sequence[Tensor]) -> None:
         self._backward.append((index, self._mark()))
+
+
+def layer_flops(marks: LayerMarks[MarkT], total: Callable[[MarkT], int]) -> list[tuple[int, int]]:
+    """Return the FLOPs of each layer's forward and backward, where `total` reads those until a mark."""
+    forward, backward = marks.sums(lambda start, end: float(total(end) - total(start)))
+    return [(round(ahead), round(back)) for ahead, back in zip(forward, backward, strict=True)]

@@ -29,6 +29,7 @@ class LayerMeasurement:
         saved_bytes: from forward to backward.
         workspace_bytes: uncompiled; 0 where nothing ran.
         accumulation: of its gradients; 0 where it is not known.
+        flops: model FLOPs of its forward and its backward.
     """
 
     times: StepTimes
@@ -36,6 +37,7 @@ class LayerMeasurement:
     saved_bytes: int
     workspace_bytes: int = 0
     accumulation: AccumulationTime = field(default_factory=AccumulationTime)
+    flops: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def _layers(
             saved_bytes=costs.saved_bytes,
             workspace_bytes=costs.workspace_bytes,
             update_workspace_bytes=costs.update.workspace_bytes,
+            forward_flops=None if costs.flops is None else costs.flops[0],
+            backward_flops=None if costs.flops is None else costs.flops[1],
             parameters=layer.parameters,
         )
 

@@ -148,7 +148,11 @@ def profile_model(
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
     profile = make_profile(spec.name, graph, batch.size, measured, described)
-    own: dict[str, object] = {"loss": loss, "optimizer_elementwise": has_elementwise_optimizer(spec, graph.model)}
+    own: dict[str, object] = {
+        "loss": loss,
+        "optimizer_elementwise": has_elementwise_optimizer(spec, graph.model),
+        "tokens_per_sample": batch.tokens_per_sample,
+    }
     own |= {"dtype": TF32} if options.numerics.tf32 else {}
     return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
 

@@ -14,8 +14,9 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE
 from planner.model.stage.stage import LayerObserver, build_stage
 from planner.model.stage.unsplit import unsplit_loss
+from planner.profiler.flops import FlopCounter
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer
-from planner.profiler.measured.clock import clock_for
+from planner.profiler.measured.clock import LayerMarks, clock_for, layer_flops
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.saved import saved_bytes
@@ -80,7 +81,7 @@ class StepMeasurement:
         Raises:
             RuntimeError: when a step fails.
         """
-        saved = self._saved()
+        saved, flops = self._saved(), self._flops()
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)
         # The last step has left gradients, which updates need.
@@ -89,7 +90,7 @@ class StepMeasurement:
         # Last, because what libraries allocate once in the first steps would count.
         workspaces = self._workspaces(saved)
         accumulation = self._accumulation.times() or [AccumulationTime()] * len(layers)
-        columns = zip(layers, updates, saved, workspaces, accumulation, strict=True)
+        columns = zip(layers, updates, saved, workspaces, accumulation, flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns], whole)
 
     def _measure_steps(self, effort: Effort) -> tuple[list[StepTimes], StepTimes]:
@@ -130,6 +131,19 @@ class StepMeasurement:
 
     def _saved(self) -> list[int]:
         return saved_bytes(self._stage, self._batch)
+
+    def _flops(self) -> list[tuple[int, int]]:
+        """Count the model FLOPs of each layer, in a step of their own: counting takes time."""
+        counter = FlopCounter()
+        marks = LayerMarks(lambda: counter.total, len(self._span))
+        with counter:
+            marks.start()
+            loss = self._forward(marks)
+            marks.start_backward()
+            loss.backward()
+            marks.end()
+        drop_gradients(self._parameters.values())
+        return layer_flops(marks, lambda total: total)
 
     def _plain_forward(self) -> HasBackward:
         return unsplit_loss(self._graph.model, self._spec, self._batch, self._graph.options)

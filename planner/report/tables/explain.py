@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.analysis.explain import Alternative, Explanation
-from planner.report.tables.plan import OVERHEAD, bottleneck_place
+from planner.report.tables.plan import bottleneck_place
 from planner.report.tables.table import Table
 from planner.units import format_bytes, format_seconds
 
@@ -15,6 +15,7 @@ _NAMES = {
     "cut_before": "transfer before",
     "cut_after": "transfer after",
 }
+OVERHEAD = "of it overhead"  # heading
 _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
 _ROUNDING = 1e-9  # relative slack that is only rounding
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.plan import GIVEN, Bottleneck, Plan, Stage
 from planner.formats.profile import Profile
+from planner.report.tables.memory import memory_table
 from planner.report.tables.table import Table, named_values
 from planner.schedule.defaults import LATE_UPDATES
-from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
+from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds, format_times
 
 _RESOURCES = {
     "compute": "the computation of stage {stage}",
@@ -16,12 +17,10 @@ _RESOURCES = {
     "boundary": "the transfer after stage {stage}",
 }
 
-OVERHEAD = "of it overhead"  # heading
-
 
 def plan_report(plan: Plan) -> str:
     """Report the plan, its stages and its prediction."""
-    return "\n\n".join((_head(plan), _stage_table(plan), _prediction(plan)))
+    return "\n\n".join((_head(plan), _stage_table(plan), memory_table(plan).text(), _prediction(plan)))
 
 
 def _head(plan: Plan) -> str:
@@ -92,7 +91,7 @@ def _memory(limit: int | None) -> str:
 
 def _stage_table(plan: Plan) -> str:
     headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "accumulation", "sends"]
-    headers += ["memory per GPU", OVERHEAD, "recomputes"]
+    headers += ["recomputes"]
     rows = [
         [
             number,
@@ -103,8 +102,6 @@ def _stage_table(plan: Plan) -> str:
             format_seconds(stage.compute_s),
             format_seconds(stage.accumulate_s),
             format_bytes(sum(sent_bytes(plan, number))),
-            format_bytes(plan.memory_bytes(number)),
-            format_bytes(plan.memory_bytes(number) - plan.tensor_bytes(number)),
             "yes" if stage.recompute else "no",
         ]
         for number, stage in enumerate(plan.stages)
@@ -113,8 +110,6 @@ def _stage_table(plan: Plan) -> str:
     # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
     if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
         table = table.without("accumulation")
-    if not any(stage.memory.overhead_bytes for stage in plan.stages):
-        table = table.without(OVERHEAD)
     return (table if any(stage.recompute for stage in plan.stages) else table.without("recomputes")).text()
 
 
@@ -154,16 +149,19 @@ def sent_bytes(plan: Plan, stage: int) -> tuple[int, int]:
 def _prediction(plan: Plan) -> str:
     predicted, solver = plan.predicted, plan.solver
     limit = predicted.bottleneck
-    over_parallel = f"{predicted.speedup_over_data_parallel:.2f}x over data parallel on {gpus(plan)}"
+    over_parallel = f"{format_times(predicted.speedup_over_data_parallel)} over data parallel on {gpus(plan)}"
+    tokens = "" if predicted.tokens_per_s is None else f"{format_rate(predicted.tokens_per_s)} tokens/s, "
     lines = [
-        ("predicted", f"{pace(predicted.samples_per_s, predicted.seconds_per_minibatch)}, {_by(plan)}"),
+        ("predicted", f"{tokens}{pace(predicted.samples_per_s, predicted.seconds_per_minibatch)}, {_by(plan)}"),
         ("limited by", f"{bottleneck_place(limit)}, busy {format_seconds(limit.busy_s)} per minibatch"),
-        ("speed-up", f"{predicted.speedup_over_one_gpu:.2f}x over one GPU, {over_parallel}"),
+        ("speed-up", f"{format_times(predicted.speedup_over_one_gpu)} over one GPU, {over_parallel}"),
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]
     if predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN:
         lines.append(("bound", _bound(plan)))
+    if predicted.flop_utilisation is not None:
+        lines.insert(1, ("utilisation", f"{predicted.flop_utilisation:.1%} of the GPUs' peak, by the model's FLOPs"))
     if solver.cost_model != "resource":
         lines.insert(1, ("cost model", f"{solver.cost_model}, as published"))
     return named_values(lines)

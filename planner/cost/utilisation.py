@@ -1,0 +1,36 @@
+"""Model FLOP utilisation: the share of the devices' peak that goes into the model's own arithmetic.
+
+    utilisation = FLOPs of a minibatch / (seconds of a minibatch · GPUs · peak FLOP/s of one)
+
+FLOPs are those of forward and backward, without recomputation (Chowdhery et al. 2022, PaLM, appendix B), and the peak
+is of the precision trained in. On a CPU, and for a device that is not in the table, there is none.
+"""
+
+from __future__ import annotations
+
+from planner.formats.profile import TF32, Profile
+from planner.profiler.estimated.devices import DTYPES, DType
+from planner.profiler.estimated.names import find_device
+
+
+def utilisation(profile: Profile, microbatches: int, seconds_per_minibatch: float, gpus: int) -> float | None:
+    """Return the utilisation of so many GPUs; None where FLOPs or peak are not known."""
+    peak, flops = peak_flops_per_s(profile), profile.flops
+    if peak is None or not flops or seconds_per_minibatch <= 0:
+        return None
+    return flops * microbatches / (seconds_per_minibatch * gpus * peak)
+
+
+def peak_flops_per_s(profile: Profile) -> float | None:
+    """Return the peak of the profile's device in the precision that the model is trained in."""
+    if profile.device.kind == "cpu":
+        return None
+    if profile.device.peak_flops_per_s is not None:
+        return profile.device.peak_flops_per_s
+    dtype, device = _precision(profile), find_device(profile.device.name)
+    return None if device is None or dtype is None else device.peak(dtype)
+
+
+def _precision(profile: Profile) -> DType | None:
+    wanted = profile.autocast or (TF32 if profile.tf32 else profile.dtype)
+    return next((dtype for dtype in DTYPES if dtype == wanted), None)
