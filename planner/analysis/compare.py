@@ -153,7 +153,10 @@ def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Sched
         updates = stage.replicas / microbatches if schedule.divides else 1
         # The first microbatch of each replica has no gradients to accumulate into.
         accumulating = max(0, microbatches - stage.replicas) / microbatches
-        total += float(work.forward_s + work.recompute_s + work.backward_s) + updates * float(work.update_s)
+        total += (
+            float(work.forward_s + work.recompute_s + work.backward_s)
+            + updates * float(work.update_s) / stage.options.shards
+        )
         total += accumulating * float(work.accumulate_s)
     return total
 

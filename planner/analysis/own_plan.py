@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 
 from planner.analysis.solve_options import SolveOptions
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.stage_options import StageOptions, whole_stage
+from planner.cost.recomputation import units_of
+from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.errors import InputError, PlanError
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
@@ -116,11 +117,24 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'",
                 hint="the profile's `no_cut_after` keeps it in one stage with the next layer",
             )
-        if stage.sharded or not isinstance(stage.recompute, bool):
-            raise InputError("sharding and units that recompute have no price yet", hint="leave them out")
-        options = StageOptions(stage.replicas, recompute=whole_stage(layers, stage.recompute is True))
+        options = StageOptions(stage.replicas, stage.sharded, _recomputing(layer_costs, layers, stage.recompute))
         found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return found
+
+
+def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) -> Groups:
+    """Return the groups of a stage that recompute: the stage itself, or its first units."""
+    if isinstance(recompute, bool):
+        return whole_stage(layers, recompute)
+    units = units_of(layer_costs, layers)
+    if recompute > len(units):
+        names = layer_costs.profile.layers
+        raise InputError(
+            f"{recompute} units recompute of the {len(units)} from '{names[layers[0]].name}' to "
+            f"'{names[layers[-1]].name}'",
+            hint="a unit is what a stage has of one of the model's blocks; give as many as it has, or fewer",
+        )
+    return tuple(frozenset(unit) for unit in units[:recompute])
 
 
 def _by_blocks(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:

@@ -24,10 +24,10 @@ Price stages that you chose yourself, by the same costs and the same simulation 
 or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
 
     plan price --stages 4 --schedule 1f1b-flush --microbatches 32 --topology 8x2 --bandwidth 300GB/s,100Gbps
-    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1 --gpus 8 --bandwidth 10Gbps
+    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 --shard-optimizer all --gpus 8 --bandwidth 10Gbps
     plan price --stages features.16,classifier.0 --replicas 2,1,1 --gpus 4 --bandwidth 10Gbps
 """
-_STAGES = ("stages", "replicas", "recompute", "schedule", "microbatches", "chunks")
+_STAGES = ("stages", "replicas", "recompute", "shard_optimizer", "schedule", "microbatches", "chunks")
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -55,8 +55,15 @@ def add_parser(verbs: Verbs) -> None:
     )
     stages.add_argument(
         "--recompute",
+        metavar="all|S,S:N",
+        help="stages, counted from 0, that run their forward again instead of keeping activations; with :N only the "
+        "first N of the model's blocks in the stage do, each by itself, as in all:4 or 0:4,1:2 (default: none)",
+    )
+    stages.add_argument(
+        "--shard-optimizer",
         metavar="all|S,S",
-        help="stages, counted from 0, that run their forward again instead of keeping activations (default: none)",
+        help="stages whose replicas divide the optimizer's state and its update; all: those that have two replicas or "
+        "more (default: none)",
     )
     stages.add_argument("--schedule", choices=NAMES, help=f"as for `plan solve` (default: {DEFAULT})")
     stages.add_argument(
@@ -107,8 +114,11 @@ def _own_plan(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> O
     chunks = schedule.fixed_chunks or args.chunks or CHUNKS
     replicas = _replicas(args.replicas, len(stages), cluster.gpus * chunks // len(stages))
     again = _recomputing(args.recompute, len(stages))
+    sharded = _sharded(args.shard_optimizer, replicas)
     described = tuple(
-        stage.model_copy(update={"replicas": count, "recompute": number in again})
+        stage.model_copy(
+            update={"replicas": count, "recompute": again.get(number, False), "sharded": number in sharded}
+        )
         for number, (stage, count) in enumerate(zip(stages, replicas, strict=True))
     )
     return OwnPlan(stages=described, schedule=schedule, **chosen)
@@ -139,16 +149,37 @@ def _replicas(text: str | None, stages: int, possible: int) -> list[int]:
     return counts * stages if len(counts) == 1 else counts
 
 
-def _recomputing(text: str | None, stages: int) -> set[int]:
-    """Return the numbers of the stages that recompute."""
+def _recomputing(text: str | None, stages: int) -> dict[int, bool | int]:
+    """Return what recomputes of the stages that do: True for all, or the number of units."""
+    found: dict[int, bool | int] = {}
+    for part in text.split(",") if text is not None else ():
+        which, colon, units = part.partition(":")
+        if colon and not (units.isdigit() and int(units)):
+            raise InputError(f"--recompute {text} is no list of stages", hint="for example: --recompute 0,1:4")
+        for stage in range(stages) if which == "all" else _numbers("recompute", which):
+            found[_existing(stage, stages, "recompute")] = int(units) if colon else True
+    return found
+
+
+def _sharded(text: str | None, replicas: list[int]) -> set[int]:
+    """Return the numbers of the stages whose optimizer is sharded."""
     if text is None:
         return set()
     if text == "all":
-        return set(range(stages))
-    numbers = set(_numbers("recompute", text))
-    if max(numbers) >= stages:
-        raise InputError(f"there is no stage {max(numbers)} to recompute", hint=f"stages count from 0 to {stages - 1}")
+        return {stage for stage, count in enumerate(replicas) if count > 1}
+    numbers = {_existing(stage, len(replicas), "shard") for stage in _numbers("shard-optimizer", text)}
+    if alone := [stage for stage in numbers if replicas[stage] == 1]:
+        raise InputError(
+            f"stage {alone[0]} has one replica, which has nobody to divide the optimizer's state with",
+            hint="give it --replicas 2 or more",
+        )
     return numbers
+
+
+def _existing(stage: int, stages: int, purpose: str) -> int:
+    if stage >= stages:
+        raise InputError(f"there is no stage {stage} to {purpose}", hint=f"stages count from 0 to {stages - 1}")
+    return stage
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -5,16 +5,18 @@ Written from the definitions, stage by stage, with sets: slow and plain, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
+from planner.cost.kept_activations import NO_GROUP, Kept, LayerBytes, kept_activations
 from planner.cost.overheads import Overheads
-from planner.cost.stage_options import StageOptions
-from planner.cost.work import Floats, Footprint, Work, working_bytes
+from planner.cost.stage_options import Groups, StageOptions
+from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.formats.blocks import blocks_of
 from planner.formats.profile import Profile
 
 
@@ -66,7 +68,7 @@ class LayerCosts:
         self.overheads = None if tensors_only else Overheads.of(profile.device)
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._works: dict[tuple[frozenset[int], frozenset[int]], Work] = {}
-        self._footprints: dict[tuple[frozenset[int], frozenset[int]], Footprint] = {}
+        self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -118,6 +120,8 @@ class LayerCosts:
         if options.recompute:
             again = (self.profile.layers[index] for group in options.recompute for index in sorted(group))
             work = replace(work, recompute_s=np.float64(sum(layer.forward_s for layer in again)))
+        if options.sharded:
+            work = work.shared_out()
         return work if options.kind is None else work.at_speed(options.speed)
 
     def _work(self, stage: Candidate) -> Work:
@@ -160,29 +164,64 @@ class LayerCosts:
 
     def footprint(self, stage: Candidate) -> Footprint:
         """Compute the stage's memory."""
-        key = stage.before, stage.layers
+        key = stage.before, stage.layers, stage.options.recompute
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
         footprint = self._footprints[key]
-        return footprint.recomputed() if stage.options.recompute else footprint
+        return footprint.shared_out(stage.replicas) if stage.options.sharded else footprint
 
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = [self.profile.layers[index] for index in stage.layers]
         work = self.work(stage)
-        working = accumulating = np.asarray(0.0)
-        if (known := self.at_work) is not None:
-            working, accumulating = (each[-1] for each in working_bytes(*known[:, sorted(stage.layers)]))
+        kept = self._kept(stage)
         return Footprint(
             **self.weights(np.asarray(sum(layer.weight_bytes for layer in layers), dtype=np.float64)),
             gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
             optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
             buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)),
-            saved_bytes=np.float64(sum(layer.saved_bytes for layer in layers)),
+            saved_bytes=np.float64(kept.saved_bytes),
             message_bytes=work.received_bytes + work.sent_bytes,
             input_bytes=work.input_bytes,
-            working_bytes=working,
-            accumulating_bytes=accumulating,
+            working_bytes=np.float64(kept.working_bytes),
+            accumulating_bytes=np.float64(kept.accumulating_bytes),
+            updating_bytes=np.float64(0.0 if self.at_work is None else self.at_work[3, list(stage.layers)].max()),
         )
+
+    def _kept(self, stage: Candidate) -> Kept:
+        """Compute what the stage keeps for its backward, and its peak."""
+        order, known = sorted(stage.layers), self.at_work
+        if known is not None:
+            layers = LayerBytes(*known[:3, order])
+        else:
+            layers = LayerBytes(np.array([self.profile.layers[index].saved_bytes for index in order], dtype=np.float64))
+        place = {layer: number for number, layer in enumerate(order)}
+        group_of, entering_bytes = np.full(len(order), NO_GROUP), np.zeros(len(order))
+        kept: set[int] = set()
+        for number, group in enumerate(sorted(stage.options.recompute, key=min)):
+            group_of[[place[layer] for layer in group]] = number
+            values = self.entering(group) - kept
+            entering_bytes[place[min(group)]] = sum(self.traffic[value].output_bytes for value in values)
+            kept |= values
+        return kept_activations(layers, group_of, entering_bytes)
+
+    @cached_property
+    def block_of(self) -> Integers:
+        """The number of each layer's block."""
+        blocks = blocks_of(self.profile)
+        return np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])
+
+    @cached_property
+    def _used(self) -> list[list[int]]:
+        """The values that each layer uses, by their numbers in `traffic`."""
+        used: list[list[int]] = [[] for _ in self.profile.layers]
+        for number, value in enumerate(self.traffic):
+            for layer in value.users:
+                used[layer].append(number)
+        return used
+
+    def entering(self, group: Collection[int]) -> set[int]:
+        """Return the values that layers of the group use and others make, by their numbers in `traffic`."""
+        return {value for layer in group for value in self._used[layer] if self.traffic[value].producer not in group}
 
 
 def exchanges(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:

@@ -57,6 +57,6 @@ def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMe
         gradients_bytes=int(footprint.gradient_bytes),
         optimizer_bytes=int(footprint.optimizer_bytes),
         buffers_bytes=int(footprint.buffer_bytes),
-        activations_bytes=int(footprint.saved_bytes) * in_flight + int(footprint.working_bytes),
+        activations_bytes=int(footprint.saved_bytes) * in_flight + int(footprint.running_bytes),
         communication_bytes=int(footprint.message_bytes) * POSTED,
     )

@@ -46,8 +46,8 @@ def counted_with_copies(profile: Profile) -> Profile | None:
 
 
 def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
-    """Return the seconds of the optimizer for a stage's duplicates of the weights of the layers `copied`."""
-    return sum(layer.update_s for layer in copied) / stage.options.speed
+    """Return the seconds of a replica's optimizer for a stage's duplicates of the weights of the layers `copied`."""
+    return sum(layer.update_s for layer in copied) / stage.options.speed / stage.options.shards
 
 
 def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
@@ -115,7 +115,7 @@ def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], pric
                 update={
                     "weights_bytes": held.weights_bytes + versions * layer.weight_bytes,
                     "gradients_bytes": held.gradients_bytes + 2 * layer.gradient_bytes,
-                    "optimizer_bytes": held.optimizer_bytes + layer.optimizer_bytes,
+                    "optimizer_bytes": held.optimizer_bytes - -layer.optimizer_bytes // stages[number].options.shards,
                 }
             )
         limit = setting.cluster.memory_of(stages[number].options.kind)

@@ -45,6 +45,8 @@ class Work:
     recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
     # Gradient accumulation, per backward: for every microbatch of a minibatch but the first.
     accumulate_s: Floats = field(default_factory=lambda: np.asarray(0.0))
+    # Whether the replicas divide the update, which is that of all of the stage's weights here.
+    sharded: NDArray[np.bool_] = field(default_factory=lambda: np.asarray(False))
 
     @property
     def compute_s(self) -> Floats:
@@ -65,6 +67,10 @@ class Work:
             recompute_s=self.recompute_s / speed,
             accumulate_s=self.accumulate_s / speed,
         )
+
+    def shared_out(self, sharded: ArrayLike = True) -> Work:
+        """Return the work of the same stages if their replicas divide the optimizer's state and its update."""
+        return replace(self, sharded=np.asarray(sharded))
 
     def recomputed(self) -> Work:
         """Return the work of the same stages if they run their forward again before each backward: R = F.
@@ -96,8 +102,21 @@ class Footprint:
     # all at once. See `working_bytes`.
     working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
     accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same under gradient accumulation
+    updating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # workspace of the optimizer's step
     # Weights in all versions, where their number does not depend on what is in flight; `weight_bytes` is 0 then.
     fixed_weight_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
+
+    @property
+    def running_bytes(self) -> Floats:
+        """Bytes at the peak beyond all gradients and what is saved, of a microbatch or of the optimizer's step.
+
+        During the step the microbatch is gone, and its saved activations with it.
+        """
+        return np.maximum(self.working_bytes, self.updating_bytes - self.saved_bytes)
+
+    def shared_out(self, replicas: ArrayLike) -> Footprint:
+        """Return the footprint of the same stages if so many replicas divide the optimizer's state; rounded up."""
+        return replace(self, optimizer_bytes=np.ceil(self.optimizer_bytes / np.asarray(replicas)))
 
     def recomputed(self) -> Footprint:
         """Return the footprint of the same stages if they recompute.
@@ -120,7 +139,7 @@ class Footprint:
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
         """Compute the peak bytes with so many microbatches in flight and versions of the weights."""
         fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + POSTED * self.message_bytes
-        fixed = fixed + self.working_bytes + self.fixed_weight_bytes
+        fixed = fixed + self.running_bytes + self.fixed_weight_bytes
         return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
 
     def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:
@@ -138,9 +157,7 @@ class Footprint:
         return np.minimum(fit, IMPOSSIBLE).astype(np.int64)
 
 
-def working_bytes(
-    saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats, update_workspace_bytes: Floats
-) -> tuple[Floats, Floats]:
+def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats) -> tuple[Floats, Floats]:
     """Compute `Footprint.working_bytes` and `accumulating_bytes` of stages of the first 1, 2, ... n layers.
 
     While layer k of n runs its forward or its backward, a stage holds
@@ -149,16 +166,14 @@ def working_bytes(
 
     because the backward goes from the last layer to the first, frees saved activations and makes gradients. With
     several microbatches per minibatch all gradients exist, and those of layer k twice until they are accumulated. The
-    peak is the maximum over the layers. During the optimizer's step the microbatch is gone, and the step's workspace
-    adds to all gradients.
+    peak is the maximum over the layers.
     """
     saved = np.cumsum(saved_bytes)
-    update = np.maximum.accumulate(update_workspace_bytes)
     at_work = saved + workspace_bytes
     missing = np.cumsum(gradient_bytes) - gradient_bytes
     whole = np.maximum.accumulate(at_work - missing)
     accumulating = np.maximum.accumulate(at_work + gradient_bytes)
-    return np.maximum(whole, update) - saved, np.maximum(accumulating, update) - saved
+    return whole - saved, accumulating - saved
 
 
 def fewest_to_hold(in_flight: ArrayLike, gpus_after: ArrayLike) -> Integers:

@@ -78,7 +78,7 @@ class Stage(GrownRecord):
     recompute_s: Seconds | None = None  # of that forward, per microbatch; None: of the whole stage's if that recomputes
     forward_s: Seconds  # of one microbatch on one replica
     backward_s: Seconds
-    update_s: Seconds
+    update_s: Seconds  # of its part of the weights, where the optimizer's state is divided
     accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
     ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each of equal parts of gradients is complete
     memory: StageMemory

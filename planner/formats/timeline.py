@@ -28,7 +28,8 @@ EventKind = Literal[
     "send_gradient",
     "receive_activation",
     "receive_gradient",
-    "all_reduce",
+    "all_reduce",  # or the reduce-scatter of a stage whose optimizer is sharded
+    "all_gather",  # of its weights, after the update
 ]
 Lane = Literal["compute", "send", "receive", "all-reduce"]
 
@@ -44,6 +45,7 @@ LANES: dict[EventKind, Lane] = {
     "receive_activation": "receive",
     "receive_gradient": "receive",
     "all_reduce": "all-reduce",
+    "all_gather": "all-reduce",
 }
 LETTERS: dict[EventKind, str] = {
     "forward": "F",
@@ -57,6 +59,7 @@ LETTERS: dict[EventKind, str] = {
     "send_gradient": "G",
     "receive_gradient": "G",
     "all_reduce": "S",
+    "all_gather": "S",
 }
 
 
@@ -224,7 +227,7 @@ class Timeline(Record):
         F is forward, R recomputation, B backward (or its part for inputs), W the backward's part for weights, U update,
         S all-reduce (sum), A a message of activations, G one of gradients.
         """
-        once = event.kind in ("update", "all_reduce") or self.microbatches == 1
+        once = event.kind in ("update", "all_reduce", "all_gather") or self.microbatches == 1
         unit = f"{event.minibatch}" if once else f"{event.minibatch}.{event.microbatch}"
         return f"{LETTERS[event.kind]}{unit}" + "'" * (event.stage // self.pipeline_length)
 

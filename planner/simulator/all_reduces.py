@@ -1,4 +1,4 @@
-"""The all-reduces of replicated stages: who has joined a round, and who waits for its end."""
+"""The collectives of replicated stages: who has joined a round, and who waits for its end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Round:
-    """One all-reduce of a stage.
+    """One all-reduce or all-gather of a stage.
 
-    Replicas join it with the backward that completes their gradients, or, without a backward in the round, when they
-    come to the all-reduce itself.
+    Replicas join an all-gather after their update, and an all-reduce with the backward that completes their gradients,
+    or, without a backward in the round, when they come to the all-reduce itself.
     """
 
     number: int

@@ -2,7 +2,8 @@
 
 Messages of one kind from one stage to another, on given workers, follow one another. The next one starts only if the
 receiver has posted a receive for it: `POSTED` receives are open from the first time that the receiver asks for one. The
-parts of a stage's all-reduce follow one another, too.
+parts of a stage's all-reduce follow one another, too. Where the stage's optimizer is sharded, they are those of a
+reduce-scatter, with half of the bytes; the all-gather after the update has the other half.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from planner.cost.link import BUCKETS
 from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
@@ -19,9 +21,16 @@ from planner.simulator.pipeline_costs import PipelineCosts
 
 # Told of a message: the sender's rank, the message, when it started and when it arrived.
 OnArrival = Callable[[int, Send, float, float], None]
-# Told of a part of an all-reduce: stage, round, when the part started and when it was summed.
-OnReduced = Callable[[int, int, float, float], None]
+# Told of a part of a collective: the collective, its round, when the part started and when it was over.
+OnPart = Callable[["Collective", int, float, float], None]
 _Key = tuple[int, int, int, int, bool]  # sender's rank and stage, receiver's rank and stage, whether of shared weights
+
+
+class Collective(NamedTuple):
+    """What the replicas of a stage do together once per round: an all-reduce or reduce-scatter, or an all-gather."""
+
+    stage: int
+    gathers: bool = False
 
 
 @dataclass
@@ -40,7 +49,7 @@ class _Connection:
 
 @dataclass
 class _Ring:
-    """The all-reduces of a stage; `waiting` has the round of each part that has not started."""
+    """A collective of a stage; `waiting` has the round of each part that has not started."""
 
     path: LinkPath
     latency_s: float
@@ -57,11 +66,11 @@ class Communication:
         links: of the cluster, with what each carried.
     """
 
-    def __init__(self, costs: PipelineCosts, on_arrival: OnArrival, on_reduced: OnReduced) -> None:
+    def __init__(self, costs: PipelineCosts, on_arrival: OnArrival, on_part: OnPart) -> None:
         self.network, self.links = FairNetwork(), ClusterLinks(costs.cluster)
-        self._costs, self._on_arrival, self._on_reduced = costs, on_arrival, on_reduced
+        self._costs, self._on_arrival, self._on_part = costs, on_arrival, on_part
         self._connections: dict[_Key, _Connection] = {}
-        self._rings: dict[int, _Ring] = {}
+        self._rings: dict[Collective, _Ring] = {}
 
     def parts_ready_s(self, stage: int, backward_s: float) -> list[float]:
         """List when the parts of an all-reduce are ready, from the start of the last replica's backward.
@@ -96,13 +105,13 @@ class Communication:
         connection.taken += 1
         self._start_message(connection, now_s)
 
-    def all_reduce_part(self, stage: int, round_: int, now_s: float) -> None:
-        """Queue a part of an all-reduce that is ready on all replicas."""
-        if stage not in self._rings:
-            self._rings[stage] = self._ring(stage)
-        ring = self._rings[stage]
+    def start_part(self, collective: Collective, round_: int, now_s: float) -> None:
+        """Queue a part of a collective that is ready on all replicas."""
+        if collective not in self._rings:
+            self._rings[collective] = self._ring(collective)
+        ring = self._rings[collective]
         ring.waiting.append(round_)
-        self._start_part(stage, ring, now_s)
+        self._start_part(collective, ring, now_s)
 
     def _start_message(self, connection: _Connection, now_s: float) -> None:
         """Start the connection's next message, if there is one and the receiver has room."""
@@ -121,7 +130,7 @@ class Communication:
 
         self.network.start(now_s, connection.path, self._size_bytes(send), ended)
 
-    def _start_part(self, stage: int, ring: _Ring, now_s: float) -> None:
+    def _start_part(self, collective: Collective, ring: _Ring, now_s: float) -> None:
         """Start the ring's next part, if there is one."""
         if ring.busy or not ring.waiting:
             return
@@ -130,8 +139,8 @@ class Communication:
 
         def ended(end_s: float) -> None:
             ring.busy = False
-            self._on_reduced(stage, round_, now_s, end_s + (ring.latency_s if ring.part_bytes > 0 else 0.0))
-            self._start_part(stage, ring, end_s)
+            self._on_part(collective, round_, now_s, end_s + (ring.latency_s if ring.part_bytes > 0 else 0.0))
+            self._start_part(collective, ring, end_s)
 
         self.network.start(now_s, ring.path, ring.part_bytes, ended)
 
@@ -150,7 +159,10 @@ class Communication:
             self._connections[key] = _Connection(key[0], *self.links.message(key[0], key[2]))
         return self._connections[key]
 
-    def _ring(self, stage: int) -> _Ring:
-        ranks = self._costs.shape.ranks[stage]
-        moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * self._costs.stages[stage].gradient_bytes
-        return _Ring(*self.links.ring(ranks), moved_bytes / BUCKETS)
+    def _ring(self, collective: Collective) -> _Ring:
+        ranks, costs = self._costs.shape.ranks[collective.stage], self._costs.stages[collective.stage]
+        moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * costs.gradient_bytes
+        path, latency_s = self.links.ring(ranks)
+        if costs.sharded:
+            moved_bytes, latency_s = moved_bytes / 2, latency_s / 2
+        return _Ring(path, latency_s, moved_bytes if collective.gathers else moved_bytes / BUCKETS)

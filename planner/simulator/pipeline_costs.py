@@ -27,6 +27,8 @@ class StageCosts:
         ready_s: from the start of a backward that does not accumulate until each part of the gradients can be
             all-reduced, as in `planner.cost.buckets`; empty for parts that are evenly spaced over the backward.
         gradient_bytes: that the replicas all-reduce per round.
+        sharded: whether they only reduce-scatter these, and gather the weights after the update, of which each does its
+            part.
     """
 
     forward_s: float
@@ -36,6 +38,7 @@ class StageCosts:
     accumulate_s: float = 0.0
     ready_s: tuple[float, ...] = ()
     gradient_bytes: int = 0
+    sharded: bool = False
 
     @property
     def backward_weight_s(self) -> float:

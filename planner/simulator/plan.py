@@ -75,6 +75,7 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
             accumulate_s=stage.accumulate_s,
             ready_s=stage.ready_s,
             gradient_bytes=stage.memory.gradients_bytes - _received_bytes(plan, number),
+            sharded=stage.sharded,
         )
         for number, stage in enumerate(plan.stages)
     ]

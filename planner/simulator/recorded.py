@@ -10,7 +10,7 @@ from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, Events, LinkUse, MemoryCurve, Timeline
 from planner.simulator.plan import default_minibatches, simulate
 
-ROUNDS = ("update", "all_reduce")  # events that happen once per round, not per minibatch
+ROUNDS = ("update", "all_reduce", "all_gather")  # events that happen once per round, not per minibatch
 
 
 def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:

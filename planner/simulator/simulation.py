@@ -5,7 +5,8 @@ one thing at a time. Sends never make it wait; receives and all-reduces do. `Com
 all-reduces over the links meanwhile.
 
 The parts of an all-reduce start while the backward that completes the gradients still runs. The worker waits for their
-end after it.
+end after it. Where the optimizer of a stage is sharded, they are those of a reduce-scatter, and after its update a
+worker waits until all replicas have theirs and the weights are gathered.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from planner.schedule.instructions import (
 )
 from planner.schedule.schedule import stream
 from planner.simulator.all_reduces import AllReduces
-from planner.simulator.communication import Communication
+from planner.simulator.communication import Collective, Communication
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady import Completions
 
@@ -82,9 +83,10 @@ class Simulation:
         # What moves next, by time: a worker, by its rank, or part n of all-reduces so far, as -n. At equal times parts
         # come before workers, so that a worker never waits for a part that could have started.
         self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
-        self._parts: list[tuple[int, int]] = []  # stage and round of each
+        self._parts: list[tuple[Collective, int]] = []  # with the round of each
         self._clock = dict.fromkeys(self._streams, 0.0)
-        self._all_reduces = AllReduces(self.shape.ranks)
+        self._all_reduces, self._all_gathers = AllReduces(self.shape.ranks), AllReduces(self.shape.ranks)
+        self._gathering: set[tuple[int, int]] = set()  # replicas between their update and the next instruction
         self._has_gradients: set[tuple[int, int]] = set()  # replicas with a backward since their last update
         self._arrived: dict[_Message, float] = {}
         self._awaited: set[_Message] = set()
@@ -118,7 +120,7 @@ class Simulation:
     def _step(self) -> None:
         now_s, rank = heapq.heappop(self._ready)
         if rank < 0:
-            self.communication.all_reduce_part(*self._parts[-rank - 1], now_s)
+            self.communication.start_part(*self._parts[-rank - 1], now_s)
             return
         instruction = self._next[rank]
         if instruction is not None and self._execute(rank, instruction):
@@ -150,9 +152,8 @@ class Simulation:
                 return self._receive(rank, instruction)
             case AllReduce():
                 return self._wait_for_all_reduce(rank, instruction)
-            case Update(stage=stage, round=round_):
-                self._compute(rank, "update", stage, Unit(round_), self.stages[stage].update_s)
-                self._has_gradients.discard((rank, stage))
+            case Update():
+                return self._update(rank, instruction)
             case AddShared():
                 pass  # its time is part of the update's
             case _:
@@ -252,33 +253,60 @@ class Simulation:
         parts_s = self.communication.parts_ready_s(stage, joined.backward_s)
         joined.parts_left = len(parts_s)
         for after_s in parts_s:
-            self._parts.append((stage, joined.number))
             # Not before now, though the backward that ends last may have started earlier: time does not run back.
             ready_s = max(joined.backward_start_s + after_s, joined.arrived_s, self._clock[rank])
-            heapq.heappush(self._ready, (ready_s, -len(self._parts)))
+            self._start_part_at(ready_s, Collective(stage), joined.number)
 
-    def _finish_part(self, stage: int, number: int, start_s: float, end_s: float) -> None:
-        reduced = self._all_reduces.rounds[stage, number]
-        if not reduced.finish_part(start_s, end_s):
+    def _start_part_at(self, ready_s: float, collective: Collective, number: int) -> None:
+        self._parts.append((collective, number))
+        heapq.heappush(self._ready, (ready_s, -len(self._parts)))
+
+    def _finish_part(self, collective: Collective, number: int, start_s: float, end_s: float) -> None:
+        stage = collective.stage
+        ended = (self._all_gathers if collective.gathers else self._all_reduces).rounds[stage, number]
+        if not ended.finish_part(start_s, end_s):
             return
-        if self.events is not None and reduced.carried:
-            first_s = reduced.start_s or 0.0
-            self.events += [
-                Event(rank, "all_reduce", stage, number, 0, first_s, end_s) for rank in self.shape.ranks[stage]
-            ]
-        for rank in reduced.waiting:
+        if self.events is not None and ended.carried:
+            kind: EventKind = "all_gather" if collective.gathers else "all_reduce"
+            first_s = ended.start_s or 0.0
+            self.events += [Event(rank, kind, stage, number, 0, first_s, end_s) for rank in self.shape.ranks[stage]]
+        for rank in ended.waiting:
             self._wake(rank, end_s)
 
     def _wait_for_all_reduce(self, rank: int, reduce: AllReduce) -> bool:
         stage, number, now_s = reduce.stage, reduce.round, self._clock[rank]
         if self._all_reduces.joined[rank, stage] <= number:  # it had no backward in this round
             self._join(rank, stage, 0.0, 0.0, now_s)
-        joined = self._all_reduces.rounds[stage, number]
+        return self._wait_for(rank, self._all_reduces, stage, number)
+
+    def _update(self, rank: int, update: Update) -> bool:
+        """Update, and wait for the all-gather where the optimizer is sharded."""
+        stage, costs = update.stage, self.stages[update.stage]
+        number = self._all_gathers.joined[rank, stage] - 1
+        if (rank, stage) not in self._gathering:
+            self._compute(rank, "update", stage, Unit(update.round), costs.update_s)
+            self._has_gradients.discard((rank, stage))
+            if not costs.sharded:
+                return True
+            self._gathering.add((rank, stage))
+            number += 1
+            if (joined := self._all_gathers.join(rank, stage, 0.0, 0.0, self._clock[rank])) is not None:
+                joined.parts_left = 1
+                self._start_part_at(joined.arrived_s, Collective(stage, gathers=True), number)
+        if not self._wait_for(rank, self._all_gathers, stage, number):
+            return False
+        self._gathering.discard((rank, stage))
+        return True
+
+    def _wait_for(self, rank: int, rounds: AllReduces, stage: int, number: int) -> bool:
+        """Wait for the end of a round that the worker has joined."""
+        now_s = self._clock[rank]
+        joined = rounds.rounds[stage, number]
         if joined.end_s is None:
             joined.waiting.append(rank)
             return False
         if joined.end_s > now_s:
             self._wake(rank, joined.end_s)
             return False
-        self._all_reduces.leave(stage, number)
+        rounds.leave(stage, number)
         return True

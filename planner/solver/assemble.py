@@ -98,6 +98,7 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
         layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
         options = stage.options
         accumulate_s = sum(layer.accumulate_s for layer in layers) / options.speed
+        update_s = sum(layer.update_s for layer in layers) / options.speed
         recompute = _recompute(layer_costs, stage)
         made.append(
             Stage(
@@ -109,7 +110,7 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
                 recompute_s=None if isinstance(recompute, bool) else float(layer_costs.work(stage).recompute_s),
                 forward_s=sum(layer.forward_s for layer in layers) / options.speed,
                 backward_s=sum(layer.backward_s for layer in layers) / options.speed,
-                update_s=sum(layer.update_s for layer in layers) / options.speed + update_of_copies_s(stage, again),
+                update_s=update_s / options.shards + update_of_copies_s(stage, again),
                 accumulate_s=accumulate_s + adding_of_copies_s(stage, again),
                 ready_s=ready_of_gradients_s(layer_costs, stage, again),
                 memory=price.memory[number],

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.link import backward_and_reduce_s
 from planner.cost.models.cost_model import StageModel
 from planner.cost.placement import Busy, Placement
+from planner.cost.round_end import finish_s, reduce_s
 from planner.cost.work import Floats, Work
 
 
@@ -25,24 +26,30 @@ class AsynchronousModel(StageModel):
     processors themselves move the messages nothing overlaps, and the processor's time is
     (F + R + U + Bw + AR + bytes received and sent / 2B) / r.
 
+    A stage whose optimizer is sharded has half of AR there, the reduce-scatter, and U/r + AR/2 in the place of U: its
+    part of the update, and the all-gather (`planner.cost.round_end`).
+
     A value that several later stages use travels along them, so each crosses every link at most once.
     """
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
         r = np.asarray(replicas, dtype=np.float64)
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
-        reduce_s = ring_all_reduce_s(work.trainable_bytes, r, self.link)
         ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / self.link.ring_bytes_per_s
         return {
-            "compute": (self._processor_s(work) + backward_and_reduce_s(work.backward_s, reduce_s, self.link)) / r,
+            "compute": (
+                self._processor_s(work, r)
+                + backward_and_reduce_s(work.backward_s, reduce_s(work, r, self.link), self.link)
+            )
+            / r,
             "receive": (work.received_bytes / bandwidth + work.received_messages * latency) / r + ring_s,
             "send": (work.sent_bytes / bandwidth + work.sent_messages * latency) / r + ring_s,
         }
 
-    def _processor_s(self, work: Work) -> Floats:
-        """Compute the processor's seconds that cannot overlap with an all-reduce."""
+    def _processor_s(self, work: Work, replicas: ArrayLike = 1.0) -> Floats:
+        """Compute the processor's seconds that cannot overlap with the backward's all-reduce or reduce-scatter."""
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)
-        return work.forward_s + work.recompute_s + work.update_s + handling_s
+        return work.forward_s + work.recompute_s + finish_s(work, replicas, self.link) + handling_s
 
     def placed_s(self, placement: Placement) -> list[Busy]:
         loads, _ = placement.transfers()

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
+from planner.cost.link import Link, backward_and_reduce_s, link_of
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.placement import Busy, Placement
+from planner.cost.round_end import finish_s, reduce_s
 from planner.cost.work import Floats, Work
 
 if TYPE_CHECKING:
@@ -63,9 +64,9 @@ class DoubleBufferedModel(AsynchronousModel):
 
     def _end_s(self, work: Work, replicas: Floats) -> Floats:
         """Compute the processor's seconds after the last backward: the rest of the all-reduce, and the update."""
-        reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         last_s = work.last_backward_s(np.ceil(self.microbatches / replicas))
-        return backward_and_reduce_s(last_s, reduce_s, self.link) - last_s + work.update_s
+        exposed_s = backward_and_reduce_s(last_s, reduce_s(work, replicas, self.link), self.link) - last_s
+        return exposed_s + finish_s(work, replicas, self.link)
 
     def _link_s(self, work: Work) -> tuple[Floats, Floats]:
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
+from planner.cost.link import Link, backward_and_reduce_s, link_of
 from planner.cost.models.cost_model import CostModel, PlanTime, UnpricedPlan
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.placement import Busy
+from planner.cost.round_end import finish_s, reduce_s
 from planner.cost.work import Floats, Integers, Work
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
@@ -46,7 +47,7 @@ class StageSeconds:
     send_s: Floats
     backward_s: Floats
     reduce_s: Floats
-    update_s: Floats
+    update_s: Floats  # with the all-gather that follows it where the optimizer is sharded
     accumulate_s: Floats  # for each microbatch but the first
 
     @classmethod
@@ -61,8 +62,8 @@ class StageSeconds:
             receive_s=work.received_bytes / bandwidth + work.received_messages * latency,
             send_s=work.sent_bytes / bandwidth + work.sent_messages * latency,
             backward_s=work.backward_s,
-            reduce_s=ring_all_reduce_s(work.trainable_bytes, model.replicas, link),
-            update_s=work.update_s,
+            reduce_s=reduce_s(work, model.replicas, link),
+            update_s=finish_s(work, model.replicas, link),
             accumulate_s=work.accumulate_s,
         )
 

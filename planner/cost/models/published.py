@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.models.cost_model import StageModel
+from planner.cost.models.cost_model import PlanTime, StageModel, UnpricedPlan
 from planner.cost.placement import Busy, Placement
 from planner.cost.topology import Ranks, Topology
+from planner.errors import InputError
 
 
 class PublishedModel(StageModel):
@@ -15,6 +16,14 @@ class PublishedModel(StageModel):
     On clusters of several levels, a cut is priced for each of its two stages, from the stage's farthest rank to the
     nearest one across the cut.
     """
+
+    def time(self, plan: UnpricedPlan) -> PlanTime:
+        if any(stage.options.sharded for stage in plan.stages):
+            raise InputError(
+                f"the cost model '{plan.setting.cost_model}' was published before optimizers were sharded",
+                hint="use `cost_model=resource`, or shard nothing",
+            )
+        return super().time(plan)
 
     def placed_s(self, placement: Placement) -> list[Busy]:
         return [self._placed_s(placement, stage) for stage in range(len(placement.works))]

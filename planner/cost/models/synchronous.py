@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.communicators import reserves_of
-from planner.cost.link import Link, backward_and_reduce_s, link_of, ring_all_reduce_s
+from planner.cost.link import Link, backward_and_reduce_s, link_of
 from planner.cost.models.cost_model import CostModel, Held, PlanTime, UnpricedPlan
 from planner.cost.placement import Busy, Placement
+from planner.cost.round_end import finish_s, reduce_s
 from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work
 from planner.schedule.schedule import Schedule
 
@@ -108,7 +109,7 @@ class SynchronousModel(CostModel):
         transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
         latency_s = work.forward_s + work.recompute_s + (work.backward_s - self._filling_s(work)) + transfer_s
         if not self.schedule.pipelined:
-            return latency_s + work.update_s + ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
+            return latency_s + finish_s(work, replicas, self.link) + reduce_s(work, replicas, self.link)
         return latency_s
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
@@ -129,10 +130,9 @@ class SynchronousModel(CostModel):
 
     def end_s(self, work: Work, replicas: ArrayLike) -> Floats:
         """Compute the seconds after the last backward: the rest of the all-reduce, and the update."""
-        reduce_s = ring_all_reduce_s(work.trainable_bytes, replicas, self.link)
         last_s = work.last_backward_s(np.ceil(self.microbatches / np.asarray(replicas)))
-        exposed_s = backward_and_reduce_s(last_s, reduce_s, self.link) - last_s
-        return exposed_s + self._filling_s(work) + work.update_s
+        exposed_s = backward_and_reduce_s(last_s, reduce_s(work, replicas, self.link), self.link) - last_s
+        return exposed_s + self._filling_s(work) + finish_s(work, replicas, self.link)
 
     def _filling_s(self, work: Work) -> Floats:
         """Compute the seconds by which a stage's weights' gradients shorten the bubble."""

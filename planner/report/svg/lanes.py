@@ -22,6 +22,7 @@ COLOURS: dict[EventKind, str] = {
     "receive_activation": "#3b8fc4",
     "receive_gradient": "#c87420",
     "all_reduce": "#b0447d",
+    "all_gather": "#8f3a86",
 }
 TEXTS: dict[EventKind, str] = {
     "forward": "forward",
@@ -35,6 +36,7 @@ TEXTS: dict[EventKind, str] = {
     "receive_activation": "activations received",
     "receive_gradient": "gradients received",
     "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
 }
 
 

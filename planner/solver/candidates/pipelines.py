@@ -48,11 +48,12 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         StageCosts(
             forward_s=float(work.forward_s),
             backward_s=float(work.backward_s),
-            update_s=float(work.update_s) + update_of_copies_s(stage, again),
+            update_s=float(work.update_s) / stage.options.shards + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
             accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
             ready_s=ready_of_gradients_s(layer_costs, stage, again),
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
+            sharded=stage.options.sharded,
         )
         for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
     ]

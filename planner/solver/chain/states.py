@@ -116,7 +116,7 @@ class StateSpace(ABC):
         def held(name: str) -> Floats:
             return np.asarray(self._sums[name][others] - self._sums[name][state])
 
-        working, accumulating = self._working(state, others)
+        working, accumulating, updating = self._working(state, others)
         return Footprint(
             **self.layer_costs.weights(held("weight_bytes")),
             gradient_bytes=work.trainable_bytes,
@@ -127,16 +127,22 @@ class StateSpace(ABC):
             input_bytes=work.input_bytes,
             working_bytes=working,
             accumulating_bytes=accumulating,
+            updating_bytes=updating,
         )
 
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """Bound `planner.cost.work.working_bytes` from below: no peak is below all saved activations or gradients."""
+    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
+        """Bound what runs from below: no peak is below all saved activations or gradients.
+
+        Returns:
+            The working, accumulating and updating bytes of `Footprint`.
+        """
+        nothing = np.asarray(0.0)
         if self.layer_costs.at_work is None:
-            return np.asarray(0.0), np.asarray(0.0)
+            return nothing, nothing, nothing
         saved, gradients = (
             self._sums[name][others] - self._sums[name][state] for name in ("saved_bytes", "gradient_bytes")
         )
-        return -np.minimum(saved, gradients), np.asarray(0.0)
+        return -np.minimum(saved, gradients), nothing, nothing
 
 
 class Coarse(StateSpace):
@@ -221,14 +227,15 @@ class Chain(StateSpace):
         """Return the layers between the ends of the two prefixes."""
         return tuple(sorted(self._order[self._ends[state] : self._ends[other]].tolist()))
 
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats]:
+    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
         known = self.layer_costs.at_work
         if known is None or not self._in_order:
             return super()._working(state, others)
         first = self._ends[state]
-        working, accumulating = working_bytes(*known[:, first : self._ends[np.max(others)]])
+        layers = known[:, first : self._ends[np.max(others)]]
+        working, accumulating = working_bytes(*layers[:3])
         last = self._ends[others] - first - 1
-        return working[last], accumulating[last]
+        return working[last], accumulating[last], np.maximum.accumulate(layers[3])[last]
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:

@@ -1,0 +1,273 @@
+"""Which layers of a stage may recompute, and which choices of them are worth it.
+
+A unit is the part of one of the model's blocks that lies in the stage. It keeps the values that enter it alone and runs
+its forward again before its own backward; or the whole stage does so at once. Every choice costs seconds before each
+backward, and saves bytes for each microbatch in flight, but not those of the microbatch at work. A choice is worth it
+if no other one is at least as quick and as small in every respect.
+
+Of n units there are 2^n choices. Units of equal costs are of one kind, and can be exchanged for each other: of equal
+units the first in the stage recompute, because at their backward the later ones are already freed (or, where a unit has
+more gradients than it saves, the last: at their backward fewest gradients exist). So the choices are the numbers of
+units of each kind, (n_1 + 1)·(n_2 + 1)·… of them. Where kinds differ by their measured times alone, the quickest units
+of a kind are a third order. Where there are still too many, units recompute in the order of seconds per byte saved: the
+greedy solution of a knapsack (Dantzig 1957), whose extra time is above the least by less than that of one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.stage_options import Groups, RecomputeRule, whole_stage
+from planner.cost.work import Floats, Integers
+
+MOST_SUBSETS = 2**8  # of units that are all tried
+MOST_CHOICES = 2**10  # by kinds, beyond which units recompute in the order of seconds per byte
+
+_Flags = NDArray[np.bool_]
+_COLUMNS = ("recompute_s", "saved_bytes", "working_bytes", "accumulating_bytes", "units", "whole")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Choices of the layers of one stage that recompute, a row each; the first recomputes least.
+
+    Attributes:
+        recompute_s: of the forward that is run again.
+        saved_bytes, working_bytes, accumulating_bytes: as in `Footprint`.
+        units: which units recompute, each by itself; (choices, units).
+        whole: whether the stage recomputes as one group.
+        layers: of each unit, by position.
+    """
+
+    recompute_s: Floats
+    saved_bytes: Floats
+    working_bytes: Floats
+    accumulating_bytes: Floats
+    units: _Flags
+    whole: _Flags
+    layers: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.recompute_s)
+
+    def groups(self, row: int) -> Groups:
+        """Return the layers of a choice that recompute."""
+        if self.whole[row]:
+            return whole_stage(layer for unit in self.layers for layer in unit)
+        return tuple(frozenset(unit) for unit, again in zip(self.layers, self.units[row], strict=True) if again)
+
+    def worth_it(self) -> Choices:
+        """Return the choices that no other one is at least as good as in every respect, the quickest first."""
+        held = self.saved_bytes + np.stack((np.zeros(len(self)), self.working_bytes, self.accumulating_bytes))
+        costs = np.concatenate((self.recompute_s[None], held))
+        # Nothing that recomputes is worth it where nothing must, not even at no cost.
+        again = self.units.any(axis=1) | self.whole
+        order = np.lexsort((self.units.sum(axis=1), *costs[::-1], again))
+        costs = costs[:, order]
+        best: list[int] = []
+        for row in range(len(order)):
+            if not best or not (costs[:, best] <= costs[:, row, None]).all(axis=0).any():
+                best.append(row)
+        return self._only(order[best])
+
+    def _only(self, rows: Integers) -> Choices:
+        return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
+
+    def and_(self, others: Choices) -> Choices:
+        """Return these choices and others of the same stage."""
+        columns = {name: np.concatenate((getattr(self, name), getattr(others, name))) for name in _COLUMNS}
+        return Choices(**columns, layers=self.layers)
+
+
+class Recomputation:
+    """The choices of stages of one profile, remembered by the kinds of their units.
+
+    Args:
+        layer_costs: of the profile.
+        rule: "auto" for all choices that are worth it; the others leave one.
+    """
+
+    def __init__(self, layer_costs: LayerCosts, rule: RecomputeRule = "auto") -> None:
+        self._costs, self._rule = layer_costs, rule
+        self._known: dict[Hashable, Choices] = {}
+        self._units: dict[tuple[int, ...], _Unit] = {}
+
+    def choices(self, layers: Collection[int]) -> Choices:
+        """Return the choices of a stage of these layers that are worth it."""
+        parts = units_of(self._costs, layers)
+        units = [self._unit(part) for part in parts]
+        # Values that enter several units are kept once, so it matters which units share them.
+        numbers: dict[int, int] = {}
+        shared = tuple(tuple(numbers.setdefault(value, len(numbers)) for value in unit.entering) for unit in units)
+        own = set(layers)
+        arriving = tuple(self._costs.traffic[value].producer not in own for value in numbers)
+        key = tuple(unit.costs for unit in units), shared, arriving
+        if key not in self._known:
+            self._known[key] = _Stage(self._costs, units, [*compress(numbers, arriving)]).choices(self._rule)
+        return replace(self._known[key], layers=parts)
+
+    def _unit(self, layers: tuple[int, ...]) -> _Unit:
+        if layers not in self._units:
+            self._units[layers] = _Unit.of(self._costs, layers)
+        return self._units[layers]
+
+
+def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """Divide the layers of a stage into units, by position."""
+    order = np.sort(np.fromiter(layers, dtype=np.int64, count=len(layers)))
+    ends = np.flatnonzero(np.diff(layer_costs.block_of[order])) + 1
+    return tuple(tuple(unit.tolist()) for unit in np.split(order, ends))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A unit's costs.
+
+    Attributes:
+        kind: what it saves and needs; equal for units that can be exchanged for each other.
+        forward_s, saved_bytes, gradient_bytes: of all its layers.
+        peak_bytes: while it runs, beyond what the units before it keep, less all gradients but those of later units.
+        accumulating_bytes: the same beyond all gradients, where several microbatches add to them.
+        entering: the values that enter it, by their numbers in `LayerCosts.traffic`.
+    """
+
+    kind: Hashable
+    forward_s: float
+    saved_bytes: float
+    gradient_bytes: float
+    peak_bytes: float
+    accumulating_bytes: float
+    entering: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layer_costs: LayerCosts, layers: tuple[int, ...]) -> _Unit:
+        own = [layer_costs.profile.layers[index] for index in layers]
+        entering = tuple(sorted(layer_costs.entering(frozenset(layers))))
+        sizes = tuple(layer_costs.traffic[value].output_bytes for value in entering)
+        names = ("saved_bytes", "gradient_bytes", "workspace_bytes")
+        saved, gradients, workspaces = np.array(
+            [[getattr(layer, name) for layer in own] for name in names], dtype=float
+        )
+        at_work = np.cumsum(saved) + workspaces
+        return cls(
+            kind=(tuple(saved), tuple(gradients), tuple(workspaces), sizes),
+            forward_s=sum(layer.forward_s for layer in own),
+            saved_bytes=float(saved.sum()),
+            gradient_bytes=float(gradients.sum()),
+            peak_bytes=float(np.max(at_work - np.cumsum(gradients) + gradients)),
+            accumulating_bytes=float(np.max(at_work + gradients)),
+            entering=entering,
+        )
+
+    @property
+    def costs(self) -> Hashable:
+        """What the choices of a stage with this unit depend on."""
+        return self.kind, self.forward_s
+
+
+class _Stage:
+    """The units of one stage, and what choices of them cost."""
+
+    def __init__(self, costs: LayerCosts, units: Sequence[_Unit], arriving: Sequence[int]) -> None:
+        self._costs, self._units = costs, units
+        self._arriving_bytes = sum(costs.traffic[value].output_bytes for value in arriving)
+        names = ("forward_s", "saved_bytes", "gradient_bytes", "peak_bytes", "accumulating_bytes")
+        columns = ([getattr(unit, name) for unit in units] for name in names)
+        self._forward_s, self._saved, self._gradients, self._peaks, self._accumulating = map(np.array, columns)
+
+    def choices(self, rule: RecomputeRule) -> Choices:
+        """Return what the rule leaves."""
+        count = len(self._units)
+        match rule:
+            case "never":
+                return self._made(np.zeros((1, count), dtype=bool))
+            case "always":
+                return self._whole
+            case "blocks":
+                return self._made(np.ones((1, count), dtype=bool))
+            case "auto":
+                parts = self._made(self._tried())
+                return (parts if count == 1 else parts.and_(self._whole)).worth_it()
+
+    def _tried(self) -> _Flags:
+        """Return the choices of units among which the best ones are; (choices, units)."""
+        count = len(self._units)
+        if 2**count <= MOST_SUBSETS:
+            return np.array(list(product((False, True), repeat=count)), dtype=bool)
+        kinds: dict[Hashable, list[int]] = {}
+        for number, unit in enumerate(self._units):
+            kinds.setdefault(unit.kind, []).append(number)
+        if np.prod([len(equal) + 1.0 for equal in kinds.values()]) > MOST_CHOICES:
+            return self._by_seconds_per_byte()
+        orders = [list(kinds.values()), [sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()]]
+        if np.any(self._gradients > self._saved):
+            orders.append([equal[::-1] for equal in kinds.values()])
+        tried = np.concatenate([_counted(order, count) for order in orders])
+        return np.asarray(np.unique(tried, axis=0))
+
+    def _by_seconds_per_byte(self) -> _Flags:
+        entering = self._entering(np.eye(len(self._units), dtype=bool)).diagonal()
+        gained = self._saved - entering
+        with np.errstate(divide="ignore", invalid="ignore"):
+            price = np.where(gained > 0, self._forward_s / gained, np.inf)
+        useful = [number for number in np.argsort(price, kind="stable") if gained[number] > 0]
+        tried = np.zeros((len(useful) + 1, len(self._units)), dtype=bool)
+        for row, number in enumerate(useful):
+            tried[row + 1 :, number] = True
+        return tried
+
+    def _made(self, again: _Flags) -> Choices:
+        """Compute what choices of units cost, by the rule of `planner.cost.kept_activations`."""
+        entering = self._entering(again)
+        kept = np.where(again, entering, self._saved)
+        saved = kept.sum(axis=1)
+        if self._costs.at_work is None:
+            working = accumulating = np.max(np.where(again, self._saved, 0.0), axis=1)
+        else:
+            before = np.cumsum(kept, axis=1) - kept + np.where(again, entering, 0.0)
+            missing = np.cumsum(self._gradients) - self._gradients
+            working = np.max(before + self._peaks - missing, axis=1) - saved
+            accumulating = np.max(before + self._accumulating, axis=1) - saved
+        nothing = np.zeros(len(again), dtype=bool)
+        return Choices(again @ self._forward_s, saved, working, accumulating, again, nothing, ())
+
+    @property
+    def _whole(self) -> Choices:
+        """The stage as one group, whose peak is as without recomputation, beyond what enters it."""
+        plain, every_s = self._made(np.zeros((1, len(self._units)), dtype=bool)), self._forward_s.sum(keepdims=True)
+        return replace(
+            plain,
+            recompute_s=every_s,
+            saved_bytes=np.array([float(self._arriving_bytes)]),
+            working_bytes=plain.working_bytes + plain.saved_bytes,
+            accumulating_bytes=plain.accumulating_bytes + plain.saved_bytes,
+            whole=np.ones(1, dtype=bool),
+        )
+
+    def _entering(self, again: _Flags) -> Floats:
+        """Return the bytes of the values that enter each unit that recomputes, and no earlier one that does."""
+        users: dict[int, list[int]] = {}
+        for number, unit in enumerate(self._units):
+            for value in unit.entering:
+                users.setdefault(value, []).append(number)
+        entering = np.zeros(again.shape)
+        for value, numbers in users.items():
+            flags = again[:, numbers]
+            entering[:, numbers] += self._costs.traffic[value].output_bytes * (flags & (np.cumsum(flags, axis=1) == 1))
+        return entering
+
+
+def _counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
+    """Return every number of units of each kind, of which those that stand first recompute."""
+    numbers = list(product(*(range(len(equal) + 1) for equal in kinds)))
+    flags = np.zeros((len(numbers), count), dtype=bool)
+    for row, each in enumerate(numbers):
+        for equal, many in zip(kinds, each, strict=True):
+            flags[row, equal[:many]] = True
+    return flags
