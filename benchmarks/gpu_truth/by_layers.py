@@ -94,7 +94,7 @@ def summed(name: str, layers: Sequence[Layer]) -> Layer:
         np.array([getattr(layer, field) for layer in layers], dtype=np.float64)
         for field in ("saved_bytes", "gradient_bytes", "workspace_bytes")
     )
-    working, _ = working_bytes(saved, gradients, workspaces, np.zeros(len(layers)))
+    working, _ = working_bytes(saved, gradients, workspaces)
     return Layer(name=name, op=name, workspace_bytes=max(0, int(working[-1])), **sums)
 
 
