@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from planner.errors import WorkerError as WorkerError
     from planner.executor.checkpoint.trained_weights import export_weights as export_weights
     from planner.executor.checkpoint.trained_weights import load_weights as load_weights
-    from planner.executor.custom_loop import pipeline as pipeline
+    from planner.executor.custom_loop.pipeline import pipeline as pipeline
     from planner.executor.job import CheckpointOptions as CheckpointOptions
     from planner.executor.job import TrainingOptions as TrainingOptions
     from planner.exports import export as export
@@ -72,7 +72,7 @@ _HOMES = {
     "WorkerError": "planner.errors",
     "export_weights": "planner.executor.checkpoint.trained_weights",
     "load_weights": "planner.executor.checkpoint.trained_weights",
-    "pipeline": "planner.executor.custom_loop",
+    "pipeline": "planner.executor.custom_loop.pipeline",
     "CheckpointOptions": "planner.executor.job",
     "TrainingOptions": "planner.executor.job",
     "export": "planner.exports",

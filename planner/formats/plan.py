@@ -241,6 +241,11 @@ class Plan(GrownRecord):
         """How many updates late the gradients are, at the stage where they are latest; 0 as on one device."""
         return max(self.schedule.staleness(stage.in_flight) for stage in self.stages)
 
+    @property
+    def minibatch_size(self) -> int | None:
+        """Samples of a minibatch; None if the profile does not know its batch size."""
+        return None if self.microbatch_size is None else self.microbatch_size * self.microbatches
+
     def memory_bytes(self, stage: int) -> int:
         """Return the peak bytes of each worker that runs the stage, including its other stages."""
         ranks = self.stages[stage].ranks

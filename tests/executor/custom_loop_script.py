@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
             losses += [pipeline.step((b.args, b.kwargs, b.target)) for b in batches[CHANGES:]]
             losses.append(pipeline.drain())
             pipeline.save_weights(folder / f"{name}.weights")
-        report[name] = losses
+            report[name] = {"returned": losses, "all": [pipeline.losses[number] for number in range(len(batches))]}
     rank = dist.get_rank()
     (folder / f"report-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
     in_memory(folder)

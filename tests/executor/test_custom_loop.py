@@ -25,7 +25,7 @@ SAMPLES = 30
 TIMEOUT_S = 240
 
 
-def run_script(folder: Path, workers: int) -> list[dict[str, list[float | None]]]:
+def run_script(folder: Path, workers: int) -> list[dict[str, dict[str, list[float | None]]]]:
     """Run the script; return what each worker reports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += [custom_loop_script.__file__, str(folder)]
@@ -94,19 +94,22 @@ def test_a_custom_loop_trains_as_plain_pytorch(tmp_path: Path) -> None:
     save_plan(asynchronous, tmp_path / "asynchronous.plan")
     save_plan(make_memory_plan(tmp_path), tmp_path / "memory.json")
     first, last = run_script(tmp_path, 2)
-    assert {loss for losses in first.values() for loss in losses} == {None}, "only the last stage knows losses"
+    assert first == last, "all workers know the same losses"
     spec = load_model_file(path)
 
     model = eager.build(spec)
     losses = eager.train(spec, model, eager.minibatches(spec, 8, 1))
-    seen = last["flush"]
+    seen = last["flush"]["returned"]
     changes = custom_loop_script.CHANGES
-    assert [seen[changes], seen[-1]] == [None, None], "nothing is left to drain"
-    assert [*seen[:changes], *seen[changes + 1 : -1]] == pytest.approx(losses, rel=1e-4)
+    assert [seen[changes], seen[-1]] == [seen[changes - 1], seen[-2]], "nothing is left to drain"
+    assert [*seen[:changes], *seen[changes + 1 : -1]] == last["flush"]["all"] == pytest.approx(losses, rel=1e-4)
     eager.assert_close(torch.load(tmp_path / "flush.weights", weights_only=True), model)
 
     losses, expected = in_two_parts(path, asynchronous)
-    assert [loss for loss in last["asynchronous"] if loss is not None] == losses
+    assert last["asynchronous"]["all"] == losses
+    returned = last["asynchronous"]["returned"]
+    assert [returned[changes], returned[-1]] == [losses[changes - 1], losses[-1]], "a drain knows them all"
+    assert returned[0] is None, "the first one is still in the pipeline"
     weights = torch.load(tmp_path / "asynchronous.weights", weights_only=True)
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name

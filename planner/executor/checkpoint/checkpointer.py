@@ -83,7 +83,7 @@ class Checkpointer:
         self._job = job
         self._stages = stages
         self._data = data
-        self._folder = Path(job.checkpoints.folder)
+        self.folder = Path(job.checkpoints.folder)
         self._rank = dist.get_rank()
         self._heartbeat = heartbeat
         timeout = message_timeout(job.run_options.hang_timeout_s)
@@ -115,10 +115,14 @@ class Checkpointer:
             for own in self._stages:
                 restore_stage(own, saved)
             first = position(saved, self._data)
-        if self._rank == 0 and self._job.checkpoints.every is not None:
-            self._log = RunLog(self._folder, self._job.run)
-            self.past = self._log.begin(first, again=self._job.started_again)
+        self.begin(first)
         return first
+
+    def begin(self, first: int) -> None:
+        """Begin to log the run from minibatch `first` on, for the checkpoints that it writes."""
+        if self._rank == 0 and self._job.checkpoints.every is not None:
+            self._log = RunLog(self.folder, self._job.run)
+            self.past = self._log.begin(first, again=self._job.started_again)
 
     def save(
         self, minibatch: int, losses: Sequence[tuple[int, float]] = (), evaluations: Sequence[Evaluation] = ()
@@ -134,7 +138,7 @@ class Checkpointer:
             InputError: when the model or optimizer has state that no checkpoint can hold.
         """
         began_s = time.perf_counter()
-        folder = self._folder / partial_name(minibatch, self._start.token)
+        folder = self.folder / partial_name(minibatch, self._start.token)
         self._heartbeat.enter("writing a checkpoint")
         parts: tuple[StagePart, ...] = ()
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
@@ -167,7 +171,7 @@ class Checkpointer:
         if self._problem is not None:
             kept = f"the newest is '{self.newest}'" if self.newest is not None else "there is none"
             raise PlannerError(
-                f"the run ended, but its last checkpoint could not be written to '{self._folder}' ({self._problem}); "
+                f"the run ended, but its last checkpoint could not be written to '{self.folder}' ({self._problem}); "
                 f"{kept}",
                 hint="make room and continue from the newest with `resume`",
             )
@@ -178,17 +182,17 @@ class Checkpointer:
         writes = self._job.checkpoints.every is not None
         token, found = uuid.uuid4().hex[:8], None
         if self._rank == 0:
-            found = resolve(self._job.checkpoints.resume, self._folder, writes=writes)
+            found = resolve(self._job.checkpoints.resume, self.folder, writes=writes)
             if writes:
                 self._claim(token)
         start = _Start(token=token, resume=None if found is None else str(found))
         start = _Start.model_validate_json(broadcast_bytes(start.model_dump_json().encode(), self._group))
         if writes:
-            probe = self._folder / probe_name(start.token)
+            probe = self.folder / probe_name(start.token)
             if not probe.exists():
                 raise InputError(
                     f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 writes to "
-                    f"'{self._folder.absolute()}'",
+                    f"'{self.folder.absolute()}'",
                     hint="choose a `folder` on a file system that all hosts share",
                 )
             dist.barrier(self._group)  # all have looked before the probe goes
@@ -198,12 +202,12 @@ class Checkpointer:
 
     def _claim(self, token: str) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self._folder)
-            (self._folder / probe_name(token)).mkdir()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.folder)
+            (self.folder / probe_name(token)).mkdir()
         except OSError as cause:
             raise InputError(
-                f"checkpoints cannot be written to '{self._folder}': {cause.strerror}",
+                f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
                 hint="choose another `folder`",
             ) from None
 
@@ -220,7 +224,7 @@ class Checkpointer:
                 self._log.append(minibatch)
                 parts = [part for reply in replies for part in reply.parts]
                 self.newest = self._publish(minibatch, folder, parts)
-                prune(self._folder, self._job.checkpoints.keep)
+                prune(self.folder, self._job.checkpoints.keep)
             except OSError as cause:
                 self._problem = f"worker 0: {cause.strerror or cause}"
             except PlannerError as cause:
@@ -231,7 +235,7 @@ class Checkpointer:
                 "the checkpoint after minibatch %d could not be written to '%s' (%s); training continues, and older "
                 "checkpoints are kept",
                 minibatch,
-                self._folder,
+                self.folder,
                 self._problem,
             )
 
@@ -246,7 +250,7 @@ class Checkpointer:
         sync_folder(folder)
         final = folder.with_name(folder_name(minibatch))
         folder.rename(final)
-        sync_folder(self._folder)
+        sync_folder(self.folder)
         return final
 
     def _index(self, minibatch: int, parts: list[StagePart]) -> Checkpoint:

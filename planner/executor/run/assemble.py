@@ -16,6 +16,7 @@ from planner.executor.communication.control import control_group
 from planner.executor.communication.groups import LinkGroups
 from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import Segments, SendLimits
+from planner.executor.job import CheckpointOptions
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
@@ -88,6 +89,25 @@ def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
     job, data = context.job, context.data
     if job.checkpoints.every is None and job.checkpoints.resume is None:
         return None, 0
+    checkpointer = make_checkpointer(context, job.checkpoints, None if data.random else data.minibatches(None, 1))
+    first = checkpointer.restore()
+    if first > context.minibatches:
+        raise InputError(
+            f"the checkpoint '{checkpointer.resumed_from}' is of a run of {first} minibatches, and the whole run is "
+            f"to have {context.minibatches}",
+            hint="`steps` and `epochs` count from the beginning of the first run",
+        )
+    return checkpointer, first
+
+
+def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_epoch: int | None) -> Checkpointer:
+    """Return what writes and reads checkpoints of this worker's stages; all workers call it.
+
+    Args:
+        context: of this worker.
+        options: where to write, and what to resume from.
+        per_epoch: minibatches; None without a dataset.
+    """
     if any(stage.sharded for stage in context.plan.stages):
         raise PlanError(
             "checkpoints do not hold an optimizer that replicas divide yet",
@@ -104,13 +124,5 @@ def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
         )
         for number, stage in context.stages.items()
     ]
-    per_epoch = None if data.random else data.minibatches(None, 1)
-    checkpointer = Checkpointer(job, own, DataPosition(context.minibatch_size, per_epoch), context.heartbeat)
-    first = checkpointer.restore()
-    if first > context.minibatches:
-        raise InputError(
-            f"the checkpoint '{checkpointer.resumed_from}' is of a run of {first} minibatches, and the whole run is "
-            f"to have {context.minibatches}",
-            hint="`steps` and `epochs` count from the beginning of the first run",
-        )
-    return checkpointer, first
+    job = context.job.model_copy(update={"checkpoints": options})
+    return Checkpointer(job, own, DataPosition(context.minibatch_size, per_epoch), context.heartbeat)

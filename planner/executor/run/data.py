@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset
@@ -162,6 +162,28 @@ class RandomBatches(BatchSource):
         if epochs is not None:
             raise ModelFileError("`epochs` needs a dataset() in the model file", hint="use `steps`, or add dataset()")
         return steps if steps is not None else STEPS
+
+
+class EvaluationData(Protocol):
+    """The batches of an evaluation."""
+
+    @property
+    def batches(self) -> int:
+        """Number of batches."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Samples of all batches."""
+        ...
+
+    def size(self, unit: Unit) -> int:
+        """Return the number of samples of batch `unit.minibatch`."""
+        ...
+
+    def batch(self, unit: Unit) -> Batch:
+        """Return batch `unit.minibatch`."""
+        ...
 
 
 class EvaluationBatches:

@@ -24,7 +24,7 @@ from planner.executor.communication.layouts import Layouts
 from planner.executor.communication.links import SendLimits
 from planner.executor.job import Evaluation
 from planner.executor.run.context import PipelineContext
-from planner.executor.run.data import EvaluationBatches
+from planner.executor.run.data import EvaluationBatches, EvaluationData
 from planner.formats.profile import LossMean
 from planner.model.autocast import autocasting
 from planner.model.batch import Batch
@@ -51,16 +51,22 @@ class Evaluator:
     Args:
         context: of this worker; `evaluation` has its stages.
         replicas: by stage, the process group of this worker's replicated stages.
+        data: to evaluate on; None for the model file's evaluation_dataset().
     """
 
-    def __init__(self, context: PipelineContext, replicas: Mapping[int, dist.ProcessGroup]) -> None:
+    def __init__(
+        self,
+        context: PipelineContext,
+        replicas: Mapping[int, dist.ProcessGroup],
+        data: EvaluationData | None = None,
+    ) -> None:
         assert context.evaluation is not None
         self._context = context
         self._stages = context.evaluation
         self._replicas = replicas
         _move(context, self._stages)
         fixed = self._stages.batch_size
-        self._data = EvaluationBatches(
+        self._data = data or EvaluationBatches(
             context.spec.evaluation_dataset(), fixed or context.microbatch_size, drop_last=fixed is not None
         )
         self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)

@@ -152,6 +152,7 @@ class PipelineWorker(Worker):
         self.stages = stages
         self._links = links
         self._joint_norm = joint_norm
+        self.gradient_norm: float | None = None  # of the newest update, where the stages clip or scale together
         self._due: list[Update] = []  # updates of this worker's stages that wait for those of its other stages
 
     def restart(self) -> None:
@@ -214,6 +215,7 @@ class PipelineWorker(Worker):
             share = sum(stage.norm_share() for stage in self.stages.values())
             self._observers.heartbeat.enter("waiting for all gradients' norm", meeting=True)
             norm = self._joint_norm.sum(share)
+            self.gradient_norm = math.sqrt(norm)
             self._observers.heartbeat.begin(instruction)
         for each in self._due:
             self.stages[each.stage].update(each.round, each.kept, norm)

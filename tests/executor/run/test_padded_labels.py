@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.api import train
-from planner.executor.custom_loop import FedBatches
+from planner.executor.custom_loop.fed_batches import FedBatches
 from planner.executor.job import Job, TrainingOptions
 from planner.executor.run.data import BatchSource, even_sizes
 from planner.executor.run.weighed import WeighedBatches

@@ -1,0 +1,1 @@
+"""A pipeline that a user's own training loop feeds."""
