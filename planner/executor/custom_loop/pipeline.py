@@ -217,8 +217,8 @@ class Pipeline:
     def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
         """Drain, and write a checkpoint of weights, optimizers and schedulers; all workers call it.
 
-        It is named by the minibatches done, and can be loaded under any other plan for the same model, also by
-        `plan train --resume`.
+        It is named by the minibatches done, and can be loaded under any other plan for the same model,
+        also by `plan train`.
 
         Args:
             folder: for the checkpoints of this run, which all hosts see.
