@@ -17,7 +17,7 @@ from planner.cost.models.registry import cost_model_of
 from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule, ShardRule
-from planner.errors import InputError, ProfileError
+from planner.errors import InputError, PlannerError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.cost_model_names import CostModelName
@@ -29,8 +29,9 @@ from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
 from planner.solver.candidates.alternatives import fastest_simulated
-from planner.solver.candidates.budget import Budget, Deadline
+from planner.solver.candidates.budget import Budget, Deadline, OutOfTimeError
 from planner.solver.candidates.depth import TOLERANCE
+from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
@@ -206,7 +207,30 @@ def _beyond_the_search(problem: Problem) -> str | None:
 
 
 def _searched(problem: Problem) -> Found:
-    """Search for the best plan with one stage per worker: by the cost model first, then by simulation."""
+    """Find the best plan with one stage per worker, no slower than those that take no search.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        PlannerError: if the deadline passes before any plan is found.
+    """
+    first = FirstPlans(problem)
+    if problem.deadline.at_s is not None:
+        first.evaluate()
+    try:
+        found = _by_search(problem)
+    except OutOfTimeError:
+        if first.best is None:
+            raise PlannerError(
+                "the time limit passed before any plan was found",
+                hint="give a longer `time_limit_s`, or leave it out",
+            ) from None
+        problem.budget.exhausted = False
+        found = Found(first.best, min(PipelineSearch(problem).relaxed_s(), first.best.seconds))
+    return first.at_least(found) if problem.simulates else found
+
+
+def _by_search(problem: Problem) -> Found:
+    """Search for the best plan: by the cost model first, then by simulation."""
     search = PipelineSearch(problem)
     path = search.best()
     # Other cuts than those along the order may need less memory; only imported profiles may use them.

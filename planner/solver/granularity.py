@@ -17,6 +17,7 @@ from planner.solver.problem import Problem
 from planner.solver.result import Evaluation, Found
 
 PAYS = 0.02  # share of the time that cuts inside blocks must save
+PRECISION = 2e-3  # of searches over blocks: less than timings vary
 # Cuts up to which a search looks inside blocks. Synchronous schedules take longer, with the number of GPUs, too.
 MOST_CUTS, MOST_SYNCHRONOUS_CUTS = 400, 160
 
@@ -83,4 +84,4 @@ def _cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
     profile = problem.layer_costs.profile
     forbidden = {layer.name for number, layer in enumerate(profile.layers) if number not in ends}
     names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden | {*profile.no_cut_after})
-    return problem.about(profile.model_copy(update={"no_cut_after": names}))
+    return replace(problem.about(profile.model_copy(update={"no_cut_after": names})), precision=PRECISION)

@@ -13,7 +13,7 @@ import numpy as np
 from planner.cost.rounding import SLACK
 from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.evaluation import priced_path
-from planner.solver.chain.search import Search
+from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.branches import MOST_STATES, search_beyond
@@ -47,7 +47,8 @@ class PipelineSearch:
             path, self.interrupted = nearest_path(self.problem, self.space)
             return path
         search = self._search(self.problem.limits)
-        path = search.best()
+        precision = max(self.problem.precision, RESOLUTION)
+        path = search.best(precision) if isinstance(search, SynchronousSearch) else search.best()
         self.interrupted = search.interrupted
         if isinstance(search, SynchronousSearch):
             self.met = search.found
@@ -60,7 +61,8 @@ class PipelineSearch:
         """
         if self.interrupted:
             return BoundedPath(path, self.relaxed_s(), self.space)
-        return self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
+        extended = self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
+        return replace(extended, bound_s=extended.bound_s * (1 - self.problem.precision))
 
     def _beyond_the_order(self, path: CutPath) -> BoundedPath:
         """Extend the best path along the order to all cuts, on a flat cluster."""

@@ -63,6 +63,7 @@ class Problem:
         depth: how many minibatches are in flight.
         constraints: what the plan must respect beside memory.
         budget: shared by all searches for one plan, also by those for variants of this problem.
+        precision: how much faster, relatively, other plans may be than the answer of a search.
         reserve: what was taken off the cluster's memory before; see `planner.solver.room`.
     """
 
@@ -72,6 +73,7 @@ class Problem:
     depth: DepthRule = "auto"
     constraints: Constraints = field(default_factory=Constraints)
     budget: Budget = field(default_factory=Budget, compare=False)
+    precision: float = 0.0
     reserve: Reserve = NO_RESERVE
 
     @property
@@ -97,7 +99,7 @@ class Problem:
     @property
     def deadline(self) -> Deadline:
         """When the search must answer."""
-        return self.budget.deadline
+        return self.budget.searching
 
     @property
     def limits(self) -> Limits:

@@ -15,10 +15,11 @@ import numpy as np
 
 from planner.cost.rounding import SLACK
 from planner.cost.weight_copies import counted_with_copies
+from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import SETTLED, fastest, simulated
 from planner.solver.candidates.kinds import KINDS, DataParallelSearch, Kind, counts_to_try, kinds_of_plans, slowed
 from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
-from planner.solver.chain.search import Search
+from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.levels.levels import MOST_PLACED, PathPrices, local_search_for, search_levels
@@ -58,8 +59,11 @@ def _met(search: PipelineSearch, slower: float) -> list[Evaluation]:
     problem, met = search.problem, search.met
     # Slower links make the search weigh messages more, so it meets plans with fewer of them.
     if slower != 1 or not met:
-        again = SynchronousSearch(search.space, problem.synchronous(slowed(problem.link, slower)), problem.limits)
-        again.best()
+        try:
+            again = SynchronousSearch(search.space, problem.synchronous(slowed(problem.link, slower)), problem.limits)
+            again.best(max(problem.precision, RESOLUTION))
+        except OutOfTimeError:
+            return []
         met = again.found
     return [search.priced(path) for path in met]
 

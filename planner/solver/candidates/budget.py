@@ -10,6 +10,7 @@ from planner.cost.layer_costs import Candidate
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
 
+SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find
 MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
 
 
@@ -34,6 +35,19 @@ class Deadline:
         """Whether no time is left."""
         return self.left_s == 0.0
 
+    def check(self) -> None:
+        """Raise `OutOfTimeError` if no time is left: for searches that have no answer yet."""
+        if self.passed:
+            raise OutOfTimeError
+
+    def earlier(self, share: float) -> Deadline:
+        """Return the deadline after this share of the time that is left."""
+        return self if self.left_s is None else Deadline(time.monotonic() + share * self.left_s)
+
+
+class OutOfTimeError(Exception):
+    """The deadline has passed before a search had any answer."""
+
 
 NO_HURRY = Deadline(None)
 
@@ -50,6 +64,7 @@ class Budget:
         count: candidate plans that were simulated, at one depth or several.
         exhausted: whether every candidate was looked at; False if instructions or time ran out.
         seen: the candidates that were simulated.
+        searching: when searches end, so that some time is left to simulate what they found.
     """
 
     deadline: Deadline = NO_HURRY
@@ -57,6 +72,10 @@ class Budget:
     count: int = 0
     exhausted: bool = True
     seen: set[tuple[Candidate, ...]] = field(default_factory=set)
+    searching: Deadline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.searching = self.deadline.earlier(SEARCHING)
 
     @classmethod
     def unlimited(cls) -> Budget:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.work import Floats, Integers, Work
+from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
@@ -56,10 +57,17 @@ class SynchronousSearch:
         self._replicas = np.arange(1, most + 1)
         self._stages = [self._from(state) for state in range(len(space) - 1)]
 
-    def best(self) -> CutPath | None:
-        """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory."""
+    def best(self, precision: float = RESOLUTION) -> CutPath | None:
+        """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
+
+        Args:
+            precision: how much faster, relatively, other plans may be.
+
+        Raises:
+            OutOfTimeError: if the deadline passes before there is any plan.
+        """
         best: CutPath | None = None
-        limit_s = np.inf
+        limit_s = self._promising_s() if precision > RESOLUTION else np.inf
         while (answer := self.within(limit_s)) is not None:
             path, sum_s, max_s = answer
             self.found.append(path)
@@ -67,7 +75,7 @@ class SynchronousSearch:
                 best = path
             # A better plan needs a smaller maximum than this one's, and a total below the best. The limit is the
             # maximum itself: rounding could leave seconds minus sum above it, and the loop would never end.
-            limit_s = min(max_s, best.seconds - sum_s) * (1 - RESOLUTION)
+            limit_s = min(max_s, best.seconds - sum_s) * (1 - precision)
             if limit_s <= 0:
                 break
             if self.deadline.passed:
@@ -75,6 +83,21 @@ class SynchronousSearch:
                 break
         self.interrupted |= self._cut_short
         return best
+
+    def _promising_s(self) -> float:
+        """Return a limit that leaves out nothing but plans slower than one that is balanced well.
+
+        The way from no limit at all to a balanced plan is long, and plans on it are of no use.
+        """
+        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        answer, limit_s = None, float(self.model.microbatches * everything.compute_s[0]) / self.gpus
+        least = self.within(np.inf)
+        if least is None or not self.model.schedule.pipelined or limit_s <= 0:
+            return np.inf
+        while answer is None:
+            limit_s *= 2
+            answer = self.within(limit_s)
+        return max(answer[0].seconds - least[1], answer[2])
 
     def within(self, limit_s: float) -> tuple[CutPath, float, float] | None:
         """Return the path of least sum with a maximum within the limit, its sum and its maximum; None without one."""
@@ -85,7 +108,9 @@ class SynchronousSearch:
         # For every state and the GPUs its suffix may use: the best stage's column and its replicas.
         choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
         for state in range(last - 1, -1, -1):
-            if self.found and self.deadline.passed:
+            if self.deadline.passed:
+                if not self.found:
+                    raise OutOfTimeError
                 self._cut_short = True  # there is an answer already
                 return None
             stages = self._stages[state]
@@ -123,6 +148,7 @@ class SynchronousSearch:
             yield columns[start : start + batch], self._replicas[rows[start : start + batch]]
 
     def _from(self, state: int) -> _Stages:
+        self.deadline.check()
         others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
         work = self.space.work(state, others)
         if self.recompute == "always":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from planner.cost.pricing import busy_resources
 from planner.cost.setting import Setting
 from planner.cost.work import Integers
 from planner.solver.bounds.registry import bounds_for
+from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import priced_path
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Coarse, StateSpace
@@ -84,11 +86,12 @@ def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> Boun
     for path in starts:
         best = better(best, path, prices.seconds)
     few = problem.cluster.gpus <= MOST_PLACED and not problem.deadline.passed
-    if few and len(space) <= HierarchySearch.states_that_fit(problem):
-        found = HierarchySearch(problem, space).best(prices.seconds, best)
-    else:
-        best = _refined(prices, best) if few else best
-        found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds), space)
+    found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds), space)
+    with contextlib.suppress(OutOfTimeError):  # then it is what was found before
+        if few and len(space) <= HierarchySearch.states_that_fit(problem):
+            found = HierarchySearch(problem, space).best(prices.seconds, best)
+        elif few and (refined := _refined(prices, best)) is not None:
+            found = replace(found, path=refined, bound_s=min(found.bound_s, refined.seconds))
     if few and (found.path is None or found.bound_s < found.path.seconds * (1 - RESOLUTION)):
         found = _improved(prices, found, starts)
     return found
@@ -166,8 +169,10 @@ def nearest_path(problem: Problem, space: StateSpace) -> tuple[CutPath | None, b
     The path's seconds are a bound. Over many cuts it is found as precisely as such a bound needs to be.
     """
     search = nearest_search(problem, space, problem.limits)
+    if isinstance(search, SynchronousSearch):
+        return search.best(max(problem.precision, RESOLUTION)), search.interrupted
     # A bound needs no more precision than timings have, and precise searches over many cuts take long.
-    if isinstance(search, SynchronousSearch) or len(space) <= 2 * MOST_ALIKE:
+    if len(space) <= 2 * MOST_ALIKE:
         return search.best(), search.interrupted
     path = search.best(precision=PRECISION)
     return path and replace(path, seconds=path.seconds * (1 - PRECISION)), search.interrupted
@@ -245,10 +250,21 @@ def _alike(problem: Problem, space: StateSpace) -> Iterator[CutPath]:
     for link in links:
         if problem.deadline.passed:
             return
-        if (coarse := _flat(problem, whole, link, problem.limits).best()) is not None:
+        search = _flat(problem, whole, link, problem.limits)
+        if (coarse := _best(problem, search)) is not None:
             yield (path := _on(coarse, states))
             for _, size, _, _ in topology.shared:
                 yield with_replicas(path, [r // size * size or r for r in path.replicas])
+
+
+def _best(problem: Problem, search: Search | SynchronousSearch) -> CutPath | None:
+    """Return the best plan, as precisely as the problem asks; None if there is none, or no time for one."""
+    if isinstance(search, Search):
+        return search.best()
+    try:
+        return search.best(max(problem.precision, RESOLUTION))
+    except OutOfTimeError:
+        return None
 
 
 def _flat(problem: Problem, space: StateSpace, link: Link, limits: Limits) -> Search | SynchronousSearch:

@@ -48,6 +48,7 @@ class Relaxed:
         bounder = StageBounder(problem, space)
         self.space, self.objective, self.places = space, bounder.objective, bounder.places
         self.gpus, self.memory_bytes = bounder.limits.gpus, bounder.limits.memory_bytes
+        self._deadline = problem.deadline
         self.bounds = [bounder.bounds(state) for state in range(len(space) - 1)]
 
     def rest(self, gpus: int) -> Rest:
@@ -58,6 +59,7 @@ class Relaxed:
         ends = slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)
         sum_s[last, ends] = max_s[last, ends] = 0.0
         for state in range(last - 1, -1, -1):
+            self._deadline.check()
             bounds = self.bounds[state]
             for rank, fits, phase, ranks in self._starts(bounds, gpus):
                 others = bounds.others[None, :]
@@ -134,6 +136,7 @@ class Relaxed:
         sums[last, slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)] = 0.0
         choice = np.zeros((last, self.gpus + 1, 2), dtype=np.int64)
         for state in range(last - 1, -1, -1):
+            self._deadline.check()
             bounds = self.bounds[state]
             for rank, fits, phase, ranks in self._starts(bounds, gpus):
                 usable = fits & (bounds.max_s[phase, : len(ranks)] <= limit_s)

@@ -123,6 +123,7 @@ class StageBounder:
 
     def bounds(self, state: int) -> StageBounds:
         """Return the bounds of every stage that begins at the state, with recomputation where it may be needed."""
+        self.limits.deadline.check()
         others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
         if self.limits.recompute == "always":
             return self._variant(state, others, recompute=True)

@@ -14,6 +14,7 @@ import numpy as np
 from planner.cost.layer_costs import Candidate, LayerCosts, candidates
 from planner.cost.link import link_of
 from planner.cost.work import Floats
+from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.kinds import StraightSearch, counts_to_try
@@ -50,6 +51,22 @@ def equal_layers(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
 def equal_parameters(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     """Return as many stages as GPUs, with equally many bytes of parameters each."""
     return _equal_shares(layer_costs, gpus, column(layer_costs, "weight_bytes"))
+
+
+def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
+    """Return so many stages with equally many blocks each, as most training frameworks divide a model.
+
+    The first ones have a block more where the blocks cannot be divided evenly. Where there are fewer blocks than
+    stages, each block is a stage.
+    """
+    blocks = blocks_of(layer_costs.profile)
+    least, more = divmod(len(blocks), min(stages, len(blocks)))
+    ends, legal = [0], np.array(legal_ends(layer_costs))
+    for number in range(min(stages, len(blocks))):
+        taken = (number + 1) * least + min(number + 1, more)
+        ends.append(int(legal[np.argmin(np.abs(legal - blocks[taken - 1].stop))]))
+    groups = _runs(sorted(set(ends)))
+    return candidates(groups, [1] * len(groups))
 
 
 def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:

@@ -1,0 +1,62 @@
+"""Whatever the time limit, the answer is no slower than plans that take no search, and says only what is proven."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.setting import Setting
+from planner.errors import PlannerError
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.schedule.registry import find
+from planner.solver import solve
+from planner.solver.candidates.evaluation import priced
+from planner.solver.problem import Problem
+from planner.solver.reference.baselines import data_parallel, equal_blocks
+from tests.formats.test_repeated_blocks import transformer
+
+MODEL = transformer(8, "h.{block}.part{part}")
+FLAT, SERVERS = flat_cluster(16, 1e3), hierarchical_cluster([4, 4], [1e4, 1e3])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe"])
+@pytest.mark.parametrize("cluster", [FLAT, SERVERS])
+@pytest.mark.parametrize("time_limit_s", [1e-9, 0.2])
+def test_no_slower_than_baselines(schedule: str, cluster: Cluster, time_limit_s: float) -> None:
+    microbatches = 32 if find(schedule).divides else 1
+    plan = solve(MODEL, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=time_limit_s)
+    problem = Problem(LayerCosts(MODEL), Setting(cluster, find(schedule), microbatches))
+    for stages in (1, 2, 4, 8):
+        cut = equal_blocks(problem.layer_costs, stages) if stages > 1 else data_parallel(problem.layer_costs, 1)
+        for gpus in (16, 8):
+            copies = [replace(each, options=replace(each.options, replicas=gpus // stages)) for each in cut]
+            seconds = priced(problem, copies).seconds
+            # A simulated plan waits; so does the baseline in its own simulation.
+            assert plan.predicted.seconds_per_minibatch <= seconds * (1 + 1e-9) or plan.predicted.by == "simulation"
+            assert plan.solver.cost_model_s is not None
+            assert plan.solver.cost_model_s <= seconds / 0.9
+    assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
+
+
+def test_nothing_is_proven_without_time() -> None:
+    plan = solve(MODEL, FLAT, schedule="1f1b-flush", microbatches=32, time_limit_s=1e-9)
+    assert plan.solver.status == "feasible"
+    assert not plan.solver.exhausted
+    proven = solve(MODEL, FLAT, schedule="1f1b-flush", microbatches=32)
+    assert plan.solver.lower_bound_s <= proven.predicted.seconds_per_minibatch
+
+
+def test_without_any_plan_the_command_says_so() -> None:
+    # No two stages fit together: only the search finds a plan, if there is one.
+    tight = flat_cluster(16, 1e3, memory_bytes=1)
+    with pytest.raises(PlannerError, match="before any plan was found"):
+        solve(MODEL, tight, schedule="1f1b-flush", microbatches=32, time_limit_s=1e-9)
+
+
+def test_equal_blocks() -> None:
+    costs = LayerCosts(MODEL)
+    assert [len(stage.layers) for stage in equal_blocks(costs, 4)] == [9, 8, 8, 9]  # with embedding and head
+    assert [len(stage.layers) for stage in equal_blocks(costs, 3)] == [13, 12, 9]
+    assert len(equal_blocks(costs, 16)) == 8  # there are no more blocks
