@@ -17,7 +17,6 @@ from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import PipelineWorker
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
-from planner.executor.stage.recompute import ChangingBuffers
 from planner.executor.stage.versions import WeightVersions
 from planner.model.stage.randomness import RandomKey
 from planner.model.stage.stage import StageModule
@@ -33,11 +32,7 @@ PARTS: dict[str, Sequence[Place]] = {
         for name in ("accept_activation", "activation", "accept_gradient", "gradient", "forward", "backward", "update")
     ],
     "versions": [(WeightVersions, name) for name in ("stash", "at", "restored", "update")],
-    "statistics and buffers": [
-        (MinibatchStatistics, "begin"),
-        (MinibatchStatistics, "commit"),
-        (ChangingBuffers, "restored"),
-    ],
+    "statistics": [(MinibatchStatistics, "begin"), (MinibatchStatistics, "commit")],
     "random keys": [(StageModule, "set_random_key"), (RandomKey, "seed_of")],
     "checks of values": [(StageModule, "forward")],
     "losses": [(PipelineWorker, "_log_loss")],

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from planner.executor.communication.gradients import GradientAverager, whole_buckets
 from planner.executor.communication.layouts import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.stage.minibatch_statistics import MinibatchStatistics
-from planner.executor.stage.recompute import Buffers, ChangingBuffers
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
-from planner.model.batch import Batch
-from planner.model.capture.graph import ValueSpec
+from planner.model.capture.graph import LOSS, ValueSpec
 from planner.schedule.instructions import Unit
 
 
@@ -26,10 +25,10 @@ class _InFlight:
     """What a forward keeps for its backward."""
 
     received: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # until they are sent
+    ends: dict[str, GradientEdge] = field(default_factory=dict)  # of the graph, where outputs' gradients enter it
+    loss: Tensor | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the outputs, from later stages
-    batch: Batch | None = None  # with recomputation, the samples
-    buffers: Buffers = field(default_factory=dict)  # with recomputation, their values before the forward
 
 
 class StageReplica:
@@ -58,11 +57,10 @@ class StageReplica:
         self._data = context.data
         self._device = context.place.compute
         self._seed = context.job.seed
-        self._recompute = context.plan.stages[stage.number].recompute
+        self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         self._counts_in_norm = context.is_first_replica(stage.number) or sharding is not None
         self._statistics = MinibatchStatistics(stage.module, replicas)
-        self._buffers = ChangingBuffers(stage.module)
         self._units: dict[Unit, _InFlight] = {}
         self._averaged = 1  # minibatches whose gradients the next update averages
         self._rests: dict[Unit, WeightGradients] = {}  # second parts of backwards in two parts
@@ -84,26 +82,21 @@ class StageReplica:
         if self._data.size(unit) == 0:
             record.outputs = {spec.name: self._nothing(spec) for spec in self.module.sent}
             return
-        record.batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
+        batch = self._data.batch(unit).to(self._device) if self.module.needs_batch else None
         self._statistics.begin(unit.minibatch)
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
+        self.module.set_random_key(self._seed, unit.minibatch, unit.microbatch)
         with self.versions.at(unit):
-            if self._recompute:
-                with self._buffers.recorded() as record.buffers:
-                    outputs = self._run(unit, record)
-                # Only the values are sent. Without their graph, all activations in between are freed.
-                record.outputs = {name: value.detach() for name, value in outputs.items()}
-            else:
-                record.outputs = self._run(unit, record)
-                record.batch = None
+            record.outputs = self.module(batch, record.received)
+        record.loss = record.outputs.pop(LOSS, None)
+        # Once an output is sent, only its place in the graph is needed: its memory is freed, unless a layer saved it.
+        record.ends = {name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad}
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         """Return the outputs of `unit` that stage `target` needs."""
         outputs = self._units[unit].outputs
-        # With recomputation the backward makes the values again, and each is sent once.
-        take = outputs.pop if self._recompute else outputs.__getitem__
-        return {spec.name: take(spec.name) for spec in self._transfers[self.index, target]}
+        return {spec.name: outputs.pop(spec.name) for spec in self._transfers[self.index, target]}  # each is sent once
 
     def accept_gradient(self, unit: Unit, values: dict[str, Tensor]) -> None:
         """Store the gradients that a later stage returned for outputs of `unit`, at this stage's loss scale."""
@@ -125,27 +118,23 @@ class StageReplica:
         """
         record = self._units[unit]
         if self._data.size(unit) == 0:
-            record.outputs.clear()
             self._forget_if_done(unit, record)
             return None
-        with self.versions.restored(unit), self._buffers.restored(record.buffers):
-            if self._recompute:
-                record.outputs = self._run(unit, record)
-            loss = self._weighed(unit, record.outputs["loss"]) if self.module.has_loss else None
+        with self.versions.restored(unit):
+            loss = None if record.loss is None else self._weighed(unit, record.loss)
             scaled = loss if loss is None or self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
             roots, gradients = _roots(scaled, record)
             if self._averager is not None and last_of_round:
                 self._averager.begin()
             wanted = [value for value in record.received.values() if value.requires_grad]
             # With recomputation the backward is whole: a second part would keep all activations for longer.
-            if roots and split and wanted and not self._recompute:
+            if roots and split and wanted and not self._recomputes:
                 self._rests[unit] = input_gradients(roots, gradients, wanted, self.module.parameters())
             elif roots:
                 torch.autograd.backward(roots, gradients)
-        record.outputs.clear()
+        record.ends.clear()
         record.gradients.clear()
-        record.buffers.clear()
-        record.batch = None
+        record.loss = None
         self._forget_if_done(unit, record)
         return None if loss is None else loss.detach()
 
@@ -238,11 +227,6 @@ class StageReplica:
         """Return the values from stage `source` to `target` whose gradients go back."""
         return [spec.name for spec in self._transfers[source, target] if spec.requires_grad]
 
-    def _run(self, unit: Unit, record: _InFlight) -> dict[str, Tensor]:
-        self.module.set_random_key(self._seed, unit.minibatch, unit.microbatch)
-        outputs: dict[str, Tensor] = self.module(record.batch, record.received)
-        return outputs
-
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
         """Drop the unit after its backward, unless gradients of received values have yet to be sent."""
         for value in record.received.values():
@@ -251,15 +235,15 @@ class StageReplica:
         del self._units[unit]
 
 
-def _roots(loss: Tensor | None, record: _InFlight) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the tensors that a backward starts from, and their gradients; None for the loss."""
-    roots: list[Tensor] = []
+def _roots(loss: Tensor | None, record: _InFlight) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    """Return where a backward starts in the graph, and the gradients there; None for the loss."""
+    roots: list[GradientEdge] = []
     gradients: list[Tensor | None] = []
     if loss is not None and loss.requires_grad:
-        roots.append(loss)
+        roots.append(get_gradient_edge(loss))
         gradients.append(None)
     for name, gradient in record.gradients.items():
-        if record.outputs[name].requires_grad:
-            roots.append(record.outputs[name])
+        if name in record.ends:
+            roots.append(record.ends[name])
             gradients.append(gradient)
     return roots, gradients

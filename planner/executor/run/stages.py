@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.shared import separate_copies, use_parameters
 from planner.executor.job import Job
 from planner.executor.run.initial import initial_model
-from planner.formats.plan import Plan, Transfer
+from planner.formats.plan import Plan, Stage, Transfer
 from planner.formats.shared_weights import SharedWeight, obstacle, shared_weights
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.spec import TrainingSpec
@@ -61,7 +61,7 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
     # An undivided minibatch is its own microbatch, whose statistics are the whole minibatch's.
     defer_norms = job.options.deferred_batch_norm and plan.microbatches > 1
     variant = Variant(compiled=plan.compiled, defer_batch_norm=defer_norms)
-    modules = {stage: build_stage(graph, plan.stages[stage].layers, variant=variant) for stage in stages}
+    modules = {stage: _built(graph, plan.stages[stage], variant) for stage in stages}
     separate_copies(list(modules.values()))
     if evaluation is None:
         return Modules(modules, None, shared, initial.deferred)
@@ -70,6 +70,11 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
     for stage, module in evaluated.modules.items():
         use_parameters(module, modules[stage])
     return Modules(modules, evaluated, shared, initial.deferred)
+
+
+def _built(graph: LayerGraph, stage: Stage, variant: Variant) -> StageModule:
+    groups = (stage.layers,) if stage.recompute is True else stage.recompute or ()
+    return build_stage(graph, stage.layers, variant=replace(variant, recompute=groups))
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:

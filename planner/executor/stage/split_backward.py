@@ -59,12 +59,15 @@ class _Joint:
 
 
 def input_gradients(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], received: Sequence[Tensor], weights: Iterable[Tensor]
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor | None],
+    received: Sequence[Tensor],
+    weights: Iterable[Tensor],
 ) -> WeightGradients:
     """Run the first part: accumulate the gradients of `received`, and of some weights, in `.grad`.
 
     Args:
-        roots: the tensors that the backward starts from.
+        roots: where the backward starts.
         gradients: of `roots`; None for a loss.
         received: leaves of the graph of `roots`, all of which require gradients.
         weights: parameters in that graph, and perhaps others.
@@ -72,7 +75,7 @@ def input_gradients(
     Returns:
         The second part, which needs the graph of `roots` until it has run.
     """
-    joints, others = _joints([root.grad_fn for root in roots if root.grad_fn is not None], received, weights)
+    joints, others = _joints([root.node for root in roots], received, weights)
     handles = [joint.node.register_prehook(joint.note) for joint in joints]
     try:
         torch.autograd.backward(roots, gradients, inputs=[*received, *others], retain_graph=True)

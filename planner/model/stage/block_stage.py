@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from planner.model.capture.block_layers import BlockChain
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.loss import loss_of
+from planner.model.stage.changing_buffers import ChangingBuffers, places_of
 from planner.model.stage.compiling import compiled
 from planner.model.stage.deferred_norm import defer_module, deferred_name
 from planner.model.stage.parts import Boundary, StageCode, StageParts, Variant, stage_parts
 from planner.model.stage.randomness import RandomKey, reseed
+from planner.model.stage.segments import Segment, divided, joined
 from planner.model.stage.weights import add_missing, holder_of
 
 
@@ -23,23 +25,36 @@ def block_parts(graph: LayerGraph, boundary: Boundary, variant: Variant) -> Stag
     chain = graph.blocks
     assert chain is not None
     layers = chain.layers[boundary.first : boundary.last + 1]
-    inside = {module for layer in layers for _, block in layer.blocks for module in block.modules()}
-    weights = _weights(graph, boundary, inside)
-    if variant.defer_batch_norm:
-        _defer_norms(graph, inside, weights)
     blocks = [block for layer in layers for _, block in layer.blocks]
+    inside = {module for block in blocks for module in block.modules()}
+    weights = _weights(graph, boundary, inside)
+    deferred = _defer_norms(graph, inside, weights) if variant.defer_batch_norm else {}
     calls = {block: compiled(block) if variant.compiled else block for block in blocks}
-    return stage_parts(graph, boundary, weights, StageCode(_code(graph, chain, boundary, calls)))
+    segments = []
+    for part, again in divided(graph, boundary, variant.recompute):
+        segment = _segment(graph, chain, part, calls)
+        if again:
+            names = {name for layer in part.layers for name in layer.buffers}
+            names |= {norm for norm, buffer in deferred.items() if buffer in names}
+            segment = segment.recomputing(ChangingBuffers(places_of(weights, names)), {})
+        segments.append(segment)
+    taken = [*(leaf.node.name for _, leaf in boundary.inputs), *(node.name for node in boundary.received)]
+    whole = joined(segments, taken, _results(boundary))
+    return stage_parts(graph, boundary, weights, StageCode(whole.run))
 
 
-def _code(
+def _results(boundary: Boundary) -> list[str]:
+    return [*(node.name for node in boundary.sent), *([LOSS] if boundary.has_loss else [])]
+
+
+def _segment(
     graph: LayerGraph, chain: BlockChain, boundary: Boundary, calls: dict[nn.Module, Callable[..., Any]]
-) -> Callable[..., tuple[Tensor, ...]]:
+) -> Segment:
     spec = graph.batch_spec
     indices = [index for index, _ in boundary.inputs]
     received = [node.name for node in boundary.received]
-    results = [*(node.name for node in boundary.sent), *([LOSS] if boundary.has_loss else [])]
-    # Only this stage's: the chain, which the function would keep, leads to the whole model's weights.
+    results = _results(boundary)
+    # Only this segment's: the chain, which the function would keep, leads to the whole model's weights.
     layers = chain.layers[boundary.first : boundary.last + 1]
     first, training, loss = boundary.first, chain.training, chain.loss
     before = chain.layers[first - 1].values if first else ()
@@ -77,7 +92,8 @@ def _code(
                 observer.after_layer(index, made_last(made))
         return tuple(known[name] for name in results)
 
-    return run
+    taken = [*(leaf.node.name for _, leaf in boundary.inputs), *received]
+    return Segment(run, (), tuple(taken), tuple(results))
 
 
 def made_last(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -102,9 +118,16 @@ def _weights(graph: LayerGraph, boundary: Boundary, inside: set[nn.Module]) -> n
     return root
 
 
-def _defer_norms(graph: LayerGraph, inside: set[nn.Module], weights: nn.Module) -> None:
-    """Let the BatchNorms `inside` gather statistics, in modules beside the stage's `weights`."""
+def _defer_norms(graph: LayerGraph, inside: set[nn.Module], weights: nn.Module) -> dict[str, str]:
+    """Let the BatchNorms `inside` gather statistics, in modules beside the stage's `weights`.
+
+    Returns:
+        By the name of each of these modules, a buffer whose statistics it gathers.
+    """
+    deferred = {}
     for path, module in graph.model.named_modules():
         norm = defer_module(path, module) if module in inside else None
         if norm is not None:
             weights.add_module(deferred_name(path), norm)
+            deferred[deferred_name(path)] = norm.running.mean
+    return deferred

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.graph import GraphLayer, LayerGraph, ValueSpec
-from planner.model.stage.stage import CONSTANT, StageModule, build_stage
+from planner.model.stage.graph_stage import CONSTANT
+from planner.model.stage.stage import StageModule, build_stage
 
 
 def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation: LayerGraph) -> list[list[str]]:

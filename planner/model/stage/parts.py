@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,6 +21,14 @@ from planner.model.stage.fast_calls import Registry
 from planner.model.stage.recurrent import RecurrentWeights, recurrent_weights
 
 
+class LayerObserver(Protocol):
+    """Protocol of what is told when each layer has run."""
+
+    def after_layer(self, index: int, value: Tensor | None) -> None:
+        """Layer `index` has run; `value` is the last of its results to need a gradient, whose backward runs first."""
+        ...
+
+
 @dataclass(frozen=True)
 class Variant:
     """How a stage's code departs from the operations as captured.
@@ -31,14 +39,18 @@ class Variant:
             blocks. It excludes `observable`, which would cut the code into pieces.
         defer_batch_norm: whether BatchNorms in training gather the statistics of their inputs in `deferred_norms`,
             instead of updating their running statistics.
+        recompute: groups of layers, by name, that keep only the values that enter them, and run their forward again
+            right before their own backward. It excludes `observable`: layers would be told of twice.
     """
 
     observable: bool = False
     compiled: bool = False
     defer_batch_norm: bool = False
+    recompute: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         assert not (self.observable and self.compiled), "what is compiled has no layers"
+        assert not (self.observable and self.recompute), "a second forward would be observed, too"
 
 
 AS_CAPTURED = Variant()
@@ -69,7 +81,7 @@ class Boundary:
     has_loss: bool
 
 
-def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
+def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = ()) -> Boundary:
     """Return the boundary of layers first..last; `keep` names further values made here that count as sent."""
     layers = graph.layers[first : last + 1]
     used = dict.fromkeys(source for layer in layers for node in layer.nodes for source in node.all_input_nodes)
@@ -77,10 +89,18 @@ def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -
     received = [node for node in graph.crossing if node in used and graph.owner[node] < first]
     made = [node for layer in layers for node in layer.nodes]
     sent = [node for node in (*received, *made) if graph.last_use(node) > last or node.name in keep]
-    if not _tell_batch_size(graph.specs.get(node) for node in (*received, *(leaf.node for _, leaf in inputs))):
-        # Layers that use no input may still depend on the size of the batch.
-        inputs += [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tell_batch_size([leaf.spec])][:1]
     return Boundary(first, last, layers, tuple(used), tuple(inputs), tuple(received), tuple(sent), graph.loss in made)
+
+
+def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
+    """Return the boundary of a stage: as `boundary_of`, but something that it takes tells the size of the batch."""
+    boundary = boundary_of(graph, first, last, keep)
+    nodes = (*boundary.received, *(leaf.node for _, leaf in boundary.inputs))
+    if _tell_batch_size(graph.specs.get(node) for node in nodes):
+        return boundary
+    # Layers that use no input may still depend on the size of the batch.
+    telling = [(i, leaf) for i, leaf in enumerate(graph.inputs) if _tell_batch_size([leaf.spec])]
+    return replace(boundary, inputs=(*boundary.inputs, *telling[:1]))
 
 
 def _tell_batch_size(specs: Iterable[ValueSpec | None]) -> bool:

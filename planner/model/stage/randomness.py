@@ -20,8 +20,17 @@ _SHARES = {
 class RandomKey:
     """What determines the random numbers of a forward, besides the layer."""
 
-    def __init__(self) -> None:
-        self._state: int | None = None
+    def __init__(self, state: int | None = None) -> None:
+        self._state = state
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there are such numbers: not while a stage is warmed up, or profiled."""
+        return self._state is not None
+
+    def copy(self) -> RandomKey:
+        """Return a key that stays as this one is now."""
+        return RandomKey(self._state)
 
     def set(self, seed: int, minibatch: int, microbatch: int) -> None:
         """Use these numbers from now on."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.stage.block_stage import made_last
-from planner.model.stage.parts import COMPILED
-from planner.model.stage.stage import LayerObserver, StageModule, build_stage
+from planner.model.stage.parts import COMPILED, LayerObserver
+from planner.model.stage.stage import StageModule, build_stage
 from planner.profiler.measured.saved import saved_by
 from planner.profiler.measured.steps import Effort, Steps, StepTimes, repeat
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.spec import TrainingSpec
-from planner.model.stage.stage import LayerObserver
+from planner.model.stage.parts import LayerObserver
 from planner.profiler.measured.clock import clock_for
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.saved import address_of, saved_by, tensors_of_batch

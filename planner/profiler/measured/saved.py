@@ -9,7 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
-from planner.model.stage.stage import LayerObserver, StageModule
+from planner.model.stage.parts import LayerObserver
+from planner.model.stage.stage import StageModule
 
 
 def saved_bytes(stage: StageModule, batch: Batch) -> list[int]:

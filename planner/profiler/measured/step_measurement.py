@@ -11,8 +11,8 @@ from torch import nn
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.spec import TrainingSpec
-from planner.model.stage.parts import OBSERVABLE
-from planner.model.stage.stage import LayerObserver, build_stage
+from planner.model.stage.parts import OBSERVABLE, LayerObserver
+from planner.model.stage.stage import build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.flops import FlopCounter
 from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer

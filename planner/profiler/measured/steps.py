@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from planner.errors import ModelFileError, reason_of
-from planner.model.stage.stage import LayerObserver
+from planner.model.stage.parts import LayerObserver
 from planner.profiler.measured.clock import Clock, CpuClock, LayerMarks
 
 ProgressCallback = Callable[[str, float], None]  # is told the phase and how much of it is done, 0 to 1

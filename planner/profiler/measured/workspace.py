@@ -13,7 +13,8 @@ from torch.autograd.profiler import profile, record_function
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
-from planner.model.stage.stage import LayerObserver, StageModule
+from planner.model.stage.parts import LayerObserver
+from planner.model.stage.stage import StageModule
 from planner.profiler.measured.clock import LayerMarks
 from planner.profiler.measured.saved import tensors_of_batch
 from planner.profiler.measured.steps import HasBackward

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,7 +86,7 @@ def test_both_parts_together_are_the_whole(make: Callable[[], nn.Module]) -> Non
     module.zero_grad(set_to_none=True)
     split = [unit.clone().requires_grad_() for unit in units]
     for x, gradient in zip(split, gradients, strict=True):
-        rests.append(input_gradients([module(x)], [gradient], [x], module.parameters()))
+        rests.append(input_gradients([get_gradient_edge(module(x))], [gradient], [x], module.parameters()))
         assert x.grad is not None
     for rest in rests:
         rest.run()
@@ -112,7 +113,7 @@ def test_the_first_part_makes_no_gradient_of_a_weight_and_the_second_none_of_an_
             return func(*args, **(kwargs or {}))
 
     with Count():  # type: ignore[no-untyped-call]
-        rest = input_gradients([output], [torch.ones_like(output)], [x], module.parameters())
+        rest = input_gradients([get_gradient_edge(output)], [torch.ones_like(output)], [x], module.parameters())
         assert sum(products) == 2
         assert all(parameter.grad is None for parameter in module.parameters())
         rest.run()
@@ -124,7 +125,7 @@ def test_hooks_that_wait_for_gradients_are_called_in_the_second_part() -> None:
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))  # type: ignore[no-untyped-call]
     x = torch.randn(2, 3, requires_grad=True)
-    rest = input_gradients([layer(x).sum()], [None], [x], layer.parameters())
+    rest = input_gradients([get_gradient_edge(layer(x).sum())], [None], [x], layer.parameters())
     assert seen == []
     rest.run()
     assert sorted(seen) == ["bias", "weight"]
