@@ -53,7 +53,7 @@ MICROBATCH_SIZE = $microbatch_size
 PIPELINES = $replicas  # copies of every stage
 MICROBATCHES = $microbatches  # between two updates, of each pipeline
 STAGES = $layers  # the layers of each
-RECOMPUTE = $recompute
+RECOMPUTE = $recompute  # of each, groups of layers that keep only what enters them for the backward
 WORKERS = $pipeline_workers  # of one pipeline
 WORKER_OF = $worker_of  # for each stage
 SHARED = $shared  # weights by the stages that hold a copy; all copies are updated with the sum of their gradients
@@ -181,10 +181,6 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
     workers, microbatches = plan.workers // replicas, microbatches_per_pipeline(plan, replicas, SYSTEM)
     schedule, said = _schedule(plan, microbatches)
     said += schedule_remarks(plan, SYSTEM)
-    if any(stage.recompute for stage in plan.stages):
-        said.append("Recomputation uses torch.utils.checkpoint, which updates BatchNorm's statistics twice.")
-    if any(stage.recomputes and stage.recompute is not True for stage in plan.stages):
-        said.append("The plan recomputes some layers of a stage; this script recomputes all layers of that stage.")
     if any(stage.sharded for stage in plan.stages):
         said.append("The plan divides the optimizer's state over replicas; this script keeps it on each of them.")
     return _SCRIPT.substitute(
@@ -204,7 +200,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         microbatches=microbatches,
         replicas=replicas,
         layers=stage_layers(plan),
-        recompute=[stage.recomputes for stage in plan.stages],
+        recompute=[stage.recompute_groups for stage in plan.stages],
         pipeline_workers=workers,
         worker_of=[plan.schedule.worker_of(stage, workers) for stage in range(len(plan.stages))],
         shared=shared_weights(plan),

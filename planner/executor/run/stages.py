@@ -51,10 +51,6 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
             f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
             hint="profile your model file with: plan profile model.py",
         )
-    for number, planned in enumerate(plan.stages):
-        if not isinstance(planned.recompute, bool):
-            what = "recomputes some of its layers"
-            raise PlanError(f"stage {number} {what}, which `plan train` does not do yet", hint="solve without that")
     initial = initial_model(job, stages, spec, kind)
     graph, evaluation = initial.graph, initial.evaluation
     shared = _shared(job, graph, spec)
@@ -73,8 +69,7 @@ def build_modules(job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str
 
 
 def _built(graph: LayerGraph, stage: Stage, variant: Variant) -> StageModule:
-    groups = (stage.layers,) if stage.recompute is True else stage.recompute or ()
-    return build_stage(graph, stage.layers, variant=replace(variant, recompute=groups))
+    return build_stage(graph, stage.layers, variant=replace(variant, recompute=stage.recompute_groups))
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph, ValueSpec
@@ -25,7 +24,7 @@ class ChainedStage(nn.Module):
         layers: of the stage, by name.
         microbatch_size: samples.
         seed: of the random numbers inside layers.
-        recompute: keep only what was received for the backward.
+        recompute: groups of layers that keep only what enters them for the backward.
     """
 
     def __init__(
@@ -35,15 +34,15 @@ class ChainedStage(nn.Module):
         microbatch_size: int,
         *,
         seed: int = 0,
-        recompute: bool = False,
+        recompute: Sequence[Sequence[str]] = (),
     ) -> None:
         super().__init__()
-        self.stage = build_stage(graph, layers, variant=Variant(compiled=graph.options.compiled))
+        variant = Variant(compiled=graph.options.compiled, recompute=tuple(map(tuple, recompute)))
+        self.stage = build_stage(graph, layers, variant=variant)
         first, last = graph.position[layers[0]], graph.position[layers[-1]]
         self.received, self.sent = cut_values(graph, first), cut_values(graph, last + 1)
         self._size = microbatch_size
         self._seed = seed
-        self._recompute = recompute
         self._upcoming: list[tuple[int, int, Batch]] = []
 
     @property
@@ -65,18 +64,7 @@ class ChainedStage(nn.Module):
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the layers on the next microbatch."""
         minibatch, microbatch, batch = self._upcoming.pop(0)
-
-        def run(*values: Tensor) -> Tensor | tuple[Tensor, ...]:
-            # Here, so that a recomputed forward draws the same numbers, whatever ran in between.
-            self.stage.set_random_key(self._seed, minibatch, microbatch)
-            return self._run(batch, values)
-
-        if not self._recompute:
-            return run(*received)
-        outputs: Tensor | tuple[Tensor, ...] = checkpoint(run, *received, use_reentrant=False)
-        return outputs
-
-    def _run(self, batch: Batch, received: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+        self.stage.set_random_key(self._seed, minibatch, microbatch)
         wires = {spec.name: tensor for spec, tensor in zip(self.received, received, strict=True)}
         values = {spec.name: spec.from_wire(wires[spec.name], self._size) for spec in self.received}
         results = self.stage(batch, {spec.name: values[spec.name] for spec in self.stage.received})

@@ -40,8 +40,8 @@ class DeferredNorm(nn.Module):
     """BatchNorm that accumulates the statistics of microbatches until `restart`.
 
     It accumulates in buffers, so that a recomputed forward finds them as the first forward did (see
-    `planner.executor.stage.recompute`); no state dict contains them. Applied several times in a forward, it counts all
-    its inputs as one.
+    `planner.model.stage.changing_buffers`); no state dict contains them. Applied several times in a forward, it counts
+    all its inputs as one.
 
     Args:
         running: the buffers that the statistics are for.
