@@ -92,7 +92,8 @@ def recomputing(plan: Plan, how: tuple[bool | int, ...]) -> Plan:
         return tuple(layers[a:b] for a, b in list(pairwise(bounds))[::2] if a < b)
 
     choices = [h if isinstance(h, bool) else groups(s.layers, h) for s, h in zip(plan.stages, how, strict=True)]
-    stages = (s.model_copy(update={"recompute": choice}) for s, choice in zip(plan.stages, choices, strict=True))
+    changes = [{"recompute": choice, "recompute_s": 0.0} for choice in choices]
+    stages = (stage.model_copy(update=change) for stage, change in zip(plan.stages, changes, strict=True))
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
