@@ -62,20 +62,13 @@ def run_cases(
         path = write_model(folder, model, optimizer)
         plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks, vertical_sync)
         if recompute is not None:
-<<<<<<< HEAD
-            stages = (s.model_copy(update={"recompute": r}) for s, r in zip(plan.stages, recompute, strict=True))
-            plan = plan.model_copy(update={"stages": tuple(stages)})
+            plan = recomputing(plan, recompute)
         plans = {"": plan}
         if max(replicas) > 1 and (model, optimizer) in FEW[1:]:
             plans["-sharded"] = sharded(plan)
         for suffix, each in plans.items():
             weights = str(folder / f"{model}-{optimizer}{suffix}.pt")
             jobs.append(Job(model=str(path), plan=each, steps=minibatches, seed=SEED, save_weights=weights))
-=======
-            plan = recomputing(plan, recompute)
-        weights = str(folder / f"{model}-{optimizer}.pt")
-        jobs.append(Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights))
->>>>>>> 8f3d78d (Tests: groups that recompute equal plain training to the bit under all schedules, and free memory)
     results = run_jobs(jobs, folder)
     saved = [torch.load(str(job.save_weights), weights_only=True) for job in jobs]
     return [
