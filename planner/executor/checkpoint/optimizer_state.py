@@ -2,18 +2,21 @@
 
 A stage's optimizer numbers its parameters, and another plan gives it other parameters. Its state for a parameter
 (momentum, step counts) belongs to that parameter alone, and so do the hyperparameters of the parameter's group.
+Replicas that divide the optimizer write their parts of it, and read whatever parts there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
+from planner.executor.checkpoint.state_parts import ParameterState, joined, part_of
+from planner.executor.communication.sharding import Shard, Sharding
 from planner.formats.files import Record
 
 SAME_OPTIMIZER = "give the model file the optimizer() that the run began with"
@@ -26,13 +29,6 @@ class ParameterGroup(Record):
     hyperparameters: dict[str, Any]  # see planner.executor.checkpoint.json_values
 
 
-class ParameterState(Record):
-    """Optimizer state of one parameter: the keys of its tensors, and all other values."""
-
-    tensors: tuple[str, ...]
-    values: dict[str, Any]
-
-
 class OptimizerState(Record):
     """State of one stage's optimizer, without its tensors."""
 
@@ -42,40 +38,37 @@ class OptimizerState(Record):
     states: dict[str, ParameterState]
 
 
-def tensor_name(parameter: str, key: str) -> str:
-    """Return the name in the file of the tensor that the optimizer keeps for `parameter` under `key`."""
-    return f"{parameter}.{key}"
-
-
 def take_state(
-    optimizer: Optimizer, module: nn.Module, learning_rate_factor: float = 1.0
+    optimizer: Optimizer, module: nn.Module, learning_rate_factor: float = 1.0, sharding: Sharding | None = None
 ) -> tuple[OptimizerState, dict[str, Tensor]]:
-    """Return the state of `module`'s optimizer, and its tensors by `tensor_name`; they are not copied.
+    """Return the state of `module`'s optimizer, and its tensors by `ParameterState.stored`; they are not copied.
 
     Args:
         optimizer: of `module`'s parameters.
         module: a stage, or the whole model.
         learning_rate_factor: learning rate relative to the user's.
+        sharding: how replicas divide the optimizer; None where this one has all of it.
 
     Raises:
         InputError: when the optimizer has state that no checkpoint can hold.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     packed = optimizer.state_dict()
-    numbered: dict[int, str] = {}
+    numbered: dict[int, _Stepped] = {}
     groups = []
-    for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        own = [names[id(parameter)] for parameter in group["params"]]
-        numbered.update(zip(packed_group["params"], own, strict=True))
-        groups.append(ParameterGroup(parameters=tuple(own), hyperparameters=_hyperparameters(packed_group)))
+    for group in _groups(optimizer, packed, sharding):
+        numbered.update(group.stepped)
+        own = tuple(names[id(parameter)] for parameter in group.parameters)
+        groups.append(ParameterGroup(parameters=own, hyperparameters=_hyperparameters(group.packed)))
     tensors: dict[str, Tensor] = {}
     states: dict[str, ParameterState] = {}
     for number, state in packed["state"].items():
-        name = numbered[number]
+        name, shard = names[id(numbered[number].parameter)], numbered[number].shard
         kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        tensors.update({tensor_name(name, key): value for key, value in kept.items()})
         values = {k: to_json(v, f"the optimizer's '{k}' of '{name}'") for k, v in state.items() if k not in kept}
-        states[name] = ParameterState(tensors=tuple(kept), values=values)
+        part = None if shard is None else part_of(state, shard)
+        states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
+        tensors.update({stored: kept[key] for key, stored in states[name].stored(name).items()})
     kind = type(optimizer).__name__
     state = OptimizerState(kind=kind, learning_rate_factor=learning_rate_factor, groups=tuple(groups), states=states)
     return state, tensors
@@ -87,6 +80,7 @@ def give_state(
     saved: Iterable[OptimizerState],
     tensors: Mapping[str, Tensor],
     learning_rate_factor: float = 1.0,
+    sharding: Sharding | None = None,
 ) -> None:
     """Restore `module`'s optimizer from `saved`, the states of one or more stages.
 
@@ -94,17 +88,18 @@ def give_state(
         optimizer: of `module`'s parameters.
         module: a stage, or the whole model.
         saved: states that together have all of the optimizer's parameters, under names in `module`.
-        tensors: by `tensor_name`; the optimizer may keep them without a copy.
+        tensors: by `ParameterState.stored`; the optimizer may keep them without a copy.
         learning_rate_factor: learning rate relative to the user's.
+        sharding: how replicas divide the optimizer; None where this one has all of it.
 
     Raises:
-        InputError: when the optimizer is another than the one saved.
+        InputError: when the optimizer is another than the one saved, or a part of its state is missing.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     # A tied parameter may have been saved under another of its names.
     first = {name: names[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
     hyperparameters: dict[str, dict[str, Any]] = {}
-    states: dict[str, tuple[str, ParameterState]] = {}
+    states: dict[str, list[tuple[str, ParameterState]]] = {}
     for part in saved:
         if part.kind != type(optimizer).__name__:
             raise InputError(
@@ -116,18 +111,42 @@ def give_state(
             values = {key: from_json(value) for key, value in group.hyperparameters.items()}
             values = rescale_rates(values, learning_rate_factor / part.learning_rate_factor)
             hyperparameters |= {first.get(name, name): values for name in group.parameters}
-        states |= {first.get(name, name): (name, state) for name, state in part.states.items()}
+        for name, state in part.states.items():
+            before = states.setdefault(first.get(name, name), [])
+            if state.part is None or (before and before[-1][1].part is None):
+                before.clear()
+            before.append((name, state))
     packed = optimizer.state_dict()
     packed["state"] = {}
-    for own_group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        own = [names[id(parameter)] for parameter in own_group["params"]]
-        packed_group.update(_common(own, hyperparameters))
-        for number, name in zip(packed_group["params"], own, strict=True):
-            if name in states:
-                saved_name, state = states[name]
-                kept = {key: tensors[tensor_name(saved_name, key)] for key in state.tensors}
-                packed["state"][number] = kept | {key: from_json(value) for key, value in state.values.items()}
+    for own in _groups(optimizer, packed, sharding):
+        own.packed.update(_common([names[id(parameter)] for parameter in own.parameters], hyperparameters))
+        for number, stepped in own.stepped.items():
+            if parts := states.get(names[id(stepped.parameter)]):
+                packed["state"][number] = joined(parts, tensors, *stepped)
     optimizer.load_state_dict(packed)
+
+
+class _Stepped(NamedTuple):
+    """A parameter, and the shard of it that the optimizer steps; None where it steps the parameter."""
+
+    parameter: nn.Parameter
+    shard: Shard | None
+
+
+class _Group(NamedTuple):
+    parameters: Sequence[nn.Parameter]  # on all replicas
+    stepped: dict[int, _Stepped]  # here, by their numbers in the packed state
+    packed: dict[str, Any]
+
+
+def _groups(optimizer: Optimizer, packed: Mapping[str, Any], sharding: Sharding | None) -> Iterator[_Group]:
+    shards = {} if sharding is None else {shard.stepped: shard for shard in sharding.shards.values()}
+    for index, (group, packed_group) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
+        stepped = {
+            number: _Stepped(shards[own].parameter, shards[own]) if own in shards else _Stepped(own, None)
+            for number, own in zip(packed_group["params"], group["params"], strict=True)
+        }
+        yield _Group(group["params"] if sharding is None else sharding.groups[index], stepped, packed_group)
 
 
 def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:

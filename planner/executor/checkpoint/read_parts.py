@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.checkpoint.index import SavedCheckpoint, StagePart, TensorFile
 from planner.executor.checkpoint.json_values import from_json
-from planner.executor.checkpoint.optimizer_state import SAME_OPTIMIZER, give_state, rescale_rates, tensor_name
+from planner.executor.checkpoint.optimizer_state import SAME_OPTIMIZER, give_state, rescale_rates
+from planner.executor.checkpoint.state_parts import needs
 from planner.executor.checkpoint.tensor_file import FileDigest, read_tensors
 from planner.executor.checkpoint.write_parts import Restorable
 
@@ -27,11 +27,10 @@ def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
     fill_module(own.module, saved, stage=own.stage, replica=own.replica)
     if own.optimizer is None:
         return
-    factor = own.learning_rate_factor
-    fill_optimizer(own.optimizer, own.module, saved, stage=own.stage, learning_rate_factor=factor)
+    fill_optimizer(own, saved)
     for name, stateful in own.extras.items():
         state, before = _extra_state(saved, name, own.stage, len(own.optimizer.param_groups))
-        stateful.load_state_dict(rescale_rates(state, factor / before))
+        stateful.load_state_dict(rescale_rates(state, own.learning_rate_factor / before))
 
 
 def fill_module(module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, replica: int = 0) -> None:
@@ -87,26 +86,32 @@ def read_weights(path: Path, parts: Sequence[StagePart], names: set[str] | None 
     return tensors
 
 
-def fill_optimizer(
-    optimizer: Optimizer, module: nn.Module, saved: SavedCheckpoint, *, stage: int = 0, learning_rate_factor: float = 1
-) -> None:
-    """Restore `module`'s optimizer, whose learning rates are `learning_rate_factor` times the user's.
+def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
+    """Restore the optimizer of a stage, or of the whole model; does nothing where there is none.
 
     Raises:
         InputError: when it is another optimizer, or a file is not the one that was written.
     """
-    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if own.optimizer is None:
+        return
+    parameters = dict(own.module.named_parameters(remove_duplicate=False))
+    shards = None if own.sharding is None else own.sharding.shards
     states, tensors = [], {}
-    for part in sorted(saved.index.parts, key=lambda part: part.stage == stage):
+    for part in sorted(saved.index.parts, key=lambda part: part.stage == own.stage):
         if part.optimizer is None or part.optimizer_file is None:
             continue
-        relevant = [name for group in part.optimizer.groups for name in group.parameters if name in own]
-        if relevant:
-            states.append(part.optimizer)
-            kept = {name: state.tensors for name, state in part.optimizer.states.items()}
-            names = {tensor_name(name, key) for name in relevant for key in kept.get(name, ())}
-            tensors.update(_read(saved.path, part.optimizer_file, names))
-    give_state(optimizer, module, states, tensors, learning_rate_factor)
+        trained = {name for group in part.optimizer.groups for name in group.parameters}
+        if not trained.intersection(parameters):
+            continue
+        needed = {
+            name: state
+            for name, state in part.optimizer.states.items()
+            if name in parameters and needs(state, parameters[name], shards)
+        }
+        states.append(part.optimizer.model_copy(update={"states": needed}))
+        names = {stored for name, state in needed.items() for stored in state.stored(name).values()}
+        tensors.update(_read(saved.path, part.optimizer_file, names))
+    give_state(own.optimizer, own.module, states, tensors, own.learning_rate_factor, own.sharding)
 
 
 def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> tuple[dict[str, Any], float]:

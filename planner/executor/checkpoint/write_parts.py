@@ -14,6 +14,7 @@ from planner.executor.checkpoint.index import StagePart, TensorFile
 from planner.executor.checkpoint.json_values import to_json
 from planner.executor.checkpoint.optimizer_state import take_state
 from planner.executor.checkpoint.tensor_file import write_tensors
+from planner.executor.communication.sharding import Sharding
 
 
 class Stateful(Protocol):
@@ -37,15 +38,17 @@ class Restorable:
     module: nn.Module
     optimizer: Optimizer | None
     learning_rate_factor: float = 1.0  # learning rate relative to the user's
+    sharding: Sharding | None = None  # how replicas divide the optimizer
     extras: Mapping[str, Stateful] = field(default_factory=dict)
 
 
 def has_part(own: Restorable) -> bool:
     """Return whether a stage replica has anything to write.
 
-    Replicas have equal parameters, which the first one writes, but each has buffers of its own.
+    Replicas have equal parameters, which the first one writes, but each has buffers of its own, and may have its part
+    of the optimizer's state.
     """
-    return own.replica == 0 or bool(_buffers(own.module))
+    return own.replica == 0 or own.sharding is not None or bool(_buffers(own.module))
 
 
 def write_part(folder: Path, own: Restorable) -> StagePart:
@@ -63,9 +66,9 @@ def write_part(folder: Path, own: Restorable) -> StagePart:
     extras: dict[str, Any] = {}
     if first:
         extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in own.extras.items()}
-        if own.optimizer is not None:
-            optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor)
-            file = _write_file(folder, f"{stem}.optimizer.safetensors", kept)
+    if own.optimizer is not None and (first or own.sharding is not None):
+        optimizer, kept = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
+        file = _write_file(folder, f"{stem}.optimizer.safetensors", kept)
     return StagePart(
         stage=own.stage,
         replica=own.replica,

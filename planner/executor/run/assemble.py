@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from planner.errors import InputError, PlanError
+from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.write_parts import Restorable
 from planner.executor.communication.connect import connect
@@ -108,11 +108,6 @@ def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_
         options: where to write, and what to resume from.
         per_epoch: minibatches; None without a dataset.
     """
-    if any(stage.sharded for stage in context.plan.stages):
-        raise PlanError(
-            "checkpoints do not hold an optimizer that replicas divide yet",
-            hint="solve again with `shard_optimizer=never`, or leave out `every` and `resume`",
-        )
     own = [
         Restorable(
             number,
@@ -120,6 +115,7 @@ def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_
             stage.module,
             stage.optimizer.optimizer,
             stage.optimizer.learning_rate_factor,
+            stage.optimizer.sharding,
             stage.optimizer.extras,
         )
         for number, stage in context.stages.items()

@@ -25,6 +25,7 @@ from planner.executor.checkpoint.index import INDEX, Checkpoint, SavedCheckpoint
 from planner.executor.checkpoint.optimizer_state import take_state
 from planner.executor.checkpoint.read_parts import fill_optimizer, restore_stage
 from planner.executor.checkpoint.write_parts import Restorable, write_part
+from planner.executor.communication.sharding import Sharding
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import CheckpointOptions, Job
 from planner.executor.observe.run_log import FILE, RunLog
@@ -75,10 +76,15 @@ def write_tied(folder: Path) -> Path:
 
 
 class Split:
-    """A model cut somewhere, with an optimizer for each stage; a graph for each replica, whose stages share weights."""
+    """A model cut somewhere, with an optimizer for each stage; a graph for each replica, whose stages share weights.
 
-    def __init__(self, spec: TrainingSpec, graphs: Sequence[LayerGraph], cuts: list[int]) -> None:
-        self.graph = graphs[0]
+    Replicas have an optimizer each, of which the first one's steps; or they divide it.
+    """
+
+    def __init__(
+        self, spec: TrainingSpec, graphs: Sequence[LayerGraph], cuts: list[int], divides: bool = False
+    ) -> None:
+        self.graph, self.divides = graphs[0], divides
         bounds = [0, *cuts, len(self.graph.layers)]
         self.stages: list[Restorable] = []
         for replica, graph in enumerate(graphs):
@@ -87,6 +93,10 @@ class Split:
                 trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
                 optimizer = spec.optimizer(trained) if trained else None
                 self.stages.append(Restorable(stage, replica, module, optimizer))
+                if divides and optimizer is not None:
+                    sharding = Sharding(trained, (replica, len(graphs)), (), torch.device("cpu"))
+                    sharding.divide(optimizer)
+                    self.stages[-1].sharding = sharding
 
     def scramble(self) -> None:
         """Nothing of what was there may be left."""
@@ -97,15 +107,27 @@ class Split:
 
     def train(self) -> None:
         """Change everything that training changes."""
-        for own in self.stages:
-            for parameter in own.module.parameters():
-                parameter.grad = torch.randn_like(parameter)  # that of a tied one is the same in all its stages
-        for own in self.stages:
-            if own.optimizer is not None and own.replica == 0:
+        gradients: dict[str, Tensor] = {}
+        for own in sorted(self.stages, key=lambda own: own.stage):
+            for name, parameter in own.module.named_parameters():
+                parameter.grad = gradients.setdefault(name, torch.randn_like(parameter)).clone()
+            if own.optimizer is not None and own.sharding is not None:
+                own.sharding.take_gradients()
+                own.optimizer.step()
+                self._hand_on(own, own.sharding)
+            elif own.optimizer is not None and own.replica == 0:
                 own.optimizer.step()
             with torch.no_grad():
                 for buffer in own.module.buffers():
                     buffer.add_(1 + own.replica)
+
+    def _hand_on(self, own: Restorable, sharding: Sharding) -> None:
+        names = {parameter: name for name, parameter in own.module.named_parameters()}
+        for other in self.stages:
+            if other.stage == own.stage:
+                theirs = dict(other.module.named_parameters())
+                for parameter, shard in sharding.shards.items():
+                    theirs[names[parameter]].data.view(-1)[shard.start : shard.stop] = shard.stepped.data
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
@@ -127,8 +149,24 @@ class Split:
         for own in self.stages:
             if own.replica == replica:
                 found |= {name: tensor.clone() for name, tensor in own.module.state_dict().items()}
-                found |= _optimizer_content(own.optimizer, own.module)
+                alike = [each for each in self.stages if each.stage == own.stage]
+                found |= _divided_content(alike) if self.divides else _optimizer_content(own.optimizer, own.module)
         return found
+
+
+def _divided_content(replicas: Sequence[Restorable]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for own in replicas:
+        names = {parameter: name for name, parameter in own.module.named_parameters()}
+        for parameter, shard in own.sharding.shards.items() if own.sharding is not None else ():
+            assert own.optimizer is not None
+            for key, value in own.optimizer.state[shard.stepped].items():
+                whole = found.setdefault(f"{names[parameter]}.{key}", torch.empty_like(parameter, requires_grad=False))
+                if key == "step":
+                    found[f"{names[parameter]}.{key}"] = value.clone()
+                else:
+                    whole.view(-1)[shard.start : shard.stop] = value
+    return found
 
 
 def _optimizer_content(optimizer: Optimizer | None, module: nn.Module) -> dict[str, Tensor]:
@@ -142,18 +180,24 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("model", ["convolutional", "blocks", "tied"])
-def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(model: str, tmp_path: Path) -> None:
-    """Weights, buffers and optimizer state to the bit, and in the end in the unsplit model."""
+def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, buffers and optimizer state to the bit, and in the end in the unsplit model.
+
+    Replicas divide the optimizer's state or do not, whatever those did that wrote it.
+    """
+    monkeypatch.setattr("planner.executor.communication.sharding.ALIGNMENT", 4)  # small parameters are divided, too
     rng = random.Random(model)
     torch.manual_seed(1)
     path = write_tied(tmp_path) if model == "tied" else write_model(tmp_path, model, "adamw")
     spec = load_model_file(path)
-    graphs = [capture_file(spec, spec.example_batch(4)) for _ in range(2)]
+    graphs = [capture_file(spec, spec.example_batch(4)) for _ in range(3)]
     graph = graphs[0]
     expected: dict[str, Tensor] = {}
     for number in range(20):
         cuts = sorted(rng.sample(range(1, len(graph.layers)), rng.randint(0, min(4, len(graph.layers) - 1))))
-        split = Split(spec, graphs[: rng.randint(1, 2)], cuts)
+        split = Split(spec, graphs[: rng.randint(1, 3)], cuts, divides=rng.random() < 0.6)
         if number:
             split.scramble()
             split.restore(tmp_path / str(number - 1))
@@ -165,7 +209,7 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(mode
     planner.load_weights(whole, tmp_path / "19")
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
     optimizer = spec.optimizer(trained)
-    fill_optimizer(optimizer, whole, load_checkpoint(tmp_path / "19"))
+    fill_optimizer(Restorable(0, 0, whole, optimizer), load_checkpoint(tmp_path / "19"))
     assert_equal({k: v.clone() for k, v in whole.state_dict().items()} | _optimizer_content(optimizer, whole), expected)
 
 
@@ -229,7 +273,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
     for path in (tmp_path / "good").glob("*.optimizer.*"):
         damages[1][0](path)
     with pytest.raises(InputError, match="truncated"):
-        fill_optimizer(optimizer, model, saved)
+        fill_optimizer(Restorable(0, 0, model, optimizer), saved)
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

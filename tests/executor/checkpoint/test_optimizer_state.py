@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 from planner.errors import InputError
 from planner.executor.checkpoint.json_values import from_json, to_json
 from planner.executor.checkpoint.optimizer_state import OptimizerState, give_state, rescale_rates, take_state
+from planner.executor.communication.sharding import Sharding
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),
@@ -77,6 +78,79 @@ def test_groups_are_found_by_their_parameters() -> None:
     optimizer.param_groups[0]["weight_decay"], optimizer.param_groups[1]["weight_decay"] = 7.0, 8.0
     give_state(optimizer, part, [through_json(state)], tensors)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
+    """Of weights whose channels come last in memory, and of others; read where memory has any of both orders."""
+    torch.manual_seed(0)
+
+    def convolutions(memory_format: torch.memory_format) -> nn.Sequential:
+        made = nn.Sequential(nn.Conv2d(12, 20, 3), nn.Conv2d(20, 4, 3))
+        return made.to(memory_format=memory_format)  # type: ignore[call-overload]
+
+    def trained(optimizer: Optimizer, stepped: list[nn.Parameter]) -> Optimizer:
+        for parameter in stepped:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return optimizer
+
+    def parts_of(module: nn.Sequential, count: int) -> list[tuple[Optimizer, Sharding]]:
+        found = []
+        for replica in range(count):
+            optimizer = OPTIMIZERS[name](list(module.parameters()))
+            sharding = Sharding(list(module.parameters()), (replica, count), (), torch.device("cpu"))
+            sharding.divide(optimizer)
+            found.append((optimizer, sharding))
+        return found
+
+    def content(states: list[tuple[OptimizerState, dict[str, torch.Tensor]]]) -> tuple[list[OptimizerState], Any]:
+        tensors = {key: value.clone() for _, kept in states for key, value in kept.items()}
+        return [through_json(state) for state, _ in states], tensors
+
+    first = convolutions(torch.channels_last)
+    parts = parts_of(first, replicas)
+    for optimizer, sharding in parts:
+        trained(optimizer, [shard.stepped for shard in sharding.shards.values()])
+    written = content([take_state(optimizer, first, 1.0, sharding) for optimizer, sharding in parts])
+    whole = convolutions(torch.contiguous_format)
+    joined = OPTIMIZERS[name](list(whole.parameters()))
+    give_state(joined, whole, *written)
+    for optimizer, sharding in parts:
+        for mine, one in zip(first.parameters(), whole.parameters(), strict=True):
+            for key, value in optimizer.state[sharding.shards[mine].stepped].items() if mine in sharding.shards else ():
+                of_whole = joined.state[one][key]
+                if value.dim() == 0:
+                    assert torch.equal(value, of_whole)
+                else:
+                    assert torch.equal(value, sharding.shards[mine].of(of_whole)), key
+    # And on from the whole one, and from the parts, to as many parts as there were not.
+    for source in ([take_state(joined, whole)], [take_state(o, first, 1.0, s) for o, s in parts]):
+        again = convolutions(torch.contiguous_format)
+        for optimizer, sharding in parts_of(again, 5 - replicas):
+            give_state(optimizer, again, *content(source), 1.0, sharding)
+            for mine, one in zip(again.parameters(), whole.parameters(), strict=True):
+                if mine in sharding.shards:
+                    shard = sharding.shards[mine]
+                    for key, value in optimizer.state[shard.stepped].items():
+                        of_whole = joined.state[one][key]
+                        assert torch.equal(value, of_whole if value.dim() == 0 else shard.of(of_whole)), key
+
+
+def test_a_missing_part_is_refused() -> None:
+    whole = nn.Linear(40, 40)
+    taken = []
+    for replica in range(2):
+        optimizer = AdamW(whole.parameters(), lr=0.1)
+        sharding = Sharding(list(whole.parameters()), (replica, 2), (), torch.device("cpu"))
+        sharding.divide(optimizer)
+        for shard in sharding.shards.values():
+            shard.stepped.grad = torch.ones_like(shard.stepped)
+        optimizer.step()
+        taken.append(take_state(optimizer, whole, 1.0, sharding))
+    with pytest.raises(InputError, match=r"only some elements of 'weight': element 0 is missing"):
+        give_state(AdamW(whole.parameters(), lr=0.1), whole, [taken[1][0]], taken[1][1])
 
 
 def test_what_does_not_fit_is_refused() -> None:

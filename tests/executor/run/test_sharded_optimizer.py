@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.executor.job import Job, TrainingOptions
+from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.options import PLAIN, ModuleOptions
@@ -133,3 +133,24 @@ def test_dividing_the_optimizer_changes_nothing(cases: Sequence[Case], tmp_path:
             assert losses[0] == pytest.approx(losses[1], rel=1e-4), case
             for name, tensor in one.items():
                 torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-5, msg=f"{case} {name}")
+
+
+def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
+    """The first stage's optimizer is divided, then none, then the second stage's."""
+    path = write_model(tmp_path, "language", "adamw", more=SCHEDULER)
+    profile = _profile(path, PLAIN)
+    # A sum of two microbatches is the same on one replica and on two.
+    plans = {replicas: make_plan(profile, replicas, "1f1b-flush", 2) for replicas in [(2, 1), (1, 2)]}
+    course = [sharded(plans[2, 1]), plans[1, 2], sharded(plans[1, 2])]
+    jobs = [_job(path, plans[2, 1], tmp_path / "whole.pt", TrainingOptions()).model_copy(update={"steps": 6})]
+    for number, plan in enumerate(course):
+        checkpoints = CheckpointOptions(
+            folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
+        )
+        job = _job(path, plan, tmp_path / f"{number}.pt", TrainingOptions())
+        jobs.append(job.model_copy(update={"steps": 2 * (number + 1), "checkpoints": checkpoints}))
+    whole, *rest = run_jobs(jobs, tmp_path)
+    assert [result.first_minibatch for result in rest] == [0, 2, 4]
+    assert [entry.loss for entry in whole.losses] == [entry.loss for result in rest for entry in result.losses]
+    one, other = (torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1]))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
