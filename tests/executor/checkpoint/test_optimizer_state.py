@@ -88,7 +88,11 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
 
     def convolutions(memory_format: torch.memory_format) -> nn.Sequential:
         made = nn.Sequential(nn.Conv2d(12, 20, 3), nn.Conv2d(20, 4, 3))
-        return made.to(memory_format=memory_format)  # type: ignore[call-overload]
+        with torch.no_grad():
+            for parameter in made.parameters():
+                if parameter.dim() == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=memory_format)
+        return made
 
     def trained(optimizer: Optimizer, stepped: list[nn.Parameter]) -> Optimizer:
         for parameter in stepped:
