@@ -15,7 +15,7 @@ import numpy as np
 from planner.cost.kept_activations import NO_GROUP, Kept, LayerBytes, kept_activations
 from planner.cost.overheads import Overheads
 from planner.cost.stage_options import Groups, StageOptions
-from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.cost.work import Floats, Footprint, Work
 from planner.formats.blocks import blocks_of
 from planner.formats.profile import Profile
 
@@ -205,10 +205,9 @@ class LayerCosts:
         return kept_activations(layers, group_of, entering_bytes)
 
     @cached_property
-    def block_of(self) -> Integers:
+    def block_of(self) -> list[int]:
         """The number of each layer's block."""
-        blocks = blocks_of(self.profile)
-        return np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])
+        return [number for number, block in enumerate(blocks_of(self.profile)) for _ in block]
 
     @cached_property
     def _used(self) -> list[list[int]]:

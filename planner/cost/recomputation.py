@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, product
+from functools import cached_property
+from itertools import compress, groupby, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,9 +121,7 @@ class Recomputation:
 
 def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[int, ...], ...]:
     """Divide the layers of a stage into units, by position."""
-    order = np.sort(np.fromiter(layers, dtype=np.int64, count=len(layers)))
-    ends = np.flatnonzero(np.diff(layer_costs.block_of[order])) + 1
-    return tuple(tuple(unit.tolist()) for unit in np.split(order, ends))
+    return tuple(tuple(unit) for _, unit in groupby(sorted(layers), key=layer_costs.block_of.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -252,15 +251,28 @@ class _Stage:
 
     def _entering(self, again: _Flags) -> Floats:
         """Return the bytes of the values that enter each unit that recomputes, and no earlier one that does."""
+        alone, together = self._users
+        entering = np.where(again, alone, 0.0)
+        for size, numbers in together:
+            flags = again[:, numbers]
+            entering[:, numbers] += size * (flags & (np.cumsum(flags, axis=1) == 1))
+        return entering
+
+    @cached_property
+    def _users(self) -> tuple[Floats, list[tuple[int, list[int]]]]:
+        """The bytes that enter each unit and no other one, and of each other value, with the units that it enters."""
         users: dict[int, list[int]] = {}
         for number, unit in enumerate(self._units):
             for value in unit.entering:
                 users.setdefault(value, []).append(number)
-        entering = np.zeros(again.shape)
+        alone, together = np.zeros(len(self._units)), []
         for value, numbers in users.items():
-            flags = again[:, numbers]
-            entering[:, numbers] += self._costs.traffic[value].output_bytes * (flags & (np.cumsum(flags, axis=1) == 1))
-        return entering
+            size = self._costs.traffic[value].output_bytes
+            if len(numbers) == 1:
+                alone[numbers[0]] += size
+            else:
+                together.append((size, numbers))
+        return alone, together
 
 
 def _counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
