@@ -100,7 +100,8 @@ def estimate(
             residual, the gate with its SiLU, and the optimizer.
         master_weights: weights and gradients are in `dtype`, and the optimizer updates copies of them in float32; such
             a profile describes another program's run, and cannot be trained here.
-        calibrate: profiles measured on such a device, each beside its model.py, to which the table is fitted.
+        calibrate: profiles measured on such a device, each beside its model.py, or files of steps whose times are
+            known, to which the table is fitted.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.

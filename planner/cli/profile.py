@@ -70,7 +70,8 @@ def add_parser(verbs: Verbs) -> None:
         action="append",
         type=Path,
         metavar="FILE",
-        help="fit the table to this profile, measured on such a device, with its model.py beside it; may be repeated",
+        help="fit the table to this profile, measured on such a device, with its model.py beside it; or to whole steps "
+        "whose times are known, as a JSON file lists them; may be repeated",
     )
     estimates.add_argument(
         "--device-file", type=Path, metavar="FILE", help="estimate for the device that this JSON file describes"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.errors import InputError
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
 from planner.profiler.estimated.execution import Execution
+from planner.profiler.estimated.known_steps import KnownTimes, fit_times, holds_steps, load_steps
+from planner.profiler.estimated.least_squares import Floats, least_squares
 from planner.profiler.estimated.trace import StepTrace, trace_step
-
-Floats = NDArray[np.float64]
 
 # Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they are.
 _TRUST_IN_TABLE = 1e-5
-_ITERATIONS = 60
-_STEP = 1e-4  # of the logarithms, for numerical derivatives
 _LEAST_S = 1e-7  # shorter times are noise
 
 
@@ -33,17 +30,19 @@ class Calibration:
     training_spec: TrainingSpec
 
 
-def load_calibration(path: Path | str, model: str | Path | None = None) -> Calibration:
-    """Load a measured profile with its model file.
+def load_calibration(path: Path | str, model: str | Path | None = None) -> Calibration | KnownTimes:
+    """Load a measured profile with its model file, or steps whose times are known.
 
     Args:
-        path: profile.json.
-        model: its model file; None for the model.py beside it.
+        path: profile.json, or a file of steps.
+        model: the profile's model file; None for the model.py beside it.
 
     Raises:
         ProfileError, ModelFileError: when a file cannot be used.
         InputError: when the profile was not measured.
     """
+    if holds_steps(path):
+        return load_steps(path)
     profile = load_profile(path)
     if profile.provenance.source != "measured":
         message = f"'{path}' is {profile.provenance.source}, not measured"
@@ -51,14 +50,24 @@ def load_calibration(path: Path | str, model: str | Path | None = None) -> Calib
     return Calibration(profile, load_model_file(model if model is not None else Path(path).parent / "model.py"))
 
 
-def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
-    """Return `spec` with its achieved shares and launch time fitted to the profiles; itself where there are none.
+def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration | KnownTimes], dtype: DType) -> DeviceSpec:
+    """Return `spec` fitted to profiles (its shares and launch time), and then to steps (two factors).
+
+    Without calibrations it is `spec` itself.
 
     Raises:
         InputError: for a profile of another kind of device, or of another model than its model file's.
     """
-    if not calibrations:
-        return spec
+    profiles = [each for each in calibrations if isinstance(each, Calibration)]
+    known = [each for each in calibrations if isinstance(each, KnownTimes)]
+    fitted = _fitted_to_profiles(spec, profiles, dtype) if profiles else spec
+    if known:
+        fitted = fit_times(fitted, [step for each in known for step in each.timed(fitted.kind)])
+    models = ", ".join(dict.fromkeys([each.profile.model for each in profiles] + [each.models for each in known]))
+    return replace(fitted, name=f"{fitted.name}, calibrated on {models}") if models else spec
+
+
+def _fitted_to_profiles(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
     for calibration in calibrations:
         if calibration.profile.device.kind != spec.kind:
             raise InputError(
@@ -67,10 +76,8 @@ def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DTy
                 hint="give a profile that was measured on such a device",
             )
     samples = [(_trace_of(calibration, dtype), calibration.profile) for calibration in calibrations]
-    models = ", ".join(dict.fromkeys(calibration.profile.model for calibration in calibrations))
     device = calibrations[0].profile.device
-    fitted = fit(spec, samples)
-    return replace(fitted, name=f"{device.name}, calibrated on {models}", memory_bytes=device.memory_bytes)
+    return replace(fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes)
 
 
 def _trace_of(calibration: Calibration, dtype: DType) -> StepTrace:
@@ -110,7 +117,7 @@ def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> Devic
         errors = weights * (np.log(np.maximum(times, _LEAST_S)) - target)
         return np.concatenate([errors, np.sqrt(_TRUST_IN_TABLE) * (logs - unknowns.start)])
 
-    return unknowns.spec(_levenberg_marquardt(residuals, unknowns.start))
+    return unknowns.spec(least_squares(residuals, unknowns.start))
 
 
 def _measured(profile: Profile) -> Floats:
@@ -143,28 +150,3 @@ class _Unknowns:
         arithmetic = dict(self._spec.achieved_arithmetic) | dict(zip(self._arithmetic, shares[:split], strict=True))
         bandwidth = dict(self._spec.achieved_bandwidth) | dict(zip(self._bandwidth, shares[split:], strict=True))
         return replace(self._spec, achieved_arithmetic=arithmetic, achieved_bandwidth=bandwidth, launch_s=launch_s)
-
-
-def _levenberg_marquardt(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
-    """Return a local minimum of the sum of squares, starting from `start`."""
-    best, error = start, residuals(start)
-    damping = 1e-2
-    for _ in range(_ITERATIONS):
-        slopes = np.stack([(residuals(best + _STEP * unit) - error) / _STEP for unit in np.eye(len(best))], axis=1)
-        normal = slopes.T @ slopes
-        while damping < 1e8:
-            # Without the small constant, an unknown that no time depends on would make the matrix singular.
-            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), -slopes.T @ error)
-            # The clip keeps a trial step within a factor e of the shares, where the slopes still hold.
-            candidate = best + np.clip(step, -1, 1)
-            new = residuals(candidate)
-            if new @ new < error @ error:
-                break
-            damping *= 4
-        else:
-            return best
-        gain = 1 - (new @ new) / (error @ error)
-        best, error, damping = candidate, new, damping / 3
-        if gain < 1e-7:
-            break
-    return best

@@ -12,6 +12,7 @@ from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import DeviceSpec, DType, device_spec
 from planner.profiler.estimated.execution import Execution, Fusion
+from planner.profiler.estimated.known_steps import KnownTimes
 from planner.profiler.estimated.operations import Costs
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.measured.make_profile import make_profile
@@ -25,7 +26,7 @@ class EstimateOptions:
         device: name in the table of `devices`, such as "v100", or a device of one's own.
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
         memory_format: that the plan's stages will have; it does not change the estimate.
-        calibration: measured profiles to fit the achieved shares to first.
+        calibration: what was measured on such a device, to fit the achieved shares to first.
         fusion: which operations are fused into one kernel; None as PyTorch runs them.
         master_weights: weights and gradients are in `dtype`, and the optimizer updates copies in float32.
     """
@@ -33,7 +34,7 @@ class EstimateOptions:
     device: str | DeviceSpec
     dtype: DType = "float32"
     memory_format: MemoryFormat | None = None
-    calibration: Sequence[Calibration] = ()
+    calibration: Sequence[Calibration | KnownTimes] = ()
     fusion: Fusion | None = None
     master_weights: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from planner.model.spec import load_model_file
 from planner.profiler.estimated.calibrate import calibrated, fit, load_calibration
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DEVICES, DeviceSpec
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, profile_of_trace
+from planner.profiler.estimated.execution import Execution
+from planner.profiler.estimated.known_steps import scaled
 from planner.profiler.estimated.trace import trace_step
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
@@ -119,3 +122,34 @@ def test_profiles_that_say_nothing_about_the_device(folder: Path) -> None:
         estimate_profile(
             training_spec, 8, EstimateOptions(device="cpu", calibration=[load_calibration(folder / "cpu.json")])
         )
+
+
+def test_whole_steps_tell_two_factors(folder: Path) -> None:
+    """The table's shares are a guess that weighs as much as a step within 16% does, so nothing is recovered exactly."""
+    truth = scaled(DEVICES["l4"], 0.8, 1.25)
+    trace = trace_step(load_model_file(folder / "model.py"), 4096, execution=Execution("cuda"))
+    forward_s, backward_s, update_s = map(sum, trace.layer_seconds(truth))
+    known = {"model": "model.py", "batch_size": 4096, "forward_s": forward_s, "backward_s": backward_s}
+    (folder / "steps.json").write_text(json.dumps({"schema_version": 1, "steps": [{**known, "update_s": update_s}]}))
+    calibration = load_calibration(folder / "steps.json")
+    fitted = calibrated(DEVICES["l4"], [calibration], "float32")
+    assert fitted.name.endswith(f"calibrated on {folder.name}")
+    table, close = (sum(map(sum, trace.layer_seconds(spec))) for spec in (DEVICES["l4"], fitted))
+    measured = forward_s + backward_s + update_s
+    assert abs(close / measured - 1) < 0.03 < abs(table / measured - 1)
+    share = fitted.achieved_arithmetic["gemm"] / DEVICES["l4"].achieved_arithmetic["gemm"]
+    assert share == pytest.approx(0.8, rel=0.05)
+
+
+def test_steps_that_say_nothing(folder: Path) -> None:
+    path = folder / "steps.json"
+    path.write_text(json.dumps({"schema_version": 1, "steps": [{"model": "model.py", "batch_size": 4}]}))
+    with pytest.raises(InputError, match="none of step_s, forward_s"):
+        load_calibration(path)
+    path.write_text(
+        json.dumps(
+            {"schema_version": 1, "steps": [{"model": "model.py", "batch_size": 4, "fusion": "apex", "step_s": 1.0}]}
+        )
+    )
+    with pytest.raises(InputError, match=r"'model\.py' ran on a GPU"):
+        calibrated(DEVICES["cpu"], [load_calibration(path)], "float32")
