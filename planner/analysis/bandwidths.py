@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.analysis.given_plan import options_of
 from planner.analysis.sweep import Sweep, spread, sweep
 from planner.formats.cluster import Cluster, Level
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.solver.candidates.progress import Patience
 
 
-def bandwidth_sweep(profile: Profile, plan: Plan, points: int, factor: float) -> Sweep:
+def bandwidth_sweep(
+    profile: Profile, plan: Plan, points: int, factor: float, patience: Patience | None = None
+) -> Sweep:
     """Solve for bandwidths from a `factor`-th of the plan's to `factor` times as much.
 
     Only the outermost level that joins more than one member changes.
@@ -19,6 +24,7 @@ def bandwidth_sweep(profile: Profile, plan: Plan, points: int, factor: float) ->
         plan: with its cluster and schedule.
         points: number of bandwidths.
         factor: above 1.
+        patience: how long each search for a plan may take.
 
     Raises:
         InputError: for a number of points that makes no sense.
@@ -32,7 +38,7 @@ def bandwidth_sweep(profile: Profile, plan: Plan, points: int, factor: float) ->
         return plan.cluster.model_copy(update={"levels": (*levels[:outermost], changed, *levels[outermost + 1 :])})
 
     values = spread(now / factor, now * factor, points, whole=False)
-    return sweep(profile, "bandwidth", values, at, options=options_of(plan))
+    return sweep(profile, "bandwidth", values, at, options=replace(options_of(plan), patience=patience or Patience()))
 
 
 def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:

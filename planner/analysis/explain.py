@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.given_plan import GivenPlan
@@ -15,6 +16,7 @@ from planner.formats.files import Record
 from planner.formats.plan import Bottleneck, Plan, SolverReport, config_of
 from planner.formats.profile import Profile
 from planner.solver.candidates.kinds import counts_to_try, proposals
+from planner.solver.candidates.progress import Patience
 from planner.solver.chain.states import Chain
 from planner.solver.problem import Problem
 from planner.solver.reference import baselines
@@ -79,18 +81,23 @@ class Explanation(Record):
     solver: SolverReport
 
 
-def explain(profile: Profile, plan: Plan, *, options: SolveOptions | None = None) -> Explanation:
+def explain(
+    profile: Profile, plan: Plan, *, options: SolveOptions | None = None, patience: Patience | None = None
+) -> Explanation:
     """Explain why `plan` is as it is.
 
     Args:
         profile: that the plan was made from.
         plan: from `solve`.
         options: how the plan was solved, where the plan does not record it; by default as `solve` does.
+        patience: how long each search for another plan may take.
 
     Raises:
         PlanError: if the plan was made from another profile.
     """
     given = GivenPlan.of(profile, plan, options)
+    if patience is not None:
+        given = replace(given, options=replace(given.options, patience=patience))
     return Explanation(
         model=profile.model,
         config=plan.config,

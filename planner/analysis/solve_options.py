@@ -17,6 +17,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver import solve
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
+from planner.solver.candidates.progress import Patience
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation
 from planner.solver.stage_rules import StageRules
@@ -36,6 +37,7 @@ class SolveOptions:
     rules: StageRules = field(default_factory=StageRules)
     chunks: int = CHUNKS  # of the model on each GPU, under interleaved
     accept_divided_loss: bool = False
+    patience: Patience = field(default_factory=Patience)
 
     def microbatches_on(self, cluster: Cluster) -> int:
         """Return the number of microbatches per minibatch on this cluster."""
@@ -74,6 +76,8 @@ class SolveOptions:
             granularity=self.rules.granularity,
             chunks=self.chunks,
             accept_divided_loss=self.accept_divided_loss,
+            time_limit_s=self.patience.time_limit_s,
+            progress=self.patience.progress,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from planner.cli.arguments.question import add_question_arguments, plan_of
+from planner.cli.arguments.question import add_question_arguments, patience_of, plan_of
 from planner.cli.arguments.verb import Verbs, declare
 from planner.cli.output import print_answer
 
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from planner.report.tables.compare import comparison_report
 
     profile = read_profile(args.profile)
-    comparison = compare(profile, plan=plan_of(args, profile))
+    with patience_of(args) as patience:
+        comparison = compare(profile, plan=plan_of(args, profile, patience))
     print_answer(comparison, args.json, comparison_report)
     return 0

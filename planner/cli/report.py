@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.arguments.question import patience_of
+from planner.cli.arguments.time_limit import add_time_limit_argument
 from planner.cli.arguments.verb import (
     PROFILE,
     Verbs,
@@ -69,6 +71,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="N",
         help="solve for N bandwidths, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
     )
+    add_time_limit_argument(parser, "each search for a plan")
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -157,4 +160,5 @@ def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | No
         return comparison, None, ""
     if sys.stderr.isatty():
         print_progress("solving for other bandwidths (--points 0 leaves them out)")
-    return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD), ""
+    with patience_of(args) as patience:
+        return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD, patience), ""

@@ -11,6 +11,7 @@ from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
 from planner.cli.arguments.numbers import batch_sizes
 from planner.cli.arguments.question import add_loss_argument
+from planner.cli.arguments.time_limit import add_time_limit_argument, shown
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
 from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
@@ -18,12 +19,12 @@ from planner.errors import InputError
 from planner.formats.cost_model_names import COST_MODEL_HELP, COST_MODEL_NAMES
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
-from planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
+    from planner.solver.candidates.progress import Progress
 
 DESCRIPTION = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
@@ -142,12 +143,7 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="search: exact; ilp: an integer program (HiGHS or CBC), for constraints and GPUs that the search does not "
         "take; brute: every plan, of up to 10 layers; auto: the search where it can, else ilp (default: %(default)s)",
     )
-    parser.add_argument(
-        "--time-limit",
-        type=parse_seconds,
-        metavar="TIME",
-        help="stop after a time such as 30s, with the best plan so far and how far from optimal it can be",
-    )
+    add_time_limit_argument(parser, "the search")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,10 +155,11 @@ def run(args: argparse.Namespace) -> int:
     profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
     profile = profiles[0]
     cluster = cluster_of(args, profile)
-    if len(profiles) > 1 or args.schedule in ("auto", "all"):
-        plan = _chosen(args, profiles, cluster)
-    else:
-        plan = _solved(args, profile, cluster)
+    with shown() as progress:
+        if len(profiles) > 1 or args.schedule in ("auto", "all"):
+            plan = _chosen(args, profiles, cluster, progress)
+        else:
+            plan = _solved(args, profile, cluster, progress)
     save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
     print_written(args.output)
@@ -200,7 +197,7 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
     return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
 
 
-def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Plan:
+def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, progress: Progress) -> Plan:
     from planner.analysis.solve_options import SolveOptions
     from planner.solver import solve
 
@@ -220,16 +217,18 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster) -> Pla
         constraints=constraints_of(args),
         accept_divided_loss=bool(args.accept_divided_loss),
         time_limit_s=args.time_limit,
+        progress=progress,
     )
 
 
-def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster) -> Plan:
+def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, progress: Progress) -> Plan:
     from planner.report.tables.choice import choice_report
+    from planner.solver.candidates.progress import Patience
     from planner.solver.choose import COMPARED, choose
 
-    if args.solver != "auto" or args.time_limit is not None or args.vertical_sync or not constraints_of(args).empty:
+    if args.solver != "auto" or args.vertical_sync or not constraints_of(args).empty:
         raise InputError(
-            "--solver, --time-limit, --vertical-sync and constraints are for one schedule and one profile",
+            "--solver, --vertical-sync and constraints are for one schedule and one profile",
             hint="give one --schedule and one --profile",
         )
     if args.cost_model != "resource":
@@ -246,6 +245,8 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster)
         recompute=args.recompute,
         chunks=args.chunks,
         accept_divided_loss=bool(args.accept_divided_loss),
+        granularity=args.granularity,
+        patience=Patience(args.time_limit, progress),
     )
     if not args.json:
         print(as_flags(choice_report(choice)), end="\n\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import cluster_of
-from planner.cli.arguments.question import add_question_arguments, options_of
+from planner.cli.arguments.question import add_question_arguments, options_of, patience_of
 from planner.cli.arguments.verb import Verbs, declare
 from planner.cli.output import print_answer, print_written
 from planner.errors import ClusterError, InputError
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
     profile = read_profile(args.profile)
     cluster_at = _clusters(args, quantity, profile)
-    swept = sweep(profile, quantity, values, cluster_at, options=options_of(args))
+    with patience_of(args) as patience:
+        swept = sweep(profile, quantity, values, cluster_at, options=options_of(args, patience))
     print_answer(swept, args.json, sweep_report)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))

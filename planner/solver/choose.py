@@ -20,7 +20,9 @@ from planner.schedule.flush import FLUSH
 from planner.schedule.registry import SCHEDULES, find
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
+from planner.solver.candidates.progress import Patience
 from planner.solver.problem import DepthRule
+from planner.solver.stage_rules import Granularity
 
 COMPARED: tuple[Schedule, ...] = tuple(schedule for schedule in SCHEDULES if schedule.pipelined)
 
@@ -104,6 +106,8 @@ def choose(
     recompute: RecomputeRule = "auto",
     chunks: int = CHUNKS,
     accept_divided_loss: bool = False,
+    granularity: Granularity = "auto",
+    patience: Patience | None = None,
 ) -> Choice:
     """Find the plan with most samples per second over all schedules and profiles.
 
@@ -117,12 +121,15 @@ def choose(
         recompute: as for `solve`.
         chunks: as for `solve`.
         accept_divided_loss: as for `solve`.
+        granularity: as for `solve`.
+        patience: how long to search for each plan.
 
     Raises:
         InfeasibleError: if nothing fits the memory.
         InputError: for profiles of different models, or sizes that cannot make the same minibatch.
     """
     _check_alike(profiles)
+    patience = patience or Patience()
     options = []
     for profile in sorted(profiles, key=lambda each: each.microbatch_size or 0):
         many = _microbatches(profile, profiles, cluster, microbatches)
@@ -138,6 +145,9 @@ def choose(
                     recompute=recompute,
                     chunks=chunks,
                     accept_divided_loss=accept_divided_loss,
+                    granularity=granularity,
+                    time_limit_s=patience.time_limit_s,
+                    progress=patience.progress,
                 )
             except (InfeasibleError, InputError) as error:
                 options.append(Option(schedule, profile, count, None, error))

@@ -28,10 +28,12 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
+from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.alternatives import fastest_simulated
 from planner.solver.candidates.budget import Budget, Deadline, OutOfTimeError
 from planner.solver.candidates.depth import TOLERANCE
 from planner.solver.candidates.first_plans import FirstPlans
+from planner.solver.candidates.progress import Progress
 from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
@@ -67,6 +69,7 @@ def solve(
     constraints: Constraints | None = None,
     accept_divided_loss: bool = False,
     time_limit_s: float | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Find the fastest plan for training the profiled model on the cluster.
 
@@ -96,6 +99,7 @@ def solve(
             file, such as a contrastive one.
         time_limit_s: after this time the best plan so far is the answer. Simulations end at once, searches after their
             current step, which takes some seconds at most.
+        progress: is told the best plan and the best bound so far, and may be read from another thread.
 
     Returns:
         A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
@@ -115,12 +119,13 @@ def solve(
     cost_model_of(setting)  # refuses what no cost model describes, before a search begins
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
-    budget = Budget(Deadline.after(time_limit_s))
+    budget = Budget(Deadline.after(time_limit_s), progress=progress or Progress())
     rules = StageRules(recompute, shard_optimizer, max_stages, max_staleness, granularity)
     rules.check_known()
     problem = Problem(LayerCosts(profile), setting, rules, depth, constraints or Constraints(), budget)
     if vertical_sync:
         _check_vertical_sync(schedule)
+    budget.progress.begin(budget.deadline.at_s, balanced_s(problem.layer_costs.everything, setting))
 
     def answer_of(other: Problem) -> Found:
         return solve_synced(other, lambda each: _found(each, solver)) if vertical_sync else _found(other, solver)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
+from planner.cli.arguments.time_limit import add_time_limit_argument, shown
 from planner.cli.arguments.verb import PLAN, PROFILE, given, refuse
 from planner.formats.cost_model_names import COST_MODEL_NAMES
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from planner.analysis.solve_options import SolveOptions
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
+    from planner.solver.candidates.progress import Patience
 
 _CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
 _SOLVING = ("schedule", "microbatches", "cost_model", "accept_divided_loss")
@@ -53,6 +57,7 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
         choices=COST_MODEL_NAMES,
         help="as for `plan solve` (default: resource)",
     )
+    add_time_limit_argument(parser, "each search for a plan")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
@@ -67,17 +72,26 @@ def add_loss_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options_of(args: argparse.Namespace) -> SolveOptions:
+def options_of(args: argparse.Namespace, patience: Patience) -> SolveOptions:
     """Return how to solve, by the arguments."""
     from planner.analysis.solve_options import SolveOptions
 
     asked = {name: getattr(args, name) for name in _SOLVING}
     if args.schedule is not None:
         asked["schedule"] = find(args.schedule)
-    return SolveOptions(**{name: value for name, value in asked.items() if value is not None})
+    return SolveOptions(patience=patience, **{name: value for name, value in asked.items() if value is not None})
 
 
-def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
+@contextmanager
+def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
+    """Return how long to search, by the arguments, and show on stderr how far the searches are."""
+    from planner.solver.candidates.progress import Patience
+
+    with shown() as progress:
+        yield Patience(args.time_limit, progress)
+
+
+def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> Plan:
     """Return the plan of --plan, or the fastest for the arguments' cluster, or plan.json where neither is given.
 
     Raises:
@@ -89,6 +103,6 @@ def plan_of(args: argparse.Namespace, profile: Profile) -> Plan:
     if path is None and PLAN.exists() and not any(given(args, name) for name in _CLUSTER):
         path = PLAN
     if path is None:
-        return options_of(args).solve(profile, cluster_of(args, profile))
+        return options_of(args, patience).solve(profile, cluster_of(args, profile))
     refuse(args, "plan", *_CLUSTER, *_SOLVING, why=", which says so itself")
     return load_plan(path)

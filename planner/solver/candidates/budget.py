@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from planner.cost.layer_costs import Candidate
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
+from planner.solver.candidates.progress import Progress
 
 SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find
 MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
@@ -64,6 +65,7 @@ class Budget:
         count: candidate plans that were simulated, at one depth or several.
         exhausted: whether every candidate was looked at; False if instructions or time ran out.
         seen: the candidates that were simulated.
+        progress: what is known so far.
         searching: when searches end, so that some time is left to simulate what they found.
     """
 
@@ -72,6 +74,7 @@ class Budget:
     count: int = 0
     exhausted: bool = True
     seen: set[tuple[Candidate, ...]] = field(default_factory=set)
+    progress: Progress = field(default_factory=Progress)
     searching: Deadline = field(init=False)
 
     def __post_init__(self) -> None:

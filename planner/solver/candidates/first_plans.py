@@ -29,7 +29,7 @@ class FirstPlans:
 
     def __init__(self, problem: Problem) -> None:
         # What these spend is not taken from the search, whose answer would depend on them otherwise.
-        self._problem = replace(problem, budget=Budget(problem.budget.deadline))
+        self._problem = replace(problem, budget=Budget(problem.budget.deadline, progress=problem.budget.progress))
         self._fitting: list[Evaluation] | None = None
         self.best: Evaluation | None = None
 

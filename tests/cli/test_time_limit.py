@@ -1,0 +1,56 @@
+"""Every verb that solves has a time limit, and shows on stderr how far the search is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from planner.cli.arguments import time_limit
+from planner.cli.arguments.time_limit import TIME_LIMIT, progress_text, shown
+from planner.cli.main import build_parser, main
+from planner.formats.plan import load_plan
+from planner.formats.profile import save_profile
+from planner.solver.candidates.progress import Progress
+from tests.formats.test_repeated_blocks import transformer
+
+
+def test_progress_says_what_is_known() -> None:
+    progress = Progress()
+    assert progress_text(progress) == "no plan so far"
+    progress.begin(time.monotonic() + 30.5, 0.5)
+    progress.meet("2-2", 2.0)
+    progress.meet("4", 3.0)  # slower
+    assert progress_text(progress) == "best so far 2-2, 2 s per minibatch; none is below 500 ms; 30 s left"
+
+
+def test_progress_is_shown_while_the_search_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time_limit, "QUIET_S", 0.01)
+    with shown() as progress:
+        progress.meet("7-1", 1.0)
+        while not (text := capsys.readouterr().err):
+            time.sleep(0.01)
+    assert text.startswith("best so far 7-1")
+
+
+@pytest.mark.parametrize("verb", ["solve", "explain", "compare", "report", "sweep"])
+def test_verbs_that_solve_have_a_limit(verb: str) -> None:
+    parser = build_parser()
+    assert parser.parse_args([verb]).time_limit == float(TIME_LIMIT.removesuffix("s"))
+    assert parser.parse_args([verb, "--time-limit", "none"]).time_limit is None
+    assert parser.parse_args([verb, "--time-limit", "250ms"]).time_limit == 0.25
+
+
+def test_an_answer_without_time_is_no_slower_than_data_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_profile(transformer(8, "h.{block}.part{part}"), tmp_path / "profile.json")
+    arguments = ["--topology", "4x4", "--bandwidth", "1kB/s,500B/s", "--time-limit", "1ns"]
+    assert main(["solve", *arguments, "--schedule", "1f1b-flush"]) == 0
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.predicted.speedup_over_data_parallel >= 1 - 1e-9
+    assert plan.solver.status == "feasible"
