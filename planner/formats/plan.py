@@ -125,6 +125,10 @@ class Stage(GrownRecord):
             raise ValueError("recompute lists groups of layers, each layer once at most")
         if unknown := set(names).difference(self.layers):
             raise ValueError(f"recompute names '{min(unknown)}', which is no layer of the stage")
+        place = {name: number for number, name in enumerate(self.layers)}
+        for group in self.recompute:
+            if [place[name] for name in group] != list(range(place[group[0]], place[group[0]] + len(group))):
+                raise ValueError(f"the recomputing group of '{group[0]}' is no run of consecutive layers of the stage")
         if self.recompute_s is None:
             raise ValueError("recompute_s is missing: only of a whole stage is it known")
         return self

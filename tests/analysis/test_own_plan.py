@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.analysis.given_plan import GivenPlan
 from planner.analysis.own_plan import equal_stages, missing_memory, price, stages_ending_at
 from planner.errors import InputError, PlanError
 from planner.formats.blocks import blocks_of
@@ -56,6 +57,29 @@ def test_recomputing_stages_cost_a_forward_and_save_memory() -> None:
     assert again.memory_bytes(0) < kept.memory_bytes(0)
 
 
+def test_units_recompute_and_replicas_divide_the_state() -> None:
+    """The first two of six blocks; the plan says which layers, and is priced again from what it says."""
+    known = measured("gpt2")
+    cluster = flat_cluster(4, 1.25e8)
+    first = OwnStage(blocks=6, replicas=2, recompute=2, sharded=True)
+    schedule = find("1f1b-flush")
+    own = OwnPlan(stages=(first, OwnStage(blocks=6, replicas=2)), schedule=schedule, microbatches=8)
+    plan = price(known, cluster, own)
+    blocks = blocks_of(known)[:2]
+    assert plan.stages[0].recompute_groups == tuple(tuple(known.layers[n].name for n in block) for block in blocks)
+    again_s = sum(known.layers[n].forward_s for block in blocks for n in block)
+    assert plan.stages[0].again_s == pytest.approx(again_s)
+    bare = (OwnStage(blocks=6, replicas=2),) * 2
+    plain = price(known, cluster, OwnPlan(stages=bare, schedule=schedule, microbatches=8))
+    less, more = plan.stages[0].memory, plain.stages[0].memory
+    assert less.optimizer_bytes == -(-more.optimizer_bytes // 2)
+    assert less.activations_bytes < more.activations_bytes
+    assert plan.stages[1] == plain.stages[1]
+    given = GivenPlan.of(known, plan)
+    assert given.price().memory == tuple(stage.memory for stage in plan.stages)
+    assert given.evaluate(given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("model", "count", "first"),
     [
@@ -101,6 +125,7 @@ def test_what_does_not_fit_is_priced_and_said() -> None:
         ([OwnStage(layers=("a",))], "no stage has the layer 'b'"),
         ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "d"))], "no stage can end after layer 'b'"),
         ([OwnStage(blocks=1), OwnStage(layers=("c", "d"))], "some stages are described by blocks and some by layers"),
+        ([OwnStage(blocks=1, recompute=2)], "2 units recompute of the 1 from 'a' to 'd'"),
         ([OwnStage(blocks=2)], "the stages have 2 blocks, and 'sample' has 1"),
         ([OwnStage(layers=("a", "b", "c", "d"), replicas=5)], "need 5 GPUs, and the cluster has 4"),
     ],

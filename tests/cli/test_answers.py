@@ -127,9 +127,11 @@ def test_a_plan_of_another_profile_is_refused(folder: Path) -> None:
 
 
 def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
-    flags = plan("price", "--stages", "a", "--replicas", "2,1", "--recompute", "0", *CLUSTER, "--json", cwd=folder)
+    options = ("--replicas", "2,1", "--recompute", "0:1", "--shard-optimizer", "all")
+    flags = plan("price", "--stages", "a", *options, *CLUSTER, "--json", cwd=folder)
     assert flags.returncode == 0, flags.stderr
-    own = {"schema_version": 1, "stages": [{"layers": ["a"], "replicas": 2, "recompute": True}, {"layers": ["b"]}]}
+    first = {"layers": ["a"], "replicas": 2, "recompute": 1, "sharded": True}
+    own = {"schema_version": 1, "stages": [first, {"layers": ["b"]}]}
     (folder / "own.json").write_text(json.dumps(own), encoding="utf-8")
     assert plan("price", "--given", "own.json", *CLUSTER, "--json", cwd=folder).stdout == flags.stdout
     assert "2-1 on 3 GPUs" in plan("show", cwd=folder).stdout
@@ -147,6 +149,9 @@ def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
         (("--stages", "a", "--replicas", "1,1,1"), "does not say how many replicas each of 2 stages has"),
         (("--stages", "a", "--replicas", "x"), "--replicas x is no list of numbers"),
         (("--stages", "a", "--recompute", "2"), "there is no stage 2 to recompute"),
+        (("--stages", "a", "--recompute", "0:3"), "3 units recompute of the 1 from 'a' to 'a'"),
+        (("--stages", "a", "--recompute", "0:x"), "--recompute 0:x is no list of stages"),
+        (("--stages", "a", "--shard-optimizer", "1", "--replicas", "2,1"), "stage 1 has one replica"),
         (("--stages", "1,0"), "has a stage without blocks"),
         (("--stages", "x"), "has no layer 'x'"),
         (("--given", "none.json"), "there is no file 'none.json'"),

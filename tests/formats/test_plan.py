@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, config_of, load_plan, save_plan
+from planner.formats.plan import Plan, Stage, config_of, load_plan, save_plan
 from planner.solver import solve
 from tests.formats.test_profile import set_at
 from tests.samples import layer, profile
@@ -94,3 +94,21 @@ def test_a_transfer_occurs_once(plan: Plan, tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(PlanError, match="occurs twice"):
         load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sharded": True}, "two replicas or more"),
+        ({"recompute": [["b"], ["b"]], "recompute_s": 1.0}, "each layer once"),
+        ({"recompute": [["x"]], "recompute_s": 1.0}, "names 'x'"),
+        ({"recompute": [["b"]]}, "recompute_s is missing"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(fields: dict[str, object], message: str, plan: Plan) -> None:
+    stage = plan.stages[-1]
+    assert stage.replicas == 1
+    content = json.loads(stage.model_dump_json())
+    assert "sharded" not in content  # as in files of earlier versions
+    with pytest.raises(ValueError, match=message):
+        Stage.model_validate(content | fields)
