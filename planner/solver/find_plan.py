@@ -248,4 +248,7 @@ def _by_search(problem: Problem) -> Found:
     best = PipelineSearch(problem, extended.space).priced(extended.path)
     # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
     bound_s = min(extended.bound_s, best.seconds)
-    return Found(fastest_simulated(search, best) if problem.simulates else best, bound_s)
+    if not problem.simulates:
+        return Found(best, bound_s)
+    columned = search.columned(path, extended, best)
+    return Found(fastest_simulated(search, [best, *columned.plans]), min(bound_s, columned.bound_s))

@@ -19,6 +19,7 @@ from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.branches import MOST_STATES, search_beyond
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits
+from planner.solver.levels.columns import Columned, bound_beyond, search_columns
 from planner.solver.levels.levels import (
     beyond_the_order,
     nearest_path,
@@ -96,6 +97,23 @@ class PipelineSearch:
             bound_s = beyond_the_order(problem, space, path).bound_s
             return replace(along, bound_s=min(along.path.seconds, bound_s))
         return search_all_cuts(problem, space, along.path, path)
+
+    def columned(self, path: CutPath, known: BoundedPath, best: Evaluation) -> Columned:
+        """Find plans in columns on clusters of several levels, and bound them.
+
+        Args:
+            path: the best on the nearest flat cluster.
+            known: the best on consecutive ranks, with its bounds.
+            best: the same, priced.
+        """
+        if not self.problem.placed or not self.problem.simulates:
+            return Columned((), np.inf)
+        if self.interrupted:
+            return Columned((), self.relaxed_s())
+        found = search_columns(self.problem, self.space, path, best)
+        if self.space.complete or self.problem.keeps_order or not self.problem.schedule.stashes:
+            return found  # what bounds other cuts, bounds them in any place
+        return replace(found, bound_s=min(found.bound_s, bound_beyond(self.problem, known, best)))
 
     def over_all_cuts(self) -> PipelineSearch | None:
         """Return the same search over every cut of the graph, or None where those are too many."""

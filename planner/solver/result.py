@@ -41,11 +41,14 @@ class BoundedPath:
         path: None if no plan fits the memory.
         bound_s: seconds that no plan is below.
         space: of the path's states.
+        anywhere_s: on clusters of several levels, where `bound_s` holds for plans on consecutive ranks, seconds that no
+            plan on any ranks is below.
     """
 
     path: CutPath | None
     bound_s: float
     space: StateSpace
+    anywhere_s: float = 0.0
 
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:

@@ -8,7 +8,7 @@ synchronous schedules the alternatives are the plans that the search meets on it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from planner.cost.weight_copies import counted_with_copies
 from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import SETTLED, fastest, simulated
 from planner.solver.candidates.kinds import KINDS, DataParallelSearch, Kind, counts_to_try, kinds_of_plans, slowed
+from planner.solver.candidates.orders import in_every_order
 from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
@@ -36,12 +37,13 @@ LENIENT = 2  # a first plan this many times slower than a single stage is not de
 BestOn = Callable[[int, float], Evaluation | None]
 
 
-def fastest_simulated(search: PipelineSearch, first: Evaluation) -> Evaluation:
-    """Return the fastest plan by simulation: `first`, the best by the cost model, or an alternative."""
+def fastest_simulated(search: PipelineSearch, plans: Sequence[Evaluation]) -> Evaluation:
+    """Return the fastest plan by simulation: one of `plans`, the best by the cost model, or an alternative."""
     problem, budget = search.problem, search.problem.budget
+    first, *others = in_every_order(problem, plans)
     if problem.schedule.asynchronous:
-        return _Alternatives(search).fastest(first)
-    best = fastest(problem, [first])
+        return _Alternatives(search).fastest(first, others)
+    best = fastest(problem, [first, *others])
     if not best.simulated or len(search.space) > MOST_SYNCHRONOUS_STATES:
         return best
     for slower in SLOWER_LINKS:
@@ -50,7 +52,7 @@ def fastest_simulated(search: PipelineSearch, first: Evaluation) -> Evaluation:
         if budget.over:
             budget.exhausted = False
             break
-        best = fastest(problem, [first, *_met(search, slower)], best)
+        best = fastest(problem, [first, *others, *_met(search, slower)], best)
     return best
 
 
@@ -80,12 +82,19 @@ class _Alternatives:
             prices = PathPrices((self._copies or search).problem, (self._copies or search).space)
             self._local_search = local_search_for(self._problem, search.space, prices.strain)
 
-    def fastest(self, first: Evaluation) -> Evaluation:
-        """Return the fastest plan by simulation: `first`, or an alternative that could be faster without waiting."""
+    def fastest(self, first: Evaluation, others: Sequence[Evaluation]) -> Evaluation:
+        """Return the fastest plan by simulation: one of these, or an alternative that could be faster without waiting.
+
+        Args:
+            first: the best plan by the cost model.
+            others: next best ones.
+        """
         bound_s = first.seconds * (1 + SETTLED)
         best = self._first_or_single_stage(first)
         if not best.simulated:
             return best
+        for other in others:
+            best = self._faster(other, best)
         # From many GPUs to few: plans on fewer GPUs wait less, until their busiest resource alone is too slow.
         for best_on, gpus in self._kinds():
             used = gpus + 1
@@ -101,14 +110,16 @@ class _Alternatives:
                 if proposal is None:
                     break
                 used = proposal.gpus
-                if proposal.stages in self._budget.seen:
-                    continue
-                if proposal.seconds >= best.seconds * (1 - SLACK):
-                    continue  # slower even without waiting
-                evaluation = simulated(self._problem, proposal, best.seconds)
-                if evaluation.simulated and evaluation.seconds < best.seconds * (1 - SLACK):
-                    best = evaluation
+                for order in in_every_order(self._problem, [proposal]):
+                    best = self._faster(order, best)
         return best
+
+    def _faster(self, plan: Evaluation, best: Evaluation) -> Evaluation:
+        """Return the faster of the two by simulation; a plan that is slower even without waiting is not simulated."""
+        if plan.stages in self._budget.seen or plan.seconds >= best.seconds * (1 - SLACK):
+            return best
+        evaluation = simulated(self._problem, plan, best.seconds)
+        return evaluation if evaluation.simulated and evaluation.seconds < best.seconds * (1 - SLACK) else best
 
     def _first_or_single_stage(self, first: Evaluation) -> Evaluation:
         """Simulate `first` and the best single stage, and return the faster; `first` as it is without a simulation.

@@ -28,6 +28,7 @@ from planner.solver.candidates.depth import (
     hiding_depths,
     price_depths,
 )
+from planner.solver.candidates.orders import in_every_order
 from planner.solver.candidates.pipelines import pipeline_for, too_large, wires_s
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Problem
@@ -85,7 +86,7 @@ def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf
 
 
 def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation | None = None) -> Evaluation:
-    """Simulate priced candidates, the most promising first, and return the fastest.
+    """Simulate priced candidates in every order of their workers, the most promising first, and return the fastest.
 
     Args:
         problem: whose budget is spent.
@@ -93,7 +94,7 @@ def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation
         best: a candidate that has been simulated already.
     """
     budget = problem.budget
-    ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
+    ordered = in_every_order(problem, candidates)
     least_s = ordered[0].seconds
     for candidate in ordered:
         if best is None:

@@ -129,7 +129,7 @@ def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest
     sought = problem.cluster.gpus <= MOST_BOUNDED and not problem.deadline.passed
     words = enumerate_downsets(space.layer_costs, MOST_DOWNSETS) if sought else None
     if words is None:
-        return BoundedPath(along, min(beyond.bound_s, along.seconds), space)
+        return BoundedPath(along, min(beyond.bound_s, along.seconds), space, beyond.bound_s)
     assert beyond.path is not None
     everything = Downsets(space.layer_costs, words, complete=True)
     seeds: list[tuple[StateSpace, CutPath]] = [(space, along), (space, nearest), (beyond.space, beyond.path)]
@@ -145,13 +145,17 @@ def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest
         answer = HierarchySearch(problem, nearby).best(PathPrices(problem, nearby).seconds, None)
         improved = answer.path is not None and answer.path.seconds < best.seconds * (1 - RESOLUTION)
         if nearby.complete:
-            bound_s = min(answer.bound_s, best.seconds)
-            return answer if improved else BoundedPath(best, bound_s, best_space)
+            bound_s, anywhere_s = min(answer.bound_s, best.seconds), beyond.bound_s
+            return (
+                replace(answer, anywhere_s=anywhere_s)
+                if improved
+                else BoundedPath(best, bound_s, best_space, anywhere_s)
+            )
         if not improved or answer.path is None:
             break
         best_space, best = nearby, answer.path
         seeds = [(nearby, best)]
-    return BoundedPath(best, min(beyond.bound_s, best.seconds), best_space)
+    return BoundedPath(best, min(beyond.bound_s, best.seconds), best_space, beyond.bound_s)
 
 
 def beyond_the_order(problem: Problem, space: StateSpace, nearest: CutPath) -> BoundedPath:
