@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
 from planner.executor.run.agreement import device_kind
 from planner.formats.device_names import Backend, DeviceType
+from planner.formats.files import check_writable
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_accumulate
 from planner.formats.profile import MemoryFormat, Profile
@@ -273,6 +275,10 @@ def make_job(
         run_options=run_options,
         predicted_samples_per_s=_predicted_samples_per_s(plan, options.accumulate),
     )
+    if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
+        for path in (job.save_weights, run_options.trace, options.tensorboard and f"{options.tensorboard}/events"):
+            if path is not None:
+                check_writable(path)
     device_kind(job)  # so that another kind than the plan's shows before any process starts
     return job
 

@@ -32,7 +32,7 @@ from planner.cli import (
     train,
 )
 from planner.cli.flags import learn
-from planner.cli.output import print_complaint
+from planner.cli.output import print_complaint, try_outputs
 from planner.errors import InputError, PlannerError
 from planner.version import __version__
 
@@ -123,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(arguments)
         verbose = getattr(args, "verbosity", 0) >= 2
+        try_outputs(args)
         code = int(args.run(args))
         sys.stdout.flush()
         return code

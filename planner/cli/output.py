@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,19 @@ def print_progress(text: str) -> None:
 def print_written(path: Path) -> None:
     """Print on stderr which file was written."""
     print_progress(f"written to {path}")
+
+
+def try_outputs(args: argparse.Namespace) -> None:
+    """Try whether the files that a verb is to write can be written, before it begins.
+
+    Raises:
+        PlannerError: for the first one that cannot.
+    """
+    from planner.formats.files import check_writable
+
+    for name in ("output", "trace", "plot"):
+        if isinstance(path := getattr(args, name, None), Path):
+            check_writable(path)
 
 
 class ProgressLine:

@@ -15,7 +15,7 @@ from planner.cli.arguments.time_limit import add_time_limit_argument, shown
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
 from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
-from planner.errors import InputError
+from planner.errors import InputError, PlannerError
 from planner.formats.cost_model_names import COST_MODEL_HELP, COST_MODEL_NAMES
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
@@ -160,9 +160,12 @@ def run(args: argparse.Namespace) -> int:
             plan = _chosen(args, profiles, cluster, progress)
         else:
             plan = _solved(args, profile, cluster, progress)
+    replaced = replaced_plan(args.output, plan)
     save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
     print_written(args.output)
+    if replaced:
+        print_complaint("note", replaced)
     if warning := staleness_warning(plan):
         print_complaint("warning", *warning)
     _warn_of_shared_weights(plan, profile)
@@ -171,6 +174,20 @@ def run(args: argparse.Namespace) -> int:
         # With --json stdout holds the plan alone.
         print(f"\n{_verified(args.verify, profile, plan)}", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def replaced_plan(path: Path, plan: Plan) -> str:
+    """Say which plan a file has that is for another model or from another profile; "" if there is none."""
+    from planner.formats.plan import load_plan
+
+    try:
+        before = load_plan(path)
+    except PlannerError:
+        return ""  # no file, or none that could be trained
+    if before.profile_digest == plan.profile_digest:
+        return ""
+    of_what = f"for the model '{before.model}'" if before.model != plan.model else "from another profile of the model"
+    return f"'{path}' held a plan {of_what}, {before.config} on {before.workers} GPUs, which this one replaces"
 
 
 def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:

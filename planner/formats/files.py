@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -20,6 +21,8 @@ from pydantic import (
 )
 
 from planner.errors import InputError, PlannerError
+
+_TRIED_BYTES = 4096  # more than a disk that is full has left
 
 RecordT = TypeVar("RecordT", bound="Record")
 
@@ -121,6 +124,25 @@ def write_bytes(path: Path | str, content: bytes) -> None:
     try:
         with replacing(path) as temporary:
             temporary.write_bytes(content)
+    except OSError as cause:
+        raise PlannerError(
+            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place to write to"
+        ) from None
+
+
+def check_writable(path: Path | str) -> None:
+    """Try whether `path` could be written, before the work whose result it is to hold; nothing is left behind.
+
+    Raises:
+        PlannerError: when it could not be.
+    """
+    path = Path(path)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}.") as file:
+            file.write(bytes(_TRIED_BYTES))
     except OSError as cause:
         raise PlannerError(
             f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place to write to"

@@ -91,6 +91,7 @@ def with_change(old: str, new: str) -> str:
         ((*SOLVE, "--latency", "50"), "", 2, "time '50' has no unit"),
         ((*SOLVE, "--memory", "1GB"), MODEL.model_dump_json(), 3, "no plan fits 3 GPUs of 1 GB"),
         ((*SOLVE, "-o", "profile.json/plan.json"), MODEL.model_dump_json(), 1, "cannot be written"),
+        (("simulate", "--trace", "profile.json/trace.json"), MODEL.model_dump_json(), 1, "cannot be written"),
         ((*SOLVE, "--microbatches", "4"), MODEL.model_dump_json(), 2, "4 microbatches have no meaning"),
         ((*SOLVE, "--cost-model", "paper", "--schedule", "gpipe"), MODEL.model_dump_json(), 2, "cost model 'paper'"),
         (("show",), "", 2, "there is no file 'plan.json'"),
@@ -178,3 +179,12 @@ def test_help_and_solve_do_not_import_what_is_slow(folder: Path) -> None:
     built = "import sys; from planner.cli.main import build_parser; build_parser(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", built], cwd=folder, capture_output=True, text=True, check=True)
     assert {"torch", "numpy", "pydantic"}.isdisjoint(done.stdout.split())
+
+
+def test_a_plan_for_another_profile_is_not_replaced_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(MODEL.model_dump_json())
+    assert "note" not in plan(*SOLVE, cwd=tmp_path).stderr
+    assert "note" not in plan(*SOLVE, cwd=tmp_path).stderr
+    (tmp_path / "profile.json").write_text(MODEL.model_copy(update={"model": "another"}).model_dump_json())
+    told = f"note: 'plan.json' held a plan for the model '{MODEL.model}', "
+    assert told in plan(*SOLVE, cwd=tmp_path).stderr

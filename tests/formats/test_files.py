@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import PlannerError, ProfileError
-from planner.formats.files import Record, load_record, replacing, save_record, write_text
+from planner.formats.files import Record, check_writable, load_record, replacing, save_record, write_text
 
 
 class Small(Record):
@@ -85,6 +85,11 @@ def test_a_place_that_cannot_be_written_is_an_error_and_keeps_what_was_there(tmp
     (tmp_path / "file").write_text("kept")
     with pytest.raises(PlannerError, match="cannot be written"):
         write_text(tmp_path / "file" / "below", "text")
+    for place in (tmp_path / "folder", tmp_path / "file" / "below", Path("/dev/fd/none/below")):
+        with pytest.raises(PlannerError, match="cannot be written"):
+            check_writable(place)
+    for place in (tmp_path / "file", tmp_path / "new" / "file"):
+        check_writable(place)
     assert (tmp_path / "file").read_text() == "kept"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
 

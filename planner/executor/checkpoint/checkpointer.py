@@ -206,7 +206,7 @@ class Checkpointer:
             remove_leftovers(self.folder)
             (self.folder / probe_name(token)).mkdir()
         except OSError as cause:
-            raise InputError(
+            raise PlannerError(
                 f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
                 hint="choose another `folder`",
             ) from None

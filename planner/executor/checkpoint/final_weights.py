@@ -7,7 +7,11 @@ safetensors file takes each at once. The format of `torch.save` cannot: for it, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +50,8 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
         path: a `.safetensors` file, or one for `torch.load(path, weights_only=True)`. It is replaced when it is whole.
 
     Raises:
-        PlannerError: when the disk is full or the folder cannot be written; an existing file is left as it was.
+        PlannerError: when the disk is full or the folder cannot be written; an existing file is left as it was, and the
+            weights are in another place, which the message names.
         InputError: for a dtype that safetensors files cannot hold.
     """
     own, aliases = (dict(state), {}) if path.suffix == SUFFIX else distinct(state)
@@ -62,35 +67,67 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
         # Stages that share a weight have equal copies: the last one's is taken.
         held |= {name: _Held(rank, Fact(name, dtype_of(dtype), tuple(shape))) for name, dtype, shape in theirs}
         names |= {name: name for name, _, _ in theirs} | others
-    try:
+    ordered = sorted(held.values(), key=lambda each: each.fact.order)
+
+    def write(path: Path) -> None:
         with replacing(path) as temporary:
             if path.suffix == SUFFIX:
-                ordered = sorted(held.values(), key=lambda each: each.fact.order)
-                write_pieces(temporary, [each.fact for each in ordered], _pieces(ordered, own))
+                with closing(_pieces(ordered, own)) as pieces:
+                    write_pieces(temporary, [each.fact for each in ordered], pieces)
             else:
                 tensors = {name: _whole(each, own) for name, each in held.items()}
                 torch.save({name: tensors[first] for name, first in names.items()}, temporary)
+
+    try:
+        _write_somewhere(path, sum(each.fact.size_bytes for each in ordered), write)
+    finally:
+        _ask(None)
+
+
+def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None]) -> None:
+    """Write to `path`, or to another folder that has room: the weights of a long run must not be lost.
+
+    Raises:
+        PlannerError: when it is another folder.
+    """
+    try:
+        write(path)
     except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
-        raise PlannerError(f"the weights cannot be written to '{path}': {cause}", hint="is the disk full?") from None
-    _ask(None)
+        problem = f"the weights cannot be written to '{path}': {cause}"
+    else:
+        return
+    for folder in (Path(tempfile.gettempdir()), Path.home(), Path.cwd()):
+        rescued = folder / f"{path.stem}-{os.getpid()}{path.suffix}"
+        try:
+            if shutil.disk_usage(folder).free > size_bytes:
+                write(rescued)
+                raise PlannerError(f"{problem}; they are in '{rescued}'", hint="move them to where they belong")
+        except (OSError, RuntimeError):
+            continue  # the next folder
+    raise PlannerError(f"{problem}; no other folder has room for them", hint="continue from the newest checkpoint")
 
 
-def _pieces(ordered: Sequence[_Held], own: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _pieces(ordered: Sequence[_Held], own: Mapping[str, Tensor]) -> Generator[memoryview, None, None]:
     for each in ordered:
         yield from _pieces_of(each, own)
 
 
-def _pieces_of(held: _Held, own: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _pieces_of(held: _Held, own: Mapping[str, Tensor]) -> Generator[memoryview, None, None]:
     """Yield the bytes of a tensor, from this worker or from the one that holds it."""
     if held.rank == 0:
         yield from (piece.numpy().data for piece in byte_pieces(own[held.fact.name]))
         return
     _ask(held)
     room = torch.empty(0, dtype=torch.uint8)
-    for size in held.fact.piece_sizes:
-        room = room if len(room) == size else torch.empty(size, dtype=torch.uint8)
-        dist.recv(room, held.rank, control_group())
-        yield room.numpy().data
+    sizes = iter(held.fact.piece_sizes)
+    try:
+        for size in sizes:
+            room = room if len(room) == size else torch.empty(size, dtype=torch.uint8)
+            dist.recv(room, held.rank, control_group())
+            yield room.numpy().data
+    finally:
+        for size in sizes:  # of a file that cannot be written on: the worker sends them all the same
+            dist.recv(torch.empty(size, dtype=torch.uint8), held.rank, control_group())
 
 
 def _whole(held: _Held, own: Mapping[str, Tensor]) -> Tensor:

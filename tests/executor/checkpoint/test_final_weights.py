@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint import tensor_file
+from planner.executor.checkpoint import final_weights, tensor_file
 from planner.executor.checkpoint.final_weights import save_gathered
+from planner.executor.checkpoint.tensor_file import Fact, FileDigest
 from planner.executor.checkpoint.trained_weights import read_trained
 from planner.executor.communication.control import join_group
 from tests.executor.processes import TIMEOUT_S
@@ -53,7 +57,7 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_weights_are_readable_for_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_weights_are_readable_for_whom_the_umask_lets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "weights.pt"
     before = os.umask(0o027)
     try:
@@ -62,9 +66,13 @@ def test_weights_are_readable_for_whom_the_umask_lets(tmp_path: Path) -> None:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
     for name in ("below", "below.safetensors"):
-        with pytest.raises(PlannerError, match="cannot be written"):
+        with pytest.raises(PlannerError, match=r"cannot be written to .* they are in '.*elsewhere/below-\d+") as error:
             save_gathered({"weight": torch.ones(2)}, path / name)
+        rescued = Path(error.value.message.rpartition(" in ")[2].strip("'"))
+        assert torch.equal(read_trained(rescued)["weight"], torch.ones(2))
     with pytest.raises(InputError, match="safetensors files cannot hold"):
         save_gathered({"weight": torch.ones(2, dtype=torch.complex128)}, tmp_path / "complex.safetensors")
 
@@ -81,6 +89,11 @@ def test_tensors_of_two_workers(tmp_path: Path) -> None:
         for key, tensor in _expected().items():
             assert torch.equal(found[key], tensor), key
             assert found[key].dtype == tensor.dtype
+    (rescued,) = (tmp_path / "elsewhere").iterdir()
+    assert (tmp_path / "told").read_text().endswith(f"No space left on device; they are in '{rescued}'")
+    assert not (tmp_path / "full.safetensors").exists()
+    found = read_trained(rescued)
+    assert all(torch.equal(found[key], tensor) for key, tensor in _expected().items())
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert state["1.tied"].data_ptr() == state["1.again"].data_ptr()
 
@@ -90,7 +103,29 @@ def _worker(folder: Path) -> None:
     join_group()
     for name in ("weights.pt", "weights.safetensors"):
         save_gathered(_state(dist.get_rank()), folder / name)
+    _write_on_a_full_disk(folder)
     dist.destroy_process_group()
+
+
+def _write_on_a_full_disk(folder: Path) -> None:
+    """Let the disk be full in the middle of a tensor that the other worker sends."""
+    whole, tempfile.tempdir = tensor_file.write_pieces, str(folder / "elsewhere")
+    (folder / "elsewhere").mkdir(exist_ok=True)
+
+    def write_some(path: Path, facts: Sequence[Fact], pieces: Iterable[memoryview]) -> FileDigest:
+        if path.parent == folder:
+            assert len(list(islice(pieces, 15))) == 15
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(path, facts, pieces)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(final_weights, "write_pieces", write_some)
+        try:
+            save_gathered(_state(dist.get_rank()), folder / "full.safetensors")
+        except PlannerError as error:
+            assert dist.get_rank() == 0
+            (folder / "told").write_text(error.message)
+    dist.barrier()  # the other worker has not been left behind
 
 
 if __name__ == "__main__":
