@@ -20,7 +20,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.solver.assemble import GIVEN, complete
 from planner.solver.candidates.evaluation import evaluate
-from planner.solver.reference.baselines import legal_ends
+from planner.solver.reference.baselines import equal_counts, legal_ends
 from planner.units import format_bytes
 
 
@@ -63,8 +63,7 @@ def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
             f"{blocks} blocks of '{profile.model}' do not make {count} stages",
             hint=f"give 1 to {blocks} stages, or name the last layer of each stage but the final one",
         )
-    shorter, longer = divmod(blocks, count)
-    return [OwnStage(blocks=shorter + (number < longer)) for number in range(count)]
+    return [OwnStage(blocks=each) for each in equal_counts(blocks, count)]
 
 
 def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:

@@ -7,7 +7,7 @@ cut is legal; a baseline that wants to cut elsewhere takes the nearest of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -89,6 +89,25 @@ def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     for choice in reversed(choices):
         ends.append(int(choice[ends[-1]]))
     return candidates([chain.layers(i, j) for i, j in pairwise(reversed(ends))], [1] * stages)
+
+
+def equal_blocks(layer_costs: LayerCosts, gpus: int, stages: int) -> list[Candidate] | None:
+    """Return stages of equally many of the model's blocks on all GPUs, all with as many replicas.
+
+    None where the GPUs cannot be shared so, the model has fewer blocks, or a stage cannot end where such a one would.
+    """
+    blocks = blocks_of(layer_costs.profile)
+    if gpus % stages or len(blocks) < stages:
+        return None
+    numbers = accumulate(equal_counts(len(blocks), stages), initial=0)
+    ends = [blocks[number - 1].stop if number else 0 for number in numbers]
+    return candidates(_runs(ends), [gpus // stages] * stages) if set(ends) <= set(legal_ends(layer_costs)) else None
+
+
+def equal_counts(blocks: int, stages: int) -> list[int]:
+    """Divide blocks over stages; the first ones have one more if need be."""
+    shorter, longer = divmod(blocks, stages)
+    return [shorter + (number < longer) for number in range(stages)]
 
 
 def legal_ends(layer_costs: LayerCosts) -> list[int]:
