@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.solve_options import SolveOptions, fastest
+from planner.analysis.usual_ways import DATA_PARALLEL, Way, usual_ways
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
@@ -15,13 +16,13 @@ from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
+from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate
-from planner.solver.problem import Problem
 from planner.solver.reference import baselines
 from planner.solver.result import Evaluation
 
-CHOSEN = "chosen plan"
-DATA_PARALLEL = "data parallel"
+CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
+_OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
 
 
 class ComparisonRow(Record):
@@ -34,7 +35,7 @@ class ComparisonRow(Record):
     workers: int
     seconds_per_microbatch: float
     samples_per_s: float | None  # None if the profile does not know its batch size
-    speedup_over_data_parallel: float
+    speedup: float | None  # over the way that the comparison names; None where no way fits
     memory_bytes: int  # of the worker that needs most
     over_memory_bytes: int  # by how much that exceeds the limit; 0 if it fits
     communication_bytes: float  # sent by all workers, per microbatch
@@ -49,21 +50,14 @@ class Comparison(Record):
     model: str
     cluster: Cluster
     rows: tuple[ComparisonRow, ...]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A row to be made: stages with their price, and the problem that they solve."""
-
-    name: str
-    problem: Problem
-    plan: Evaluation
+    # What speed-ups are relative to: data parallelism; where that does not fit, the fastest baseline that does.
+    over: str | None = DATA_PARALLEL
 
 
 def compare(
     profile: Profile, cluster: Cluster | None = None, *, plan: Plan | None = None, options: SolveOptions | None = None
 ) -> Comparison:
-    """Compare a plan with data parallelism, hand-made pipelines, and GPipe on the same cut.
+    """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on the same cut.
 
     Args:
         profile: costs per layer.
@@ -81,14 +75,18 @@ def compare(
         given = GivenPlan.of(profile, options.solve(profile, cluster), options)
     else:
         given = GivenPlan.of(profile, plan)
-    rows = [_row(given, entry) for entry in _entries(given)]
+    ways = _ways(given)
+    rows = [_row(given, way) for way in ways]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
-    relative = tuple(_relative_to(parallel, row) for row in rows)
-    return Comparison(model=profile.model, cluster=given.plan.cluster, rows=relative)
+    over = parallel if not parallel.over_memory_bytes else _best([row for row in rows if row.name not in _OWN])
+    relative = tuple(_relative(row, over, parallel.communication_bytes) for row in rows)
+    return Comparison(
+        model=profile.model, cluster=given.plan.cluster, rows=relative, over=None if over is None else over.name
+    )
 
 
-def _entries(given: GivenPlan) -> list[_Entry]:
-    """List the chosen plan, then data parallelism, then the other baselines."""
+def _ways(given: GivenPlan) -> list[Way]:
+    """List the chosen plan, then what people use, then other pipelines made by hand."""
     layer_costs, plan, cluster = given.layer_costs, given.plan, given.plan.cluster
     options = replace(given.options, schedule=plan.schedule.unchunked)  # the baselines have no chunks
     problem = options.problem(layer_costs, cluster)
@@ -96,29 +94,27 @@ def _entries(given: GivenPlan) -> list[_Entry]:
     straight = fastest(problem, [*baselines.straight(layer_costs, cluster), equal_time])
     assert straight is not None  # there is equal_time at least
 
-    def entry(name: str, stages: Sequence[Candidate], problem: Problem = problem) -> _Entry:
-        return _Entry(name, problem, evaluate(problem, stages))
-
-    entries = [
-        _Entry(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
-        entry(DATA_PARALLEL, baselines.data_parallel(layer_costs, cluster.gpus)),
-        _Entry("straight pipeline", problem, straight),
-        entry("equal layers", baselines.equal_layers(layer_costs, cluster.gpus)),
-        entry("equal parameters", baselines.equal_parameters(layer_costs, cluster.gpus)),
-        entry("equal time", equal_time),
+    ways = [
+        Way(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
+        *usual_ways(given.options, layer_costs, cluster, Budget.unlimited()),
+        Way("straight pipeline", problem, straight),
+        Way("equal layers", problem, evaluate(problem, baselines.equal_layers(layer_costs, cluster.gpus))),
+        Way("equal parameters", problem, evaluate(problem, baselines.equal_parameters(layer_costs, cluster.gpus))),
+        Way("equal time", problem, evaluate(problem, equal_time)),
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
         gpipe = replace(options, schedule=GPIPE, microbatches=microbatches, cost_model="resource")
-        entries.append(entry("gpipe, same cut", given.stages, gpipe.problem(layer_costs, cluster)))
-    return entries
+        drained = gpipe.problem(layer_costs, cluster)
+        ways.append(Way(SAME_CUT, drained, evaluate(drained, given.stages)))
+    return ways
 
 
-def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
-    """Make a row that is not yet compared with data parallelism."""
-    cluster, size = given.plan.cluster, given.layer_costs.profile.microbatch_size
+def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
+    """Make a row that is not yet compared with another."""
+    size = given.layer_costs.profile.microbatch_size
     price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches
-    seconds = price.seconds_per_minibatch / microbatches
+    seconds = entry.seconds_per_microbatch
     sent = price.communication_bytes / microbatches
     memory = max(price.gpu_bytes)
     workers = entry.plan.gpus // price.chunks  # under interleaved each worker runs several stages
@@ -131,9 +127,9 @@ def _row(given: GivenPlan, entry: _Entry) -> ComparisonRow:
         workers=workers,
         seconds_per_microbatch=seconds,
         samples_per_s=None if size is None else size / seconds,
-        speedup_over_data_parallel=1.0,
+        speedup=None,
         memory_bytes=memory,
-        over_memory_bytes=0 if cluster.memory_bytes is None else max(0, memory - cluster.memory_bytes),
+        over_memory_bytes=entry.over_memory_bytes,
         communication_bytes=sent,
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,
@@ -161,11 +157,16 @@ def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Sched
     return total
 
 
-def _relative_to(data_parallel: ComparisonRow, row: ComparisonRow) -> ComparisonRow:
-    sent = data_parallel.communication_bytes
+def _best(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
+    """Return the fastest row that fits the memory."""
+    fitting = [row for row in rows if not row.over_memory_bytes]
+    return min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
+
+
+def _relative(row: ComparisonRow, over: ComparisonRow | None, parallel_bytes: float) -> ComparisonRow:
     return row.model_copy(
         update={
-            "speedup_over_data_parallel": data_parallel.seconds_per_microbatch / row.seconds_per_microbatch,
-            "communication_cut": 1 - row.communication_bytes / sent if sent > 0 else None,
+            "speedup": None if over is None else over.seconds_per_microbatch / row.seconds_per_microbatch,
+            "communication_cut": 1 - row.communication_bytes / parallel_bytes if parallel_bytes > 0 else None,
         }
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from planner.analysis.solve_options import SolveOptions
-from planner.cost.layer_costs import LayerCosts
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.formats.cluster import Cluster
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.flush import FLUSH
@@ -14,11 +15,13 @@ from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate
 from planner.solver.problem import Problem
 from planner.solver.reference import baselines
-from planner.solver.reference.sharded_data_parallel import ZERO_STAGES, sharded_data_parallel
+from planner.solver.reference.sharded_data_parallel import sharded_data_parallel
 from planner.solver.result import Evaluation
 
 ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
+EQUAL_STAGES = "equal stages"  # of equally many blocks
 BLOCK_STAGES = (2, 4, 8)  # pipelines of equal blocks, with replicas on the other GPUs, as users of Megatron choose them
+Pricing = Callable[[Problem, Sequence[Candidate]], Evaluation]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     """Yield one GPU, data parallelism, its sharded forms, and pipelines of equal blocks under 1F1B with a flush.
 
     All but the last run under the options' schedule, without chunks. Where that does not divide minibatches, the
-    pipelines of blocks take as many microbatches as `plan solve` would.
+    pipelines of blocks take as many microbatches as `plan solve` would. What does not fit the memory recomputes every
+    block, unless the options forbid it.
 
     Args:
         options: of the plan that is compared.
@@ -53,15 +57,38 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
         cluster: of identical GPUs.
         budget: ends simulations at its deadline, and the cost model prices what is left.
     """
-    gpus = cluster.gpus
-    problem = replace(replace(options, schedule=options.schedule.unchunked).problem(layer_costs, cluster), budget=budget)
+    gpus, schedule = cluster.gpus, options.schedule.unchunked
+    problem = replace(replace(options, schedule=schedule).problem(layer_costs, cluster), budget=budget)
+    (replicated,) = baselines.data_parallel(layer_costs, gpus)
     yield Way(ONE_GPU, problem, evaluate(problem, baselines.data_parallel(layer_costs, 1)))
-    yield Way(DATA_PARALLEL, problem, evaluate(problem, baselines.data_parallel(layer_costs, gpus)))
-    if gpus > 1 and options.schedule.pipelined:
-        for stage in ZERO_STAGES:
-            yield Way(f"ZeRO-{stage}" + " (FSDP)" * (stage == 3), problem, sharded_data_parallel(problem, stage))
-    microbatches = problem.microbatches if options.schedule.divides else MICROBATCHES_PER_GPU * gpus
+    parallel = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated]))
+    yield parallel
+    if parallel.over_memory_bytes and may_recompute(problem):
+        yield _recomputing(parallel)
+    # The published cost models know no sharding, and naive schedules no overlap.
+    if gpus > 1 and schedule.pipelined and problem.simulates:
+        sharded = replace(replicated, options=replace(replicated.options, sharded=True))
+        yield _way("ZeRO-1", problem, [sharded])
+        yield _way("ZeRO-2", problem, [replicated], partial(sharded_data_parallel, zero=2))
+        yield _way("ZeRO-3, FSDP", problem, [replicated], partial(sharded_data_parallel, zero=3))
+    microbatches = problem.microbatches if schedule.divides else MICROBATCHES_PER_GPU * gpus
     flushed = replace(problem.under(FLUSH, microbatches), depth="published")
     for count in BLOCK_STAGES:
         if (stages := baselines.equal_blocks(layer_costs, gpus, count)) is not None:
-            yield Way(f"{count} x equal blocks", flushed, evaluate(flushed, stages))
+            yield _way(f"{count} {EQUAL_STAGES}", flushed, stages)
+
+
+def may_recompute(problem: Problem) -> bool:
+    """Return whether stages may recompute; the published cost models do not know what that saves."""
+    return problem.rules.recompute != "never" and problem.simulates
+
+
+def _way(name: str, problem: Problem, stages: Sequence[Candidate], price: Pricing = evaluate) -> Way:
+    """Price stages as they are, or recomputing where they do not fit otherwise."""
+    way = Way(name, problem, price(problem, stages))
+    return _recomputing(way, price) if way.over_memory_bytes and may_recompute(problem) else way
+
+
+def _recomputing(way: Way, price: Pricing = evaluate) -> Way:
+    stages = baselines.recomputing(way.problem.layer_costs, way.plan.stages)
+    return Way(f"{way.name}, recomputing", way.problem, price(way.problem, stages))

@@ -36,9 +36,7 @@ def test_rows_by_hand() -> None:
     comparison = compare(MODEL, flat_cluster(2, 10.0, 2500))
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
     assert (chosen.name, chosen.config) == ("chosen plan", "1-1")
-    assert chosen.speedup_over_data_parallel == pytest.approx(
-        parallel.seconds_per_microbatch / chosen.seconds_per_microbatch
-    )
+    assert chosen.speedup == pytest.approx(parallel.seconds_per_microbatch / chosen.seconds_per_microbatch)
     # Two replicas: 2·(1/2)·1040 bytes each per round of two, of 4 samples each.
     assert parallel.communication_bytes_per_sample == pytest.approx(1040 / 4)
     assert chosen.communication_bytes_per_sample == pytest.approx(2 / 4)
@@ -64,15 +62,15 @@ def test_no_baseline_beats_the_plan_on_measured_profiles(name: str, gpus: int) -
     model = load_profile(PROFILES / name / "cpu.json")
     comparison = compare(model, flat_cluster(gpus, 1.25e8))
     chosen = comparison.rows[0]
-    assert len(comparison.rows) == 7
     for other in comparison.rows[1:]:
-        # GPipe reduces gradients once for all its microbatches, so that it may be faster.
-        if other.schedule == chosen.schedule:
+        # Pipelines that drain reduce gradients once for all microbatches, so that they may be faster. Sharding is no
+        # choice for these profiles, whose optimizers may not be elementwise.
+        if other.schedule == chosen.schedule and "ZeRO" not in other.name:
             assert other.seconds_per_microbatch >= chosen.seconds_per_microbatch * (1 - 1e-9), other.name
         assert 0 <= other.idle_share < 1, other.name
     text = comparison_report(comparison)
     assert all(other.name in text for other in comparison.rows)
-    assert max(map(len, text.splitlines())) <= 150
+    assert max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("1f1b-flush", 8), ("2bw", 8), ("naive", 1)])
@@ -82,7 +80,7 @@ def test_other_schedules(schedule: str, microbatches: int) -> None:
     )
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
     assert {chosen.schedule.name, parallel.schedule.name} == {schedule}
-    assert len(comparison.rows) == (6 if schedule == "gpipe" else 7)
+    assert ("gpipe, same cut" in [row.name for row in comparison.rows]) == (schedule != "gpipe")
     stages = baselines.data_parallel(LayerCosts(MODEL), 2)
     cost = price(LayerCosts(MODEL), stages, Setting(flat_cluster(2, 10.0), find(schedule), microbatches))
     # So few gradients are one bucket, full after the backwards of c and b; the formula has six equal parts.
@@ -115,4 +113,4 @@ def test_an_interleaved_plan_counts_its_workers_and_their_memory() -> None:
     assert chosen.memory_bytes == max(map(plan.memory_bytes, range(len(plan.stages))))
     assert 0 <= chosen.idle_share < 1
     assert {other.schedule.name for other in comparison.rows[1:]} == {"1f1b-flush"}
-    assert "all others: 1f1b-flush, 4 microbatches" in comparison_report(comparison)
+    assert "all others: 1f1b-flush, one update for 4 microbatches" in comparison_report(comparison)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from planner.analysis.compare import Comparison, ComparisonRow
+from planner.analysis.usual_ways import DATA_PARALLEL, EQUAL_STAGES
 from planner.report.tables.plan import cluster_line
 from planner.report.tables.table import Table, named_values
-from planner.units import format_bytes, format_rate
+from planner.units import format_bytes, format_rate, format_times
 
 
 def comparison_report(comparison: Comparison) -> str:
@@ -18,8 +19,8 @@ def comparison_table(comparison: Comparison) -> Table:
     """Tabulate the rows."""
     known = comparison.rows[0].samples_per_s is not None
     each = "sample" if known else "batch"
-    headers = ["", "config", "samples/s" if known else "batches/s", "speed-up", "memory per GPU"]
-    headers += [f"sent per {each}", "less sent", "idle", "fits"]
+    headers = ["", "config", "samples/s" if known else "batches/s", "speed-up", "memory"]
+    headers += [f"sent/{each}", "less sent", "idle", "fits"]
     return Table(headers, [_cells(row) for row in comparison.rows], "llrrrrrrl")
 
 
@@ -29,7 +30,7 @@ def _cells(row: ComparisonRow) -> list[str]:
         row.name,
         row.config,
         format_rate(row.samples_per_s or 1 / row.seconds_per_microbatch),
-        f"{row.speedup_over_data_parallel:.2f}x",
+        "" if row.speedup is None else format_times(row.speedup),
         format_bytes(row.memory_bytes),
         format_bytes(row.communication_bytes if sent is None else sent),
         "" if row.communication_cut is None else f"{row.communication_cut:.0%}",
@@ -38,18 +39,25 @@ def _cells(row: ComparisonRow) -> list[str]:
     ]
 
 
+def _reference(comparison: Comparison) -> str:
+    """Say what speed-ups are relative to."""
+    if comparison.over == DATA_PARALLEL:
+        return "speed-up and less sent: relative to data parallelism"
+    relative = "no speed-up: nothing else fits" if comparison.over is None else f"speed-up: over {comparison.over}"
+    return f"data parallelism does not fit; {relative}; less sent: than data parallelism would"
+
+
 def comparison_legend(comparison: Comparison) -> str:
     """Explain the columns, and the rows that run under another schedule."""
     lines = [
-        "speed-up and less sent: relative to data parallelism; idle: share of the workers' time without computation",
+        _reference(comparison),
+        "memory: per GPU; idle: share of the workers' time without computation; ZeRO-1 to 3: state divided over GPUs",
     ]
     chosen, *others = comparison.rows
-    if chosen.schedule.chunked:
-        lines.append(f"all others: 1f1b-flush, {chosen.microbatches} microbatches per minibatch too")
-    else:
-        lines += [
-            f"{row.name}: one all-reduce and one update for {row.microbatches} microbatches"
-            for row in others
-            if row.schedule != chosen.schedule
-        ]
+    for schedule in dict.fromkeys(row.schedule for row in others if row.schedule != chosen.schedule):
+        rows = [row for row in others if row.schedule is schedule]
+        names = ", ".join(row.name for row in rows) if len(rows) < len(others) else "all others"
+        lines.append(f"{names}: {schedule}, one update for {rows[0].microbatches} microbatches")
+    if any(EQUAL_STAGES in row.name for row in others):
+        lines.append(f"{EQUAL_STAGES}: as many of the model's blocks in each, with replicas on the other GPUs")
     return "\n".join(lines)

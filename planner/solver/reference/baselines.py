@@ -7,12 +7,14 @@ cut is legal; a baseline that wants to cut elsewhere takes the nearest of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from planner.cost.layer_costs import Candidate, LayerCosts, candidates
 from planner.cost.link import link_of
+from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
@@ -102,6 +104,15 @@ def equal_blocks(layer_costs: LayerCosts, gpus: int, stages: int) -> list[Candid
     numbers = accumulate(equal_counts(len(blocks), stages), initial=0)
     ends = [blocks[number - 1].stop if number else 0 for number in numbers]
     return candidates(_runs(ends), [gpus // stages] * stages) if set(ends) <= set(legal_ends(layer_costs)) else None
+
+
+def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Candidate]:
+    """Return the stages with every block running its forward again before its backward, as checkpointing does."""
+    found = []
+    for stage in stages:
+        groups = tuple(map(frozenset, units_of(layer_costs, sorted(stage.layers))))
+        found.append(replace(stage, options=replace(stage.options, recompute=groups)))
+    return found
 
 
 def equal_counts(blocks: int, stages: int) -> list[int]:

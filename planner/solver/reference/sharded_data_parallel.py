@@ -13,48 +13,53 @@ k = 1 stages 1 and 2 move what data parallelism moves, and stage 3 half as much 
 stages 2 and 3, a bucket of gradients, and under stage 3 the weights of two blocks: one runs, the next is on its way.
 Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
 gradients, and for the weights after an update. Weights move in the type that they are stored in.
+
+Stage 1 is a stage of a plan whose optimizer is sharded, which can be trained and simulated; here are the other two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from planner.cost.buckets import bucket_bytes, ready_s, reduced_s
 from planner.cost.communicators import with_overheads
+from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import BUCKETS, Link, ring_all_reduce_s
+from planner.cost.work import Work
 from planner.formats.blocks import blocks_of
 from planner.formats.plan import StageMemory
 from planner.solver.candidates.evaluation import priced
 from planner.solver.problem import Problem
-from planner.solver.reference.baselines import data_parallel
 from planner.solver.result import Evaluation
 
-ZeroStage: TypeAlias = Literal[1, 2, 3]
-ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+ZeroStage: TypeAlias = Literal[2, 3]
 
 
-def sharded_data_parallel(problem: Problem, stage: ZeroStage) -> Evaluation:
-    """Price data parallelism on all GPUs, at least two, with this stage of ZeRO, by the equations above.
+def sharded_data_parallel(problem: Problem, stages: Sequence[Candidate], zero: ZeroStage) -> Evaluation:
+    """Price data parallelism with this stage of ZeRO, by the equations above.
 
     Args:
         problem: of pricing plans under a schedule without chunks; it says how many microbatches are between updates.
-        stage: what is divided.
+        stages: one stage of all layers, with two replicas or more, whose optimizer is not sharded.
+        zero: the stage of ZeRO, which says what is divided.
     """
-    plain = priced(problem, data_parallel(problem.layer_costs, problem.cluster.gpus))
-    replicas = _Replicas.of(problem)
+    plain = priced(problem, stages)
+    replicas = _Replicas.of(problem, stages[0])
     per_update = 1 if problem.schedule.divides else replicas.count  # minibatches
-    memory = (_memory(problem, plain.price.memory[0], stage, replicas.count),)
-    memory = with_overheads(problem.layer_costs, plain.stages, memory, [0])
-    seconds = replicas.update_s(stage) / per_update
+    divided = _memory(problem, plain.price.memory[0], zero, replicas.count)
+    memory = with_overheads(problem.layer_costs, plain.stages, [divided], [0])
+    seconds = replicas.update_s(zero) / per_update
     price = replace(
         plain.price,
         seconds_per_minibatch=seconds,
         bottleneck=plain.price.bottleneck.model_copy(update={"busy_s": seconds}),
         memory=memory,
-        communication_bytes=replicas.sent_bytes(stage) / per_update,
+        communication_bytes=replicas.sent_bytes(zero) / per_update,
     )
-    return Evaluation(plain.stages, price)
+    sharded = replace(stages[0], options=replace(stages[0].options, sharded=True))
+    return Evaluation((sharded,), price)
 
 
 @dataclass(frozen=True)
@@ -64,55 +69,50 @@ class _Replicas:
     Attributes:
         count: how many.
         each: microbatches on each.
-        problem: whose model they train.
+        layer_costs: of the model.
+        work: of the model, for one microbatch.
         link: between them.
     """
 
     count: int
     each: int
-    problem: Problem
+    layer_costs: LayerCosts
+    work: Work
     link: Link
 
     @classmethod
-    def of(cls, problem: Problem) -> _Replicas:
-        count = problem.cluster.gpus
+    def of(cls, problem: Problem, replicated: Candidate) -> _Replicas:
+        count, layer_costs = replicated.replicas, problem.layer_costs
         link = problem.topology.stage_link(range(count)) if problem.placed else problem.link
-        return cls(count, -(-problem.microbatches // count), problem, link)
+        return cls(count, -(-problem.microbatches // count), layer_costs, layer_costs.work(replicated), link)
 
-    def update_s(self, stage: ZeroStage) -> float:
+    def update_s(self, zero: ZeroStage) -> float:
         """Return the seconds from one update to the next."""
-        work, more = self.problem.layer_costs.everything, self.each - 1
-        forward_s, backward_s = float(work.forward_s + work.recompute_s), float(work.backward_s)
-        adding_s, update_s = float(work.accumulate_s), float(work.update_s) / self.count
+        work = self.work
+        forward_s = float(work.forward_s + work.recompute_s)
+        # Each GPU accumulates and updates its part alone.
+        own_s = (float(work.update_s) + (self.each - 1) * float(work.accumulate_s)) / self.count
         gather_s, scatter_s = self._half_s(self.weight_bytes), self._half_s(float(work.trainable_bytes))
-        match stage:
-            case 1:
-                plain_s = more * (forward_s + backward_s + adding_s) + forward_s
-                return plain_s + self._reduced_s(scatter_s) + update_s + gather_s
-            case 2:
-                once_s = forward_s + self._reduced_s(scatter_s)
-                return self.each * once_s + more * adding_s / self.count + update_s + gather_s
-            case 3:
-                once_s = self._gathered_s(forward_s, gather_s) + self._reduced_s(gather_s + scatter_s)
-                return self.each * once_s + more * adding_s / self.count + update_s
+        if zero == 2:
+            return self.each * (forward_s + self._reduced_s(scatter_s)) + own_s + gather_s
+        return self.each * (self._gathered_s(forward_s, gather_s) + self._reduced_s(gather_s + scatter_s)) + own_s
 
-    def sent_bytes(self, stage: ZeroStage) -> float:
+    def sent_bytes(self, zero: ZeroStage) -> float:
         """Count the bytes that all GPUs send between two updates."""
-        scatters, gathers = {1: (1, 1), 2: (self.each, 1), 3: (self.each, 2 * self.each)}[stage]
-        gradient_bytes = float(self.problem.layer_costs.everything.trainable_bytes)
-        return (self.count - 1) * (scatters * gradient_bytes + gathers * self.weight_bytes)
+        gathers = 1 if zero == 2 else 2 * self.each
+        return (self.count - 1) * (self.each * float(self.work.trainable_bytes) + gathers * self.weight_bytes)
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights."""
-        return float(sum(layer.weight_bytes for layer in self.problem.layer_costs.profile.layers))
+        return float(sum(layer.weight_bytes for layer in self.layer_costs.profile.layers))
 
     def _half_s(self, size_bytes: float) -> float:
         return float(ring_all_reduce_s(size_bytes, self.count, self.link)) / 2
 
     def _reduced_s(self, exchange_s: float) -> float:
         """Return the seconds of a backward with an exchange beside it, part by part as gradients become complete."""
-        parts_s = ready_s(self.problem.layer_costs.profile.layers)
+        parts_s = ready_s(self.layer_costs.profile.layers)
         return reduced_s(parts_s, exchange_s) if self.link.overlap else parts_s[-1] + exchange_s
 
     def _gathered_s(self, forward_s: float, gather_s: float) -> float:
@@ -120,19 +120,21 @@ class _Replicas:
         return max(forward_s + gather_s / BUCKETS, gather_s) if self.link.overlap else forward_s + gather_s
 
 
-def _memory(problem: Problem, whole: StageMemory, stage: ZeroStage, replicas: int) -> StageMemory:
+def _memory(problem: Problem, whole: StageMemory, zero: ZeroStage, replicas: int) -> StageMemory:
     """Divide the memory of data parallelism, `whole`."""
     layers = problem.layer_costs.profile.layers
-    blocks = [layers[block.start : block.stop] for block in blocks_of(problem.layer_costs.profile)]
-    largest_bytes = max(sum(layer.weight_bytes for layer in block) for block in blocks)
+    blocks = blocks_of(problem.layer_costs.profile)
+    sizes = [sum(layer.weight_bytes for layer in layers[block.start : block.stop]) for block in blocks]
+    pair_bytes = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
 
     def part(size: int) -> int:
         return -(-size // replicas)
 
-    held = {"optimizer_bytes": part(whole.optimizer_bytes)}
-    if stage >= 2:
-        bucket = min(bucket_bytes(whole.gradients_bytes), whole.gradients_bytes)
-        held["gradients_bytes"] = min(part(whole.gradients_bytes) + bucket, whole.gradients_bytes)
-    if stage == 3:
-        held["weights_bytes"] = min(part(whole.weights_bytes) + 2 * largest_bytes, whole.weights_bytes)
+    bucket = min(bucket_bytes(whole.gradients_bytes), whole.gradients_bytes)
+    held = {
+        "optimizer_bytes": part(whole.optimizer_bytes),
+        "gradients_bytes": min(part(whole.gradients_bytes) + bucket, whole.gradients_bytes),
+    }
+    if zero == 3:
+        held["weights_bytes"] = min(part(whole.weights_bytes) + pair_bytes, whole.weights_bytes)
     return whole.model_copy(update=held)

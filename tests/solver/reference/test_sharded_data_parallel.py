@@ -1,0 +1,122 @@
+"""ZeRO priced: the paper's bytes, memory and times by hand, and what people's pipelines look like."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.analysis.compare import compare
+from planner.analysis.solve_options import SolveOptions
+from planner.analysis.usual_ways import usual_ways
+from planner.cost.layer_costs import LayerCosts
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.profile import Profile
+from planner.report.tables.compare import comparison_report
+from planner.schedule.flush import FLUSH
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import priced
+from planner.solver.problem import Problem
+from planner.solver.reference import baselines
+from planner.solver.reference.sharded_data_parallel import ZeroStage, sharded_data_parallel
+from planner.solver.result import Evaluation
+from tests.samples import layer, profile
+
+GPUS = 4
+SIZE = 400 * 10**6  # bytes of weights: several buckets of gradients
+LAYERS = [
+    layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=SIZE // 8, update_s=0.5, saved_bytes=100).model_copy(
+        update={"optimizer_bytes": SIZE // 4}
+    )
+    for n in range(8)
+]
+MODEL = profile(*LAYERS)
+SLOW = flat_cluster(GPUS, 1e8)  # an all-reduce takes 6 s, beside 8 s of forward and 16 s of backward
+
+
+def problem(microbatches: int, cluster: Cluster = SLOW) -> Problem:
+    return SolveOptions(schedule=FLUSH, microbatches=microbatches).problem(LayerCosts(MODEL), cluster)
+
+
+def zero(stage: ZeroStage, microbatches: int) -> Evaluation:
+    asked = problem(microbatches)
+    return sharded_data_parallel(asked, baselines.data_parallel(asked.layer_costs, GPUS), stage)
+
+
+def plain(microbatches: int) -> Evaluation:
+    asked = problem(microbatches)
+    return priced(asked, baselines.data_parallel(asked.layer_costs, GPUS))
+
+
+def test_stage_2_sends_what_data_parallelism_sends_and_stage_3_half_as_much_again() -> None:
+    sent = plain(GPUS).price.communication_bytes
+    assert sent == 2 * (GPUS - 1) * SIZE
+    assert zero(2, GPUS).price.communication_bytes == sent
+    assert zero(3, GPUS).price.communication_bytes == 1.5 * sent
+
+
+def test_gradients_and_weights_move_for_every_microbatch() -> None:
+    once = (GPUS - 1) * SIZE
+    assert zero(2, 3 * GPUS).price.communication_bytes == (3 + 1) * once
+    assert zero(3, 3 * GPUS).price.communication_bytes == 9 * once
+
+
+def test_each_gpu_holds_its_share_of_the_state() -> None:
+    whole, second, third = (each.price.memory[0] for each in (plain(GPUS), zero(2, GPUS), zero(3, GPUS)))
+    assert second.optimizer_bytes == third.optimizer_bytes == whole.optimizer_bytes // GPUS
+    assert second.weights_bytes == whole.weights_bytes == SIZE
+    assert third.weights_bytes == SIZE // GPUS + 2 * SIZE // 8  # two blocks
+    bucket = 25 * 10**6
+    assert second.gradients_bytes == third.gradients_bytes == whole.gradients_bytes // GPUS + bucket
+    assert second.activations_bytes == third.activations_bytes == whole.activations_bytes
+
+
+def test_times_by_hand() -> None:
+    half_s = (GPUS - 1) / GPUS * SIZE / 1e8  # 3 s
+    update_s = 8 * 0.5 / GPUS
+    # All of a backward's buckets but the last are reduced beside it: a sixth of the exchange, as in the cost model. Of
+    # 16 buckets the last three layers' are complete late, so the sum is a little more.
+    least = 8 + 16 + half_s / 6 + update_s + half_s
+    assert least <= zero(2, GPUS).seconds <= least * 1.02
+    least = 8 + half_s / 6 + 16 + 2 * half_s / 6 + update_s
+    assert least <= zero(3, GPUS).seconds <= least * 1.02
+
+
+def test_without_overlap_all_exchanges_are_waited_for() -> None:
+    asked = problem(GPUS, flat_cluster(GPUS, 1e8, overlap=False))
+    found = sharded_data_parallel(asked, baselines.data_parallel(asked.layer_costs, GPUS), 3)
+    assert found.seconds == pytest.approx(24 + 3 * 3 + 1)
+
+
+def test_stage_2_of_one_microbatch_is_a_stage_whose_optimizer_is_sharded() -> None:
+    """It sends and waits for the same; the cost of such stages is an independent program."""
+    asked = problem(GPUS)
+    (stage,) = baselines.data_parallel(asked.layer_costs, GPUS)
+    sharded = priced(asked, [replace(stage, options=replace(stage.options, sharded=True))])
+    assert zero(2, GPUS).seconds == pytest.approx(sharded.seconds, rel=0.02)
+
+
+def names(model: Profile, cluster: Cluster) -> list[str]:
+    return [way.name for way in usual_ways(SolveOptions(), LayerCosts(model), cluster, Budget.unlimited())]
+
+
+def test_equal_stages_are_those_that_divide_the_gpus() -> None:
+    replicated = ["one GPU", "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"]
+    assert names(MODEL, flat_cluster(8, 1e8)) == [*replicated, "2 equal stages", "4 equal stages", "8 equal stages"]
+    assert names(MODEL, flat_cluster(6, 1e8)) == [*replicated, "2 equal stages"]
+    assert names(MODEL, flat_cluster(1, 1e8)) == ["one GPU", "data parallel"]
+    stages = baselines.equal_blocks(LayerCosts(MODEL), 8, 4)
+    assert stages is not None
+    assert [(len(stage.layers), stage.replicas) for stage in stages] == [(2, 2)] * 4
+
+
+def test_where_data_parallelism_does_not_fit_another_way_is_the_measure() -> None:
+    comparison = compare(MODEL, flat_cluster(GPUS, 1e8, 900 * 10**6))
+    rows = {row.name: row for row in comparison.rows}
+    assert rows["data parallel"].over_memory_bytes > 0
+    assert comparison.over is not None
+    assert rows[comparison.over].over_memory_bytes == 0
+    assert rows[comparison.over].speedup == 1
+    assert f"data parallelism does not fit; speed-up: over {comparison.over}" in comparison_report(comparison)
+    over_chosen = rows[comparison.over].seconds_per_microbatch / comparison.rows[0].seconds_per_microbatch
+    assert comparison.rows[0].speedup == pytest.approx(over_chosen)
