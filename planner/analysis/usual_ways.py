@@ -45,7 +45,7 @@ class Way:
 
 
 def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, budget: Budget) -> Iterator[Way]:
-    """Yield one GPU, data parallelism, its sharded forms, and pipelines of equal blocks under 1F1B with a flush.
+    """Yield data parallelism, one GPU, sharded data parallelism, and pipelines of equal blocks under 1F1B with a flush.
 
     All but the last run under the options' schedule, without chunks. Where that does not divide minibatches, the
     pipelines of blocks take as many microbatches as `plan solve` would. What does not fit the memory recomputes every
@@ -60,11 +60,11 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     gpus, schedule = cluster.gpus, options.schedule.unchunked
     problem = replace(replace(options, schedule=schedule).problem(layer_costs, cluster), budget=budget)
     (replicated,) = baselines.data_parallel(layer_costs, gpus)
-    yield Way(ONE_GPU, problem, evaluate(problem, baselines.data_parallel(layer_costs, 1)))
     parallel = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated]))
     yield parallel
     if parallel.over_memory_bytes and may_recompute(problem):
         yield _recomputing(parallel)
+    yield Way(ONE_GPU, problem, evaluate(problem, baselines.data_parallel(layer_costs, 1)))
     # The published cost models know no sharding, and naive schedules no overlap.
     if gpus > 1 and schedule.pipelined and problem.simulates:
         sharded = replace(replicated, options=replace(replicated.options, sharded=True))
@@ -74,7 +74,9 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     microbatches = problem.microbatches if schedule.divides else MICROBATCHES_PER_GPU * gpus
     flushed = replace(problem.under(FLUSH, microbatches), depth="published")
     for count in BLOCK_STAGES:
-        if (stages := baselines.equal_blocks(layer_costs, gpus, count)) is not None:
+        stages = baselines.equal_blocks(layer_costs, count)
+        if gpus % count == 0 and len(stages) == count:
+            stages = [replace(stage, options=replace(stage.options, replicas=gpus // count)) for stage in stages]
             yield _way(f"{count} {EQUAL_STAGES}", flushed, stages)
 
 

@@ -62,12 +62,9 @@ def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
     stages, each block is a stage.
     """
     blocks = blocks_of(layer_costs.profile)
-    least, more = divmod(len(blocks), min(stages, len(blocks)))
-    ends, legal = [0], np.array(legal_ends(layer_costs))
-    for number in range(min(stages, len(blocks))):
-        taken = (number + 1) * least + min(number + 1, more)
-        ends.append(int(legal[np.argmin(np.abs(legal - blocks[taken - 1].stop))]))
-    groups = _runs(sorted(set(ends)))
+    legal = np.array(legal_ends(layer_costs))
+    wanted = (blocks[taken - 1].stop for taken in accumulate(equal_counts(len(blocks), min(stages, len(blocks)))))
+    groups = _runs(sorted({0, *(int(legal[np.argmin(np.abs(legal - end))]) for end in wanted)}))
     return candidates(groups, [1] * len(groups))
 
 
@@ -91,19 +88,6 @@ def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     for choice in reversed(choices):
         ends.append(int(choice[ends[-1]]))
     return candidates([chain.layers(i, j) for i, j in pairwise(reversed(ends))], [1] * stages)
-
-
-def equal_blocks(layer_costs: LayerCosts, gpus: int, stages: int) -> list[Candidate] | None:
-    """Return stages of equally many of the model's blocks on all GPUs, all with as many replicas.
-
-    None where the GPUs cannot be shared so, the model has fewer blocks, or a stage cannot end where such a one would.
-    """
-    blocks = blocks_of(layer_costs.profile)
-    if gpus % stages or len(blocks) < stages:
-        return None
-    numbers = accumulate(equal_counts(len(blocks), stages), initial=0)
-    ends = [blocks[number - 1].stop if number else 0 for number in numbers]
-    return candidates(_runs(ends), [gpus // stages] * stages) if set(ends) <= set(legal_ends(layer_costs)) else None
 
 
 def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Candidate]:
