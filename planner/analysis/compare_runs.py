@@ -17,6 +17,7 @@ from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Timeline
 from planner.simulator.plan import costs_of
 from planner.simulator.recorded import simulate_recorded
+from planner.simulator.simulation import Simulation
 from planner.simulator.summary import Summary, summarize
 
 COMPARED = ("forward", "backward", "backward_input", "backward_weight")
@@ -171,12 +172,16 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
     nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
     idle = plan.model_copy(update={"stages": tuple(stage.model_copy(update=nothing) for stage in plan.stages)})
     stages = []
-    for stage, seen, handling in zip(plan.stages, times, costs_of(idle).stages, strict=True):
+    costs = costs_of(idle)
+    gather_s = Simulation(costs, 1).communication.gather_s
+    for number, (stage, seen, handling) in enumerate(zip(plan.stages, times, costs.stages, strict=True)):
         forward_s = max(0.0, seen.forward_s - handling.forward_s)
         share = stage.again_s / stage.forward_s if stage.again_s else 0.0
         recompute_s = share * forward_s  # part of the measured backward
         backward_s = max(0.0, seen.backward_s - recompute_s - handling.backward_s)
-        own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": seen.update_s, "accumulate_s": 0.0}
+        # A worker notes its update and the all-gather after it as one.
+        update_s = max(0.0, seen.update_s - gather_s(number))
+        own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": update_s, "accumulate_s": 0.0}
         again = {} if stage.recompute_s is None else {"recompute_s": recompute_s}
         stages.append(stage.model_copy(update=own | again))
     return plan.model_copy(update={"stages": tuple(stages)})
@@ -192,7 +197,9 @@ def _compared(timeline: Timeline) -> dict[tuple[object, ...], Event]:
 
 
 def _computations(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the computations, each recomputation merged into the backward that follows it."""
+    """Yield the computations as a worker notes them: with the recomputation before, or the all-gather after them."""
+    events = list(events)
+    gathered = {(e.rank, e.stage, e.minibatch): e.end_s for e in events if e.kind == "all_gather"}
     recomputed: dict[tuple[int, ...], float] = {}
     for event in events:
         unit = event.rank, event.stage, event.minibatch, event.microbatch
@@ -200,5 +207,7 @@ def _computations(events: Iterable[Event]) -> Iterator[Event]:
             recomputed[unit] = event.start_s
         elif event.kind in ("backward", "backward_input") and unit in recomputed:
             yield event._replace(start_s=recomputed.pop(unit))
+        elif event.kind == "update":
+            yield event._replace(end_s=gathered.get((event.rank, event.stage, event.minibatch), event.end_s))
         elif event.lane == "compute":
             yield event

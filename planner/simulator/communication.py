@@ -159,6 +159,13 @@ class Communication:
             self._connections[key] = _Connection(key[0], *self.links.message(key[0], key[2]))
         return self._connections[key]
 
+    def gather_s(self, stage: int) -> float:
+        """Return the seconds of a stage's all-gather if nothing else is on its links; 0 if its optimizer is whole."""
+        if not self._costs.stages[stage].sharded:
+            return 0.0
+        ring = self._ring(Collective(stage, gathers=True))
+        return ring.part_bytes / ring.path.bytes_per_s + ring.latency_s
+
     def _ring(self, collective: Collective) -> _Ring:
         ranks, costs = self._costs.shape.ranks[collective.stage], self._costs.stages[collective.stage]
         moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * costs.gradient_bytes

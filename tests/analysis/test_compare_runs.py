@@ -13,12 +13,13 @@ from planner.analysis.compare_runs import (
     with_stage_times,
 )
 from planner.errors import InputError
-from planner.formats.cluster import Level
+from planner.formats.cluster import Level, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Event, Events, Timeline
 from planner.report.tables.compare_runs import run_comparison_report
 from planner.simulator.plan import costs_of, simulate
 from planner.simulator.recorded import simulate_recorded
+from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
 from tests.timelines import EVENTS, by_hand
 
@@ -89,6 +90,19 @@ def test_recomputing_stages_are_told_apart_too() -> None:
     measured = run_of(slower_stage(plan, 0, 1.5), 20)
     found = compare_runs(plan, simulate_recorded(plan, measured), measured)
     assert found.as_run.worst_share == pytest.approx(0, abs=1e-9)
+
+
+def test_an_all_gather_is_part_of_the_update() -> None:
+    """A worker notes both as one; the simulator draws two."""
+    layers = [layer("a", weight_bytes=1000, update_s=0.5)]
+    plan = plan_of(layers, (2,), flat_cluster(2, 1000.0), schedule="1f1b-flush", microbatches=2)
+    stage = plan.stages[0].model_copy(update={"sharded": True, "update_s": 0.25})
+    plan = plan.model_copy(update={"stages": (stage,)})
+    measured = run_of(plan, 8)
+    (means,) = mean_stage_times(measured)
+    assert means.update_s == pytest.approx(0.25 + 0.5)  # half of 1000 bytes at 1000 B/s
+    assert with_stage_times(plan, [means]).stages[0].update_s == pytest.approx(0.25)
+    assert compare_runs(plan, simulate_recorded(plan, measured), measured).as_run.worst_share < 1e-9
 
 
 def changed(*events: Event) -> Timeline:
