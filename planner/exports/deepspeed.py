@@ -6,7 +6,14 @@ import json
 from string import Template
 
 from planner.errors import PlanError
-from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks, stage_layers
+from planner.exports.limits import (
+    comment,
+    equal_replicas,
+    microbatches_per_pipeline,
+    remarks,
+    shards_everywhere,
+    stage_layers,
+)
 from planner.formats.plan import Plan
 
 SYSTEM = "DeepSpeed"
@@ -32,7 +39,7 @@ STAGE_STARTS = $starts
 STAGES = $layers
 CONFIG = {
     "train_micro_batch_size_per_gpu": $microbatch_size,
-    "gradient_accumulation_steps": $microbatches,
+    "gradient_accumulation_steps": $microbatches,$zero
 }
 
 
@@ -90,6 +97,7 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         said.append(f"DeepSpeed runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set PipelineModule's activation_checkpoint_interval.")
+    sharded = shards_everywhere(plan, SYSTEM, said)
     return _FILE.substitute(
         model=plan.model,
         name=name,
@@ -101,4 +109,5 @@ def deepspeed_file(plan: Plan, name: str = "pipeline_partition") -> str:
         layers=stage_layers(plan),
         microbatch_size=plan.microbatch_size or "None  # unknown to the plan",
         microbatches=microbatches_per_pipeline(plan, replicas, SYSTEM),
+        zero='\n    "zero_optimization": {"stage": 1},' if sharded else "",
     )

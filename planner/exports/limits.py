@@ -88,6 +88,14 @@ def schedule_remarks(plan: Plan, system: str) -> list[str]:
     return said
 
 
+def shards_everywhere(plan: Plan, system: str, said: list[str]) -> bool:
+    """Return whether the system must divide the optimizer's state, and say so where it is more than the plan does."""
+    sharded = [stage.sharded for stage in plan.stages]
+    if any(sharded) and not all(sharded):
+        said.append(f"The plan divides the optimizer's state in some stages; {system} does so in all of them.")
+    return any(sharded)
+
+
 def _model_remarks(plan: Plan) -> list[str]:
     said = []
     several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from planner.errors import PlanError
-from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks
+from planner.exports.limits import comment, equal_replicas, microbatches_per_pipeline, remarks, shards_everywhere
 from planner.formats.plan import Plan
 
 SYSTEM = "Megatron"
@@ -45,19 +45,32 @@ def megatron_arguments(plan: Plan) -> str:
     ]
     if not plan.schedule.alternates:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
-    if any(stage.recompute for stage in plan.stages):
-        said.append("Some stages recompute; --recompute-granularity applies to all of them.")
+    recomputing = _recomputing(plan, said)
+    if shards_everywhere(plan, SYSTEM, said):
+        recomputing.append("--use-distributed-optimizer")
     chosen = [
         f"--num-layers {sum(layers.counts)}",
         f"--pipeline-model-parallel-size {plan.workers // replicas}",
         *_layout(plan, layers.counts),
     ]
-    if any(stage.recompute for stage in plan.stages):
-        chosen.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    chosen += recomputing
     if plan.microbatch_size is not None:
         chosen.append(f"--micro-batch-size {plan.microbatch_size}")
         chosen.append(f"--global-batch-size {plan.microbatch_size * microbatches * replicas}")
     return "\n".join([comment(said), *chosen]) + "\n"
+
+
+def _recomputing(plan: Plan, said: list[str]) -> list[str]:
+    """Write which transformer layers recompute: Megatron takes the same number in every stage, the first ones."""
+    again = [[layer for group in stage.recompute_groups for layer in group] for stage in plan.stages]
+    units = [len({_block(layer) for layer in layers} - {None}) for layers in again]
+    if not any(units):
+        return []
+    if len(set(units)) > 1:
+        said.append(f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one number for all.")
+    if max(units) >= max(layer_counts(plan).counts):
+        return ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+    return [f"--recompute-granularity full --recompute-method block --recompute-num-layers {max(units)}"]
 
 
 def layer_counts(plan: Plan) -> LayerCounts:

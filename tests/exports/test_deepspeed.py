@@ -57,6 +57,13 @@ def test_stages_begin_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert names["CONFIG"] == {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
 
 
+def test_sharded_stages_are_zero_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(STAGES, (2,) * len(STAGES))
+    stages = tuple(stage.model_copy(update={"sharded": number > 0}) for number, stage in enumerate(plan.stages))
+    names = written(plan.model_copy(update={"stages": stages}), monkeypatch)
+    assert names["CONFIG"]["zero_optimization"] == {"stage": 1}
+
+
 def test_layers_that_do_not_match_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     partition = written(plan_of([["h.0.attn"], ["h.0.mlp"]]), monkeypatch)["partition"]
     with pytest.raises(ValueError, match=r"inside the layer 'h\.0': give its parts one by one"):

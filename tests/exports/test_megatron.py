@@ -32,6 +32,20 @@ def test_unequal_stages_are_a_layout() -> None:
     assert "# The plan's schedule, 1f1b" in text
 
 
+def test_sharded_stages_and_layers_that_recompute() -> None:
+    plan = plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2))
+    first = {"sharded": True, "recompute": (tuple(blocks(0)),), "recompute_s": 2.0}
+    changed = plan.stages[0].model_copy(update=first), plan.stages[1].model_copy(update={"sharded": True})
+    text = planner.export(plan.model_copy(update={"stages": changed}), "megatron")
+    assert "--use-distributed-optimizer" in text
+    assert "--recompute-granularity full --recompute-method block --recompute-num-layers 1" in text
+    assert "# 1, 0 layers of the stages recompute; Megatron takes one number for all." in text
+    every = tuple(stage.model_copy(update={"recompute": True}) for stage in plan.stages)
+    text = planner.export(plan.model_copy(update={"stages": every}), "megatron")
+    assert "--recompute-method uniform --recompute-num-layers 1" in text
+    assert "optimizer" not in text
+
+
 def test_what_it_cannot_express() -> None:
     chunks = plan_of([["wte", *blocks(0)], blocks(1), blocks(2), [*blocks(3), "loss"]])
     stages = [stage.model_dump() | {"ranks": (rank,)} for stage, rank in zip(chunks.stages, (0, 1, 1, 0), strict=True)]
