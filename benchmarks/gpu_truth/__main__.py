@@ -13,8 +13,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.gpu_truth import aceso, galvatron, mist, sailor, vtrain
+from benchmarks.gpu_truth.calibrated import calibrated
 from benchmarks.gpu_truth.rows import ANCHORS, Row
-from benchmarks.gpu_truth.summary import scatter_svg, summary
+from benchmarks.gpu_truth.summary import error_of, scatter_svg, summary
 
 SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
     "vtrain": vtrain.rows,
@@ -24,15 +25,18 @@ SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
     "sailor": sailor.rows,
 }
 
+_CALIBRATED = ("calibrated on other rows", "on other jobs")
+
 
 def rows_table(rows: Sequence[Row]) -> str:
     """Return the predicted rows."""
     cells = []
     for row in rows:
-        if row.predicted_s is not None:
-            times = [f"{seconds:.4g}" for seconds in (row.measured_s, row.predicted_s)]
-            cells.append([row.source, row.job, row.plan, *times, _share(row.error), _peaks(row)])
-    headers = ["source", "job", "plan", "measured s", "predicted s", "error", "memory, by stage"]
+        if row.predicted is not None:
+            times = [f"{seconds:.4g}" for seconds in (row.measured_s, row.predicted.seconds)]
+            errors = [_share(error_of(row, seconds)) for seconds in (row.calibrated_s, row.by_job_s)]
+            cells.append([row.source, row.job, row.plan, *times, _share(row.error), *errors, _peaks(row)])
+    headers = ["source", "job", "plan", "measured s", "predicted s", "error", *_CALIBRATED, "memory, by stage"]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
@@ -46,14 +50,16 @@ def summary_table(rows: Sequence[Row]) -> str:
     cells = []
     for source in dict.fromkeys(row.source for row in rows):
         found = summary([row for row in rows if row.source == source])
-        counts = [len(found.rows), sum(row.predicted_s is not None for row in found.rows)]
-        mean = "" if found.mean_error is None else f"{found.mean_error:.1%}"
+        counts = [len(found.rows), sum(row.predicted is not None for row in found.rows)]
+        errors = [
+            "" if error is None else f"{error:.1%}" for error in (found.mean_error, found.calibrated, found.by_job)
+        ]
         tau = "" if found.tau is None else f"{found.tau:.2f}"
         memory = "" if found.memory_error is None else f"{found.memory_error:.1%}, worst {found.worst_memory:.1%}"
-        shares = [mean, _share(found.bias), tau, _share(found.regret), memory]
+        shares = [*errors, _share(found.bias), tau, _share(found.regret), memory]
         cells.append([source, *counts, *shares, _lacking(found.rows)])
-    headers = ["source", "rows", "predicted", "mean absolute error", "bias", "tau", "regret", "memory of stages"]
-    headers.append("the others need")
+    headers = ["source", "rows", "predicted", "mean absolute error", *_CALIBRATED, "bias", "tau", "regret"]
+    headers += ["memory of stages", "the others need"]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
@@ -74,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not ANCHORS.is_dir():
         raise SystemExit(f"there are no measurements: '{ANCHORS}' is no folder")
-    rows = [row for source in arguments.source or SOURCES for row in SOURCES[source]()]
+    rows = calibrated([row.now() for source in arguments.source or SOURCES for row in SOURCES[source]()])
     print(f"{rows_table(rows)}\n\n{summary_table(rows)}")
     if arguments.svg is not None:
         arguments.svg.write_text(scatter_svg(rows), encoding="utf-8")

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
-from benchmarks.gpu_truth.by_layers import Parts, chain, summed
+from benchmarks.gpu_truth.by_layers import Parts, chain, parts_of, summed
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import PCIE, Row, anchors, half_precision, memory_of, parts, price
+from benchmarks.gpu_truth.rows import PCIE, Prediction, Row, anchors, device, half_precision, memory_of, price
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Layer
+from planner.profiler.estimated.devices import DeviceSpec
 
 _DEVICES = {"L4-24GB": "l4", "A10G-24GB": "a10g", "A100-SXM4-40GB": "a100"}
 
@@ -76,15 +78,19 @@ def rows() -> Iterator[Row]:
 
 
 def _row(run: Mapping[str, Any]) -> Row:
-    model, stages = run["model"], run["stages"]
+    model, stages, gpu = run["model"], run["stages"], _DEVICES[run["gpu"]]
     job = f"GPT {model['size']}, {run['total_gpus']} {run['gpu']}, batch {run['global_batch']}"
     plan = f"{len(stages)} stages, microbatch {run['micro_batch']}"
-    source, measured_s = f"aceso {_DEVICES[run['gpu']]}", run["measured_iteration_ms"] / 1e3
+    source, measured_s = f"aceso {gpu}", run["measured_iteration_ms"] / 1e3
     if any(tp > 1 for stage in stages for tp, _ in stage["tp_runs"]):
         return Row(source, job, plan, measured_s, needs=("tensor parallelism",))
-    hidden, layers = model["hidden"], model["layers"]
-    gpt = Gpt(f"gpt-{model['size']}", layers, hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1)
-    costs = parts(gpt, run["micro_batch"], half_precision(_DEVICES[run["gpu"]], "apex"))
+    return Row(source, job, plan, measured_s, partial(_predict, run), spec=device(gpu))
+
+
+def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
+    model, stages, hidden = run["model"], run["stages"], run["model"]["hidden"]
+    gpt = Gpt("gpt", model["layers"], hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1)
+    costs = parts_of(gpt, run["micro_batch"], half_precision("apex"), spec)
     replicas = [stage["dp_runs"][0][0] for stage in stages]
     profile = chain(gpt.name, costs, list(_operators(gpt, costs, stages)))
     names = (layer.name for layer in profile.layers)
@@ -92,10 +98,9 @@ def _row(run: Mapping[str, Any]) -> Row:
         OwnStage(layers=tuple(islice(names, stage["ops"])), replicas=r)
         for stage, r in zip(stages, replicas, strict=True)
     ]
-    microbatches = run["global_batch"] // run["micro_batch"]
-    priced = price(profile, flat_cluster(sum(replicas), PCIE), own, microbatches)
+    priced = price(profile, flat_cluster(sum(replicas), PCIE), own, run["global_batch"] // run["micro_batch"])
     memory = memory_of(priced, [stage.get("peak_allocated_mb") for stage in stages])
-    return Row(source, job, plan, measured_s, priced.predicted.seconds_per_minibatch, memory=memory)
+    return Prediction(priced.predicted.seconds_per_minibatch, memory)
 
 
 def _operators(gpt: Gpt, costs: Parts, stages: Sequence[Mapping[str, Any]]) -> Iterator[Layer]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,10 @@ import numpy as np
 from benchmarks.gpu_truth.gpt import Gpt
 from planner.cost.work import working_bytes
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
-from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.profiler.estimated.devices import DeviceSpec, DType
+from planner.profiler.estimated.estimate import profile_of_trace
+from planner.profiler.estimated.execution import Execution
+from planner.profiler.estimated.trace import StepTrace, trace_step
 
 _SUMS = (
     "forward_s",
@@ -65,10 +69,9 @@ class Parts:
         )
 
 
-def parts_of(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:
-    """Estimate the kinds of layers of `gpt`."""
-    traced = replace(gpt, layers=2)
-    profile = estimate_profile(traced.training_spec(), microbatch_size, options)
+def parts_of(gpt: Gpt, microbatch_size: int, run: Execution, spec: DeviceSpec, dtype: DType = "float16") -> Parts:
+    """Estimate the kinds of layers of `gpt` on a device, as it runs them."""
+    profile = profile_of_trace(_traced(replace(gpt, layers=2), microbatch_size, run, dtype), spec)
     inner = [number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.1.")]
     first = next(number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.0."))
     # Without names of weights: layers that are repeated would share them.
@@ -78,13 +81,18 @@ def parts_of(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:
         embedding=summed("embedding", profile.layers[:first]),
         layer=summed("layer", operators),
         operators=operators,
-        head=summed("head", head),
         head_operators=head,
-        boundary_bytes=microbatch_size * gpt.seq * gpt.hidden * (4 if options.dtype in ("float32", "tf32") else 2),
+        head=summed("head", head),
+        boundary_bytes=microbatch_size * gpt.seq * gpt.hidden * (4 if dtype in ("float32", "tf32") else 2),
         microbatch_size=microbatch_size,
         device=profile.device,
         graph_hash=profile.graph_hash,
     )
+
+
+@cache
+def _traced(gpt: Gpt, microbatch_size: int, run: Execution, dtype: DType) -> StepTrace:
+    return trace_step(gpt.training_spec(), microbatch_size, dtype, execution=run)
 
 
 def summed(name: str, layers: Sequence[Layer]) -> Layer:

@@ -2,60 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.gpu_truth.by_layers import transformer
+from benchmarks.gpu_truth.by_layers import parts_of, transformer
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import PCIE, Row, anchors, half_precision, memory_of, parts, price
+from benchmarks.gpu_truth.rows import PCIE, Prediction, Row, anchors, device, half_precision, memory_of, price
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnStage
-from planner.formats.profile import Layer
+from planner.formats.profile import Profile
+from planner.profiler.estimated.devices import DeviceSpec
 
 
 def rows() -> Iterator[Row]:
     """Yield the measured ones of Mist's own plans."""
     for config in anchors("mist.json")["configs"]:
         if config["measured_iteration_s"] is not None:
-            yield _mist_row(config)
+            yield _row(config)
 
 
-def _mist_row(config: Mapping[str, Any]) -> Row:
+def _row(config: Mapping[str, Any]) -> Row:
     model, stages = config["model"], config["stages"]
     job = f"{model['name']}, {config['gpus']} {config['gpu']}, batch {config['global_batch']}"
-    replicas = [stage["dp"] for stage in stages]
-    plan = f"{len(stages)} stages x{','.join(map(str, replicas))}{', flash' if model['flash_attention'] else ''}"
-    needs = _needs_of(stages)
-    if needs:
+    replicas = ",".join(str(stage["dp"]) for stage in stages)
+    plan = f"{len(stages)} stages x{replicas}{', flash' if model['flash_attention'] else ''}"
+    if needs := needs_of(stages):
         return Row("mist", job, plan, config["measured_iteration_s"], needs=needs)
-    gpt = Gpt(
-        model["name"],
-        model["layers"],
-        model["hidden"],
-        model["heads"],
-        model["ffn"],
-        model["vocab"],
-        model["seq"],
-        biases=model["biases"],
-        flash=model["flash_attention"],
-    )
-    costs = parts(gpt, stages[0]["microbatch"], half_precision("l4"))
-    each: list[Layer] = []
-    for stage in stages:
-        again = stage["recomputed_layers"]
-        each += [costs.recomputed(costs.layer)] * again + [costs.layer] * (stage["layers"] - again)
-    own = [OwnStage(blocks=stage["layers"], replicas=stage["dp"]) for stage in stages]
+    return Row("mist", job, plan, config["measured_iteration_s"], partial(_predict, config), spec=device("l4"))
+
+
+def _predict(config: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
+    stages = config["stages"]
+    cluster = flat_cluster(sum(stage["dp"] for stage in stages), PCIE)
     microbatches = config["global_batch"] // stages[0]["microbatch"]
-    priced = price(transformer(gpt.name, costs, each), flat_cluster(sum(replicas), PCIE), own, microbatches)
+    priced = price(profile_of(config, stages[0]["microbatch"], spec), cluster, own_stages(stages), microbatches)
     memory = memory_of(priced, config["measured_stage_peak_allocated_mb"])
-    seconds = priced.predicted.seconds_per_minibatch
-    return Row("mist", job, plan, config["measured_iteration_s"], seconds, memory=memory)
+    return Prediction(priced.predicted.seconds_per_minibatch, memory)
 
 
-def _needs_of(stages: list[Mapping[str, Any]]) -> tuple[str, ...]:
+def profile_of(config: Mapping[str, Any], microbatch_size: int, spec: DeviceSpec) -> Profile:
+    """Return the estimated profile of the configuration's model, by blocks."""
+    model = config["model"]
+    sizes = {name: model[name] for name in ("name", "layers", "hidden", "heads", "ffn", "vocab", "seq", "biases")}
+    gpt = Gpt(**sizes, gated=model["gated_mlp"], flash=model["flash_attention"])
+    costs = parts_of(gpt, microbatch_size, half_precision(), spec)
+    return transformer(gpt.name, costs, [costs.layer] * gpt.layers)
+
+
+def own_stages(stages: Sequence[Mapping[str, Any]]) -> list[OwnStage]:
+    """Return the stages as `plan price` takes them; a layer that recomputes is a unit."""
+    return [
+        OwnStage(
+            blocks=stage["layers"],
+            replicas=stage["dp"],
+            sharded=stage["dp"] > 1 and stage["zero_level"] > 0,
+            recompute=stage["recomputed_layers"] or False,
+        )
+        for stage in stages
+    ]
+
+
+def needs_of(stages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return what the planner lacks for these stages."""
     needs = {
         "tensor parallelism": any(stage["tp"] > 1 for stage in stages),
-        "sharded optimizer": any(stage["zero_level"] and stage["dp"] > 1 for stage in stages),
+        "sharded gradients or weights": any(stage["zero_level"] > 1 and stage["dp"] > 1 for stage in stages),
         "offload": any(any(stage["offload"].values()) for stage in stages),
     }
     return tuple(name for name, needed in needs.items() if needed)

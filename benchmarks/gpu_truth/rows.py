@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_truth.by_layers import Parts, parts_of
-from benchmarks.gpu_truth.gpt import Gpt
 from planner.analysis import own_plan
 from planner.formats.cluster import Cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.profiler.estimated.devices import DEVICES
-from planner.profiler.estimated.estimate import EstimateOptions
-from planner.profiler.estimated.execution import Fusion
+from planner.profiler.estimated.devices import DEVICES, DeviceSpec
+from planner.profiler.estimated.execution import Execution, Fusion
 from planner.schedule.flush import FLUSH
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu"
 PCIE = 4e9  # bytes per second; README of the anchors: 3 to 5 GB/s
 _CLOCKS = {"l4": 1050 / 2040}  # MHz: README of the anchors, and the data sheet's boost
 _MIB = 2**20
-_ESTIMATED: dict[str, Parts] = {}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a run: seconds per iteration, and predicted and measured bytes of stages' peaks."""
+
+    seconds: float
+    memory: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,23 +40,40 @@ class Row:
         job: what was to be done, with how many GPUs; rows of one job differ in the plan, so that one can choose.
         plan: how it was done.
         measured_s: seconds per iteration, or of a part of it.
-        predicted_s: None where the planner cannot express the row.
+        predict: the run on a device; None where the planner cannot express the row.
         needs: what it lacks for that.
-        memory: predicted and measured bytes of stages' peaks.
+        spec: the device, by its data sheet; None where nothing is estimated.
+        predicted: on that device.
+        calibrated_s: seconds after calibration on the device's other rows.
+        by_job_s: the same on those of its other jobs alone.
     """
 
     source: str
     job: str
     plan: str
     measured_s: float
-    predicted_s: float | None = None
+    predict: Callable[[DeviceSpec], Prediction] | None = None
     needs: tuple[str, ...] = ()
-    memory: tuple[tuple[float, float], ...] = ()
+    spec: DeviceSpec | None = None
+    predicted: Prediction | None = None
+    calibrated_s: float | None = None
+    by_job_s: float | None = None
 
     @property
     def error(self) -> float | None:
         """Relative error of the prediction."""
-        return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
+        return None if self.predicted is None else self.predicted.seconds / self.measured_s - 1
+
+    @property
+    def memory(self) -> tuple[tuple[float, float], ...]:
+        """Predicted and measured bytes of stages' peaks."""
+        return () if self.predicted is None else self.predicted.memory
+
+    def now(self) -> Row:
+        """Return the row with its prediction."""
+        if self.predict is None or self.spec is None:
+            return self
+        return replace(self, predicted=self.predict(self.spec))
 
 
 def price(profile: Profile, cluster: Cluster, stages: Sequence[OwnStage], microbatches: int) -> Plan:
@@ -66,18 +87,14 @@ def memory_of(plan: Plan, peaks_mb: Sequence[float | None] | None) -> tuple[tupl
     return tuple((stage.memory.tensor_bytes, theirs * _MIB) for stage, theirs in pairs if theirs is not None)
 
 
-def half_precision(device: str, fusion: Fusion | None = None) -> EstimateOptions:
-    """Return what to estimate for a run in half precision with master weights."""
-    spec = DEVICES[device].at_clock(_CLOCKS.get(device, 1.0))
-    return EstimateOptions(spec, "float16", fusion=fusion, master_weights=True)
+def device(name: str) -> DeviceSpec:
+    """Return a device at the clock that its runs had."""
+    return DEVICES[name].at_clock(_CLOCKS.get(name, 1.0))
 
 
-def parts(gpt: Gpt, microbatch_size: int, options: EstimateOptions) -> Parts:
-    """Estimate once for all rows of a model."""
-    key = f"{gpt} {microbatch_size} {options}"
-    if key not in _ESTIMATED:
-        _ESTIMATED[key] = parts_of(gpt, microbatch_size, options)
-    return _ESTIMATED[key]
+def half_precision(fusion: Fusion | None = None) -> Execution:
+    """Return how GPUs run in half precision with master weights."""
+    return Execution("cuda", fusion, master_weights=True)
 
 
 def anchors(name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.gpu_truth.rows import ANCHORS, Row, anchors, price
+from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row, anchors, price
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
@@ -39,7 +39,8 @@ def _row(entry: Mapping[str, Any], bandwidth_bytes_per_s: float) -> Row:
     job = f"{entry['model']}, {entry['gpus_used']} GH200, batch {entry['global_batch']}"
     plan = f"pp {entry['pp']}, dp {entry['dp']}, tp {entry['tp'][0]}, microbatch {entry['microbatch']}"
     # The measured peak is of one GPU, and its parts are not known: memory is not compared.
-    return Row("sailor", job, plan, entry["measured_iteration_s"], priced.predicted.seconds_per_minibatch)
+    predicted = Prediction(priced.predicted.seconds_per_minibatch)
+    return Row("sailor", job, plan, entry["measured_iteration_s"], predicted=predicted)
 
 
 def _profile(model: str, microbatch_size: int, degree: int) -> Profile:

@@ -21,6 +21,7 @@ class Summary:
     Attributes:
         rows: all; those without a prediction are only counted.
         mean_error: mean absolute relative error.
+        calibrated, by_job: mean absolute relative error after calibration on a device's other rows, or jobs.
         bias: mean relative error.
         tau: Kendall's rank correlation over the pairs of rows of the same job; None without such pairs.
         memory_error, worst_memory: mean absolute relative error of stages' peaks, and the largest; None without any.
@@ -30,6 +31,8 @@ class Summary:
 
     rows: Sequence[Row]
     mean_error: float | None
+    calibrated: float | None
+    by_job: float | None
     bias: float | None
     tau: float | None
     regret: float | None
@@ -48,6 +51,8 @@ def summary(rows: Sequence[Row]) -> Summary:
     return Summary(
         rows,
         mean_error=_mean([abs(error) for error in errors]),
+        calibrated=_mean_error(rows, [row.calibrated_s for row in rows]),
+        by_job=_mean_error(rows, [row.by_job_s for row in rows]),
         bias=_mean(errors),
         tau=_mean(signs),
         regret=_mean(regrets),
@@ -56,16 +61,26 @@ def summary(rows: Sequence[Row]) -> Summary:
     )
 
 
+def error_of(row: Row, seconds: float | None) -> float | None:
+    """Return the relative error of another prediction of the row."""
+    return None if seconds is None else seconds / row.measured_s - 1
+
+
+def _mean_error(rows: Sequence[Row], seconds: Sequence[float | None]) -> float | None:
+    errors = [error_of(row, each) for row, each in zip(rows, seconds, strict=True)]
+    return _mean([abs(error) for error in errors if error is not None])
+
+
 def _jobs(rows: Sequence[Row]) -> Iterable[list[Row]]:
     for name in dict.fromkeys(row.job for row in rows):
-        job = [row for row in rows if row.job == name and row.predicted_s is not None]
+        job = [row for row in rows if row.job == name and row.predicted is not None]
         if len(job) > 1:
             yield job
 
 
 def _s(row: Row) -> float:
-    assert row.predicted_s is not None
-    return row.predicted_s
+    assert row.predicted is not None
+    return row.predicted.seconds
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -74,7 +89,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def scatter_svg(rows: Sequence[Row]) -> str:
     """Draw predicted against measured seconds, both logarithmic; the diagonal is a perfect prediction."""
-    shown = [row for row in rows if row.predicted_s is not None]
+    shown = [row for row in rows if row.predicted is not None]
     times = [time for row in shown for time in (row.measured_s, _s(row))]
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
 

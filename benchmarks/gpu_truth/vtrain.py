@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from functools import partial
 
-from benchmarks.gpu_truth.by_layers import transformer
+from benchmarks.gpu_truth.by_layers import parts_of, transformer
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import ANCHORS, Row, parts, price
+from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row, device, half_precision, price
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.own_plan import OwnStage
-from planner.profiler.estimated.estimate import EstimateOptions
+from planner.profiler.estimated.devices import DeviceSpec
 
-_OPTIONS = EstimateOptions("a100-80gb", "float16", fusion="apex", master_weights=True)
 _PER_NODE = 8
 _NVLINK = 300e9  # data sheet: NVLink 3, 600 GB/s both ways
 _NODE = 100e9  # README of the anchors: 800 Gbit/s
@@ -32,11 +32,16 @@ def _row(record: dict[str, float]) -> Row:
     plan = f"pp {pp}, dp {dp}, tp {tp}, microbatch {micro}"
     if tp > 1:
         return Row("vtrain", job, plan, measured_s, needs=("tensor parallelism",))
-    hidden, layers = int(record["hidden"]), int(record["layers"])
-    gpt = Gpt(f"gpt-{billion:g}b", layers, hidden, int(record["heads"]), 4 * hidden, 51200, 2048, dropout=0.1)
-    costs = parts(gpt, micro, _OPTIONS)
+    return Row("vtrain", job, plan, measured_s, partial(_predict, record), spec=device("a100-80gb"))
+
+
+def _predict(record: dict[str, float], spec: DeviceSpec) -> Prediction:
+    micro, dp, pp, hidden, layers = (int(record[name]) for name in ("micro_batch", "dp", "pp", "hidden", "layers"))
+    gpt = Gpt("gpt", layers, hidden, int(record["heads"]), 4 * hidden, 51200, 2048, dropout=0.1)
+    costs = parts_of(gpt, micro, half_precision("apex"), spec)
+    # Not as units of stages, because the head, which belongs to the last one, does not run again.
     profile = transformer(gpt.name, costs, [costs.recomputed(costs.layer)] * layers)
-    cluster = hierarchical_cluster((_PER_NODE, gpus // _PER_NODE), (_NVLINK, _NODE))
+    cluster = hierarchical_cluster((_PER_NODE, int(record["gpus"]) // _PER_NODE), (_NVLINK, _NODE))
     stages = [OwnStage(blocks=layers // pp, replicas=dp)] * pp
     priced = price(profile, cluster, stages, int(record["global_batch"]) // micro)
-    return Row("vtrain", job, plan, measured_s, priced.predicted.seconds_per_minibatch)
+    return Prediction(priced.predicted.seconds_per_minibatch)

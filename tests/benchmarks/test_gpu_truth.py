@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.gpu_truth import aceso, sailor, vtrain
-from benchmarks.gpu_truth.rows import ANCHORS, Row
+from benchmarks.gpu_truth.calibrated import calibrated
+from benchmarks.gpu_truth.rows import ANCHORS, Prediction, Row
 from benchmarks.gpu_truth.summary import scatter_svg, summary
+from planner.profiler.estimated.devices import DEVICES, DeviceSpec
 
 needs_anchors = pytest.mark.skipif(not ANCHORS.is_dir(), reason="the measurements are not here")
 
 
 def test_summary() -> None:
     rows = [
-        Row("s", "a", "1", 1.0, 1.1, memory=((9.0, 10.0), (13.0, 10.0))),
-        Row("s", "a", "2", 2.0, 1.0),  # chosen, and twice as slow as the first
-        Row("s", "b", "1", 4.0, 3.0),
-        Row("s", "b", "2", 5.0, 6.0),
+        Row("s", "a", "1", 1.0, predicted=Prediction(1.1, ((9.0, 10.0), (13.0, 10.0)))),
+        Row("s", "a", "2", 2.0, predicted=Prediction(1.0)),  # chosen, and twice as slow as the first
+        Row("s", "b", "1", 4.0, predicted=Prediction(3.0)),
+        Row("s", "b", "2", 5.0, predicted=Prediction(6.0), calibrated_s=5.5),
         Row("s", "c", "1", 1.0, needs=("tensor parallelism",)),
     ]
     found = summary(rows)
@@ -24,6 +28,8 @@ def test_summary() -> None:
     assert found.bias == pytest.approx((0.1 - 0.5 - 0.25 + 0.2) / 4)
     assert found.tau == 0.0  # one pair in order, one not
     assert found.regret == pytest.approx(0.5)
+    assert found.calibrated == pytest.approx(0.1)
+    assert found.by_job is None
     assert (found.memory_error, found.worst_memory) == pytest.approx((0.2, 0.3))
     assert scatter_svg(rows).count("<circle") == 4
 
@@ -40,6 +46,25 @@ def test_aceso_runs_the_largest_kinds_again() -> None:
         ("dropout", 2),
     ]
     assert len(aceso.recomputing(names, len(names), attention=16)) == len(names)
+
+
+def test_calibration_does_not_look_at_the_row_that_it_is_judged_by() -> None:
+    def row(job: str, share: float, measured_s: float) -> Row:
+        def predict(spec: DeviceSpec) -> Prediction:
+            arithmetic = DEVICES["l4"].achieved_arithmetic["gemm"] / spec.achieved_arithmetic["gemm"]
+            bandwidth = DEVICES["l4"].achieved_bandwidth["gemm"] / spec.achieved_bandwidth["gemm"]
+            return Prediction(share * arithmetic + (1 - share) * bandwidth)
+
+        return Row("s", job, "", measured_s, predict, spec=DEVICES["l4"]).now()
+
+    rows = [row("a", 0.9, 1.1), row("a", 0.5, 1.1), row("b", 0.8, 1.1), row("b", 0.2, 1.1)]
+    found = calibrated(rows)
+    # Each is close to the truth, which is 10% more, and as far from it whatever was measured.
+    assert [each.calibrated_s for each in found] == pytest.approx([1.1] * 4, abs=0.02)
+    assert [each.by_job_s for each in found] == pytest.approx([1.1] * 4, abs=0.03)
+    other = calibrated([replace(rows[0], measured_s=2.0), *rows[1:]])
+    assert other[0].calibrated_s == found[0].calibrated_s
+    assert other[1].calibrated_s != found[1].calibrated_s
 
 
 def test_summary_of_rows_without_prediction() -> None:
@@ -60,7 +85,7 @@ def test_sailor_is_priced_from_its_own_layers() -> None:
 def test_rows_with_tensor_parallelism_are_counted() -> None:
     needing = [row for row in map(vtrain._row, _records()) if row.needs]
     assert len(needing) == 43
-    assert all(row.predicted_s is None for row in needing)
+    assert all(row.predict is None for row in needing)
 
 
 def _records() -> list[dict[str, float]]:

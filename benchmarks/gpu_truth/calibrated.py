@@ -1,0 +1,55 @@
+"""Calibrate a device on measured rows, and judge it by others.
+
+The fit is that of `plan profile --estimate --calibrate steps.json` (`planner.profiler.estimated.known_steps`): one
+factor of all shares of the arithmetic and one of all shares of the bandwidth, for each device. For the fit alone a
+row's time is taken to be a power of each factor, from two more predictions; calibrated predictions are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from benchmarks.gpu_truth.rows import Row
+from planner.profiler.estimated.devices import DeviceSpec
+from planner.profiler.estimated.known_steps import Timed, fit_times, scaled
+
+_FACTOR = 1.15  # of the predictions that tell the powers
+
+
+def calibrated(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their times after calibration on the others of their device."""
+    timed = {number: _timed(row) for number, row in enumerate(rows) if row.predict is not None}
+    result = []
+    for number, row in enumerate(rows):
+        others = [other for other in timed if other != number and rows[other].spec == row.spec]
+        by_row = _fitted(row, [timed[other] for other in others])
+        by_job = _fitted(row, [timed[other] for other in others if rows[other].job != row.job])
+        result.append(replace(row, calibrated_s=by_row, by_job_s=by_job))
+    return result
+
+
+def _fitted(row: Row, others: Sequence[Timed]) -> float | None:
+    if row.predict is None or row.spec is None or not others:
+        return None
+    return row.predict(fit_times(row.spec, others)).seconds
+
+
+def _timed(row: Row) -> Timed:
+    assert row.predict is not None
+    assert row.spec is not None
+    assert row.predicted is not None
+    start_s = row.predicted.seconds
+    by_arithmetic, by_bandwidth = (
+        math.log(row.predict(scaled(row.spec, *factors)).seconds / start_s) / math.log(_FACTOR)
+        for factors in ((_FACTOR, 1.0), (1.0, _FACTOR))
+    )
+    return Timed(row.measured_s, partial(_power, row.spec, start_s, by_arithmetic, by_bandwidth))
+
+
+def _power(start: DeviceSpec, start_s: float, by_arithmetic: float, by_bandwidth: float, spec: DeviceSpec) -> float:
+    arithmetic = spec.achieved_arithmetic["gemm"] / start.achieved_arithmetic["gemm"]
+    bandwidth = spec.achieved_bandwidth["gemm"] / start.achieved_bandwidth["gemm"]
+    return float(start_s * arithmetic**by_arithmetic * bandwidth**by_bandwidth)
