@@ -15,7 +15,15 @@ from planner.report.svg.lanes import COLOURS, TEXTS, colour_legend
 from planner.report.svg.sweep import sweep_svg
 from planner.report.tables.compare import comparison_legend, comparison_table
 from planner.report.tables.compare_runs import pace_table, stage_times_table, timing_notes, timing_table
-from planner.report.tables.plan import bottleneck_place, gpus, layer_range, less_or_more, ranks_line, sent_bytes
+from planner.report.tables.plan import (
+    bottleneck_place,
+    gpus,
+    layer_range,
+    less_or_more,
+    ranks_line,
+    recomputing,
+    sent_bytes,
+)
 from planner.report.tables.run import PEAK, bubble_of_run, legend, percent, worker_table
 from planner.report.tables.sweep import sweep_table
 from planner.report.tables.table import Table
@@ -116,12 +124,15 @@ def _card(plan: Plan, number: int, longest_s: float) -> str:
     )
     activations, gradients = map(format_bytes, sent_bytes(plan, number))
     many = "s" * (stage.replicas > 1)
+    again = recomputing(stage)
     lines = [
         f"{stage.replicas} replica{many}: worker{many} {ranks_line(stage)}",
         f"{stage.in_flight} in flight",
-        f"{format_seconds(stage.compute_s)} per microbatch{', recomputes' if stage.recompute else ''}",
+        f"{format_seconds(stage.compute_s)} per microbatch{f', recomputes {again}' if again else ''}",
         f"sends {activations} of activations, {gradients} of gradients",
     ]
+    if stage.sharded:
+        lines.append(f"each replica has 1/{stage.replicas} of the optimizer's state")
     if plan.microbatches > 1 and stage.accumulate_s:
         accumulation = format_seconds(stage.accumulate_s)
         lines.insert(3, f"{accumulation} of gradient accumulation, except for a minibatch's first microbatch")

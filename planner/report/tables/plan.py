@@ -91,7 +91,7 @@ def _memory(limit: int | None) -> str:
 
 def _stage_table(plan: Plan) -> str:
     headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "accumulation", "sends"]
-    headers += ["recomputes"]
+    headers += ["optimizer", "recomputes"]
     rows = [
         [
             number,
@@ -102,7 +102,8 @@ def _stage_table(plan: Plan) -> str:
             format_seconds(stage.compute_s),
             format_seconds(stage.accumulate_s),
             format_bytes(sum(sent_bytes(plan, number))),
-            "yes" if stage.recompute else "no",
+            f"1/{stage.replicas}" if stage.sharded else "whole",
+            recomputing(stage) or "nothing",
         ]
         for number, stage in enumerate(plan.stages)
     ]
@@ -110,7 +111,19 @@ def _stage_table(plan: Plan) -> str:
     # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
     if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
         table = table.without("accumulation")
-    return (table if any(stage.recompute for stage in plan.stages) else table.without("recomputes")).text()
+    if not any(stage.sharded for stage in plan.stages):
+        table = table.without("optimizer")
+    return (table if any(stage.recomputes for stage in plan.stages) else table.without("recomputes")).text()
+
+
+def recomputing(stage: Stage) -> str:
+    """Return what of a stage recomputes, in words; empty for nothing."""
+    if stage.recompute is True:
+        return "all layers"
+    groups, again = len(stage.recompute_groups), sum(map(len, stage.recompute_groups))
+    if again <= groups:
+        return f"{again} layer{'s' * (again > 1)}" if again else ""
+    return f"{groups} block{'s' * (groups > 1)}, {again} layers"
 
 
 def layer_range(layers: tuple[str, ...]) -> str:

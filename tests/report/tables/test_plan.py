@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Device
-from planner.report.tables.plan import layer_range, plan_report
+from planner.report.tables.plan import layer_range, plan_report, recomputing
 from planner.report.tables.profile import profile_report
 from planner.solver import solve
 from planner.units import format_bytes
@@ -60,6 +60,21 @@ def test_gradient_accumulation_is_shown_where_it_takes_time() -> None:
     divided = plan_report(solve(adding, cluster, schedule="gpipe", microbatches=4))
     assert "accumulation" in divided
     assert "accumulation" not in plan_report(solve(adding, cluster))
+
+
+def test_what_recomputes_and_is_sharded_is_said_where_anything_is() -> None:
+    plan = solve(MODEL, flat_cluster(3, 1e4), recompute="never", shard_optimizer="never")
+    assert "recomputes" not in plan_report(plan)
+    first, second = plan.stages
+    options = {"sharded": True, "recompute": (first.layers[:1],), "recompute_s": 1.0}
+    changed = plan.model_copy(update={"stages": (first.model_copy(update=options), second)})
+    rows = plan_report(changed).splitlines()
+    assert any(row.split()[-3:] == ["1/2", "1", "layer"] for row in rows)
+    assert any(row.split()[-2:] == ["whole", "nothing"] for row in rows)
+    again = first.model_copy(update={"recompute": (second.layers,)})
+    assert recomputing(again) == "1 block, 2 layers"
+    assert recomputing(first.model_copy(update={"recompute": True})) == "all layers"
+    assert recomputing(first) == ""
 
 
 def test_overheads_of_a_gpu_are_shown_where_there_are_any() -> None:
