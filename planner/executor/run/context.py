@@ -7,13 +7,14 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from planner.devices.groups import DataGroups
 from planner.devices.place import Place
 from planner.executor.communication.control import message_timeout
 from planner.executor.communication.sharding import Sharding
-from planner.executor.communication.shared import SharedGradients, shared_parameters
+from planner.executor.communication.shared import SharedGradients, SharedParameter, shared_parameters
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, make_batches
@@ -160,7 +161,7 @@ def data_groups(job: Job, place: Place) -> DataGroups:
 def _held_stages(
     job: Job, built: Modules, spec: TrainingSpec, shape: PipelineShape, place: Place
 ) -> dict[int, HeldStage]:
-    stages = {}
+    stages, rank = {}, int(os.environ["RANK"])
     for number, module in built.training.items():
         shared = shared_parameters(number, module, built.shared)
         optimizer = StageOptimizer(
@@ -169,26 +170,29 @@ def _held_stages(
             learning_rate_factor=shape.minibatches_per_update(number) if job.options.scale_lr else 1,
             clip_grad_norm=job.options.clip_grad_norm,
             scale_loss=job.scales_loss,
-            sharding=sharding_of(job.plan.stages[number], module, [each.parameter for each in shared], place),
+            sharding=sharding_of(job.plan.stages[number], module, shared, rank, place.wire),
         )
         stages[number] = HeldStage(number, module, optimizer, SharedGradients(number, shared))
     return stages
 
 
-def sharding_of(stage: Stage, module: nn.Module, shared: Collection[nn.Parameter], place: Place) -> Sharding | None:
-    """Return this worker's share of a stage's optimizer; None where each replica has the whole of it.
+def sharding_of(
+    stage: Stage, module: nn.Module, shared: Collection[SharedParameter], rank: int, wire: torch.device
+) -> Sharding | None:
+    """Return a worker's share of a stage's optimizer; None where each replica has the whole of it.
 
     Args:
         stage: in the plan.
         module: its layers.
-        shared: parameters that other stages hold, too.
-        place: where this worker computes.
+        shared: what other stages hold, too.
+        rank: of the worker.
+        wire: the device that messages are made on.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not stage.sharded or not trained:
         return None
-    replica = stage.ranks.index(int(os.environ["RANK"])), stage.replicas
-    return Sharding(trained, replica, shared, place.wire)
+    replica = stage.ranks.index(rank), stage.replicas
+    return Sharding(trained, replica, [each.parameter for each in shared], wire)
 
 
 def _warm_up(context: PipelineContext) -> None:

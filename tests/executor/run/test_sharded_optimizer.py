@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from planner.executor.checkpoint.folders import complete
+from planner.executor.checkpoint.index import load_checkpoint
 from planner.executor.job import CheckpointOptions, Job, TrainingOptions
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -154,3 +156,7 @@ def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
     assert [entry.loss for entry in whole.losses] == [entry.loss for result in rest for entry in result.losses]
     one, other = (torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1]))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    newest = load_checkpoint(complete(tmp_path / "checkpoints")[-1])
+    sizes = [p.optimizer_file.size_bytes for p in newest.index.parts if p.stage == 1 and p.optimizer_file is not None]
+    assert len(sizes) == 2
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "each replica has half of the state"

@@ -40,6 +40,12 @@ def _runs(schedule: Schedule) -> Iterator[Run]:
     yield run((1, 1, 1), tied=((0, stages - 1), (1, stages - 1)))
     yield run((1, 1, 1), clipped=True)
     yield run((1, 1), autocast="float16")
+    for replicas in [(2, 2)] if schedule.chunked else [(2, 2), (2, 1), (1, 3)]:
+        yield run(replicas, sharded=True)
+    yield run((2, 2), sharded=True, tied=((0, 2 * chunks - 1),))
+    yield run((2, 2), sharded=True, clipped=True, evaluate_every=2)
+    yield run((2, 2), sharded=True, autocast="float16")
     if schedule.stashes:
         yield run((2, 1, 1), accumulate=2)
+        yield run((2, 1, 1), accumulate=2, sharded=True)
         yield run((1, 1, 1), accumulate=3, tied=((0, 2),))

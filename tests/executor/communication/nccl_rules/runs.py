@@ -20,7 +20,7 @@ from planner.executor.communication.shared import SharedGradients, shared_parame
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.job import Job, RunOptions, TrainingOptions
 from planner.executor.run import train
-from planner.executor.run.context import HeldStage, PipelineContext
+from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
 from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.device_names import Backend
@@ -61,6 +61,7 @@ class Run:
     accumulate: int = 1
     clipped: bool = False
     autocast: str | None = None
+    sharded: bool = False
     depths: tuple[int, ...] | None = field(default=None)
 
     def __str__(self) -> str:
@@ -68,6 +69,7 @@ class Run:
         what = [f"skips {self.skips}"] * bool(self.skips) + [f"tied {self.tied}"] * bool(self.tied)
         what += ["traced"] * self.traced + ["evaluated"] * bool(self.evaluate_every) + ["clipped"] * self.clipped
         what += [f"accumulate {self.accumulate}"] * (self.accumulate > 1) + [str(self.autocast)] * bool(self.autocast)
+        what += ["sharded"] * self.sharded
         return f"{self.schedule} {config} of {self.microbatches} {' '.join(map(str, what))}".strip()
 
     @property
@@ -180,7 +182,10 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         for c in shape.channels
     }
     plan = Plan.model_construct(
-        stages=[Stage.model_construct(layers=(str(s),), ranks=r, recompute=False) for s, r in enumerate(shape.ranks)],
+        stages=[
+            Stage.model_construct(layers=(str(s),), ranks=r, recompute=False, sharded=run.sharded and len(r) > 1)
+            for s, r in enumerate(shape.ranks)
+        ],
         schedule=shape.schedule,
         microbatches=run.microbatches,
         microbatch_size=1,
@@ -198,8 +203,10 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         run_options=RunOptions(trace="trace.json" if run.traced else None),
     )
     shared = {pair: [_shared_name(pair)] for pair in run.tied}
-    held = {number: _held(number, run, transfers, shared, spec) for number in shape.stages_of(rank)}
     place = PretendedGPUs(CPU.compute, CPU.wire)
+    held = {
+        number: _held(number, run, (transfers, shared), plan.stages[number], rank) for number in shape.stages_of(rank)
+    }
     evaluation = None
     if run.evaluate_every is not None:
         modules: Any = {number: _Stage(number, run, transfers) for number in held}
@@ -220,14 +227,19 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     )
 
 
-def _held(
-    number: int, run: Run, transfers: dict[tuple[int, int], list[ValueSpec]], shared: dict[Any, list[str]], spec: Any
-) -> HeldStage:
+def _held(number: int, run: Run, exchanged: tuple[Any, dict[Any, list[str]]], planned: Stage, rank: int) -> HeldStage:
+    transfers, names = exchanged
     module: Any = _Stage(number, run, transfers)
+    shared = shared_parameters(number, module, names)
+    spec: Any = _Spec()
     optimizer = StageOptimizer(
-        spec, module, clip_grad_norm=1.0 if run.clipped else None, scale_loss=run.autocast == "float16"
+        spec,
+        module,
+        clip_grad_norm=1.0 if run.clipped else None,
+        scale_loss=run.autocast == "float16",
+        sharding=sharding_of(planned, module, shared, rank, CPU.wire),
     )
-    return HeldStage(number, module, optimizer, SharedGradients(number, shared_parameters(number, module, shared)))
+    return HeldStage(number, module, optimizer, SharedGradients(number, shared))
 
 
 def _shared_name(pair: tuple[int, int]) -> str:

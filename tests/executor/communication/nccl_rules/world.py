@@ -133,6 +133,14 @@ class World:
         for number, each in enumerate(tensors):
             self._all(each.copy_(tensor), group, itemgetter(number))
 
+    def reduce_scatter_single(self, output: Tensor, rows: Tensor, group: Group, async_op: bool) -> _Done | None:
+        own = group.ranks.index(self.rank)
+        sums = lambda given: torch.stack(given).sum(0).view(len(given), -1)[own]  # noqa: E731
+        return self._all(output, group, sums, async_op, give=rows)
+
+    def all_gather_single(self, rows: Tensor, own: Tensor, group: Group, async_op: bool) -> _Done | None:
+        return self._all(rows, group, torch.cat, async_op, give=own)
+
     def barrier(self, group: Group | None = None) -> None:
         self._all(torch.zeros(1), group, lambda given: given[0])
 
@@ -153,8 +161,14 @@ class World:
         return name, self._posts[self.rank, name]
 
     def _all(
-        self, tensor: Tensor, group: Group | None, combine: Callable[[list[Tensor]], Tensor], async_op: bool = False
+        self,
+        tensor: Tensor,
+        group: Group | None,
+        combine: Callable[[list[Tensor]], Tensor],
+        async_op: bool = False,
+        give: Tensor | None = None,
     ) -> _Done | None:
+        """Give all members `give`, or else `tensor`, and fill `tensor` with what comes of all members' own."""
         group = group or self.everyone
 
         def fill(given: dict[int, Tensor]) -> None:
@@ -169,7 +183,7 @@ class World:
             self._fill(fill, (group.name, number))
             return None
         post = self._post(group, "all", None)
-        self._give(post, tensor)
+        self._give(post, tensor if give is None else give)
         done = _Done(self, post, fill, set(group.ranks))
         if async_op:
             return done
@@ -219,6 +233,7 @@ class World:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         names = ["new_group", "isend", "irecv", "all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"]
+        names += ["reduce_scatter_single", "all_gather_single"]
         replaced: dict[str, object] = {name: getattr(self, name) for name in names}
         replaced |= {
             "get_rank": lambda group=None: self.rank if group is None else group.ranks.index(self.rank),
@@ -228,7 +243,7 @@ class World:
             "is_initialized": lambda: True,
         }
         with (
-            patch.multiple(dist, **replaced),  # type: ignore[call-overload]
+            patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
             patch.object(groups, "wait_for_device", lambda _: self.note(DeviceWait())),
             # Where a GPU's event and side stream let a receive begin before what was computed since.
             patch.object(PostedInRuns, "_allocated", lambda _, size: self._buffer(size, fresh=False)),

@@ -1,0 +1,122 @@
+"""How a stage's optimizer is divided over its replicas: what each has, and that they never wait for each other."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adafactor, Adagrad, AdamW, Optimizer
+
+from planner.errors import ModelFileError, PlanError
+from planner.executor.communication.sharding import ALIGNMENT, Sharding, divide
+from planner.executor.stage.optimizer import StageOptimizer
+from planner.model.spec import TrainingSpec, in_memory
+from planner.schedule.instructions import Instruction, Update
+from planner.schedule.streams.check import _Run
+from tests.executor.communication.nccl_rules.cases import runs
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_every_element_has_one_owner_and_rows_are_equal(replicas: int) -> None:
+    rng = random.Random(replicas)
+    for _ in range(50):
+        sizes = [rng.choice([0, 1, 7, 64, 100, 1000, 5000]) for _ in range(rng.randint(1, 9))]
+        pieces, row = divide(sizes, replicas)
+        for index, size in enumerate(sizes):
+            own = [piece for piece in pieces if piece.parameter == index]
+            assert [number for piece in own for number in range(piece.start, piece.stop)] == list(range(size))
+            assert all(piece.start % ALIGNMENT == 0 for piece in own)
+        for owner in range(replicas):
+            taken = [n for p in pieces if p.owner == owner for n in range(p.at, p.at + p.stop - p.start)]
+            assert len(taken) == len(set(taken))
+            assert max(taken, default=-1) < row
+        assert row * replicas <= sum(sizes) + ALIGNMENT * (len(sizes) + replicas)
+
+
+def spec_of(optimizer: Any) -> TrainingSpec:
+    return in_memory(nn.Linear(1, 1), example_batch=((torch.zeros(1, 1),), None), optimizer=optimizer)
+
+
+def tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("kind", [AdamW, Adagrad])
+def test_a_replica_holds_its_part_of_the_state(kind: Any, replicas: int) -> None:
+    """Bytes of tensors, after a step, whether state is there before it (Adagrad) or not; also of shared weights."""
+    module = nn.Sequential(nn.Linear(100, 70), nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    whole = kind(list(module.parameters()))
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    whole.step()
+    all_bytes = sum(tensor.nbytes for tensor in tensors_of(whole))
+    held = []
+    for replica in range(replicas):
+        shared = [next(module.parameters())]
+        sharding = Sharding(list(module.parameters()), (replica, replicas), shared, CPU)
+        stage = StageOptimizer(spec_of(kind), module, sharding=sharding)
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        sharding.take_gradients()
+        assert stage.optimizer is not None
+        stage.optimizer.step()
+        tensors = tensors_of(stage.optimizer)
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+        held.append(sum(tensor.nbytes for tensor in tensors))
+    assert sum(held) == all_bytes
+    assert max(held) <= all_bytes / replicas + len(list(module.parameters())) * 2 * ALIGNMENT * 4
+
+
+def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
+    module = nn.Linear(100, 70)
+    sharding = Sharding(list(module.parameters()), (0, 2), (), CPU)
+    with pytest.raises(PlanError, match=r"nobody says that Adafactor treats each element of a parameter alone") as e:
+        StageOptimizer(spec_of(Adafactor), module, sharding=sharding)
+    assert "`shard_optimizer=never`" in str(e.value.hint)
+
+
+def test_state_that_cannot_be_divided_is_refused() -> None:
+    class Factored(AdamW):
+        elementwise = True
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["rows"] = torch.zeros(parameter.shape[0] + 1)
+
+    module = nn.Linear(100, 70)
+    sharding = Sharding(list(module.parameters()), (0, 2), (), CPU)
+    with pytest.raises(ModelFileError, match=r"of shape \(70, 100\) a tensor 'rows' of shape \(71,\)"):
+        StageOptimizer(spec_of(Factored), module, sharding=sharding)
+
+
+def test_updates_at_which_replicas_wait_for_each_other_close_no_circle() -> None:
+    """Over gloo the host waits for the weights: an update is a meeting, as an all-reduce is."""
+    arrived: dict[tuple[int, int], set[int]] = {}
+    execute = _Run._execute
+
+    def meeting(run: _Run, rank: int, instruction: Instruction) -> bool:
+        if isinstance(instruction, Update):
+            here = arrived.setdefault((instruction.stage, instruction.round), set())
+            if rank in here:
+                return here == set(run.shape.ranks[instruction.stage])
+            execute(run, rank, instruction)
+            here.add(rank)
+            return here == set(run.shape.ranks[instruction.stage])
+        return execute(run, rank, instruction)
+
+    shapes = {str(run): run.shape for run in runs() if max(run.replicas) > 1}
+    with patch.object(_Run, "_execute", meeting):
+        for shape in shapes.values():
+            for minibatches in (1, 5, 12):
+                arrived.clear()
+                _Run(shape, minibatches).complete()
+    assert len(shapes) > 60
