@@ -169,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
     if warning := staleness_warning(plan):
         print_complaint("warning", *warning)
     _warn_of_shared_weights(plan, profile)
+    _warn_of_company(plan, profile)
     if args.verify is not None:
         profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)
         # With --json stdout holds the plan alone.
@@ -202,6 +203,18 @@ def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
         left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
         text = shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}")
         print_complaint("note", text)
+
+
+def _warn_of_company(plan: Plan, profile: Profile) -> None:
+    """Say where workers that share a host will be slower than a process was that had it for itself."""
+    device, measured = profile.device, profile.provenance.source == "measured"
+    if device.kind == "cpu" and measured and (device.processes or 1) == 1 and plan.workers > 1:
+        print_complaint(
+            "note",
+            f"the profile is of one process that had its host for itself; where workers share a host's cores and "
+            f"memory, all {plan.workers} are slower than the plan says",
+            f"for workers on one host, profile with: plan profile MODEL `processes={plan.workers}`",
+        )
 
 
 def _verified(model: str, profile: Profile, plan: Plan) -> str:

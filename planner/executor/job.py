@@ -132,6 +132,7 @@ class TrainResult(Record):
     seconds: float  # the whole run, start-up and drain included
     samples_per_s: float  # steady state
     predicted_samples_per_s: float | None
+    likely_cause: str | None = None  # where the run was much slower than predicted
     random_data: bool  # without dataset() batches are random, and losses mean nothing
     losses: tuple[Loss, ...]
     evaluations: tuple[Evaluation, ...] = ()

@@ -10,6 +10,7 @@ from typing import TypedDict
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
 from planner.executor.job import Evaluation, TrainResult, WorkerReport
+from planner.executor.observe.likely_cause import likely_cause
 from planner.executor.observe.measure import steady_state
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.run_log import Past
@@ -81,6 +82,10 @@ def gather_result(context: Context, report: WorkerReport, course: Course) -> Tra
         return None
     job, plan, data, place = context.job, context.plan, context.data, context.place
     past = Past() if checkpointer is None else checkpointer.past
+    # Every sample passes the last stage once.
+    samples_per_s = sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks)
+    predicted = job.predicted_samples_per_s or plan.predicted.samples_per_s
+    of_plan = job.baseline is None
     return TrainResult(
         config=plan.config,
         device=place.kind,
@@ -93,9 +98,11 @@ def gather_result(context: Context, report: WorkerReport, course: Course) -> Tra
         minibatch_size=context.minibatch_size,
         samples=sum(data.minibatch_size(minibatch) for minibatch in range(course.first, context.minibatches)),
         seconds=course.seconds,
-        # Every sample passes the last stage once.
-        samples_per_s=sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
-        predicted_samples_per_s=job.predicted_samples_per_s or plan.predicted.samples_per_s,
+        samples_per_s=samples_per_s,
+        predicted_samples_per_s=predicted,
+        likely_cause=likely_cause(plan, reports, predicted, samples_per_s)
+        if predicted and job.baseline is None
+        else None,
         random_data=data.random,
         losses=(*past.losses, *losses),
         evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluated)),

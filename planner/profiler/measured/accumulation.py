@@ -15,12 +15,16 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from planner.profiler.measured.clock import Clock, CpuClock
 
 Layers = Sequence[Mapping[str, nn.Parameter]]  # trained parameters by name, per layer
+_GENEROUS = 2.0  # times what a large tensor needs per byte: the gradients lie in several places
+_CALL_S = 50e-6  # for each weight, whose addition is a call of its own
+_ADDED_BYTES = 32 * 2**20  # more than the caches hold
 _Spans = list[tuple[int, Any, Any]]  # of one backward: layer, and marks before and after each of its weights
 
 
@@ -33,6 +37,47 @@ class AccumulationTime:
 
     seconds: float = 0.0
     thread_seconds: float | None = None
+
+
+def bounded(times: Sequence[AccumulationTime], layers: Layers, clock: Clock[Any]) -> list[AccumulationTime]:
+    """Return the times, each at most what the memory needs to read both gradients and to write their sum.
+
+    On a busy machine the difference of two medians is noise where a layer's gradients are small.
+
+    Args:
+        times: by layer.
+        layers: the weights.
+        clock: of their device.
+    """
+    devices = [parameter.device for layer in layers for parameter in layer.values()]
+    if not devices or not any(each.seconds for each in times):
+        return list(times)
+    per_byte_s = _adding_s_per_byte(clock, devices[0])
+    most = [
+        _GENEROUS * per_byte_s * sum(parameter.nbytes for parameter in layer.values()) + _CALL_S * len(layer)
+        for layer in layers
+    ]
+    return [
+        AccumulationTime(
+            min(each.seconds, limit_s),
+            None if each.thread_seconds is None else min(each.thread_seconds, limit_s),
+        )
+        for each, limit_s in zip(times, most, strict=True)
+    ]
+
+
+def _adding_s_per_byte(clock: Clock[Any], device: torch.device) -> float:
+    """Measure the seconds per byte of adding one large tensor to another."""
+    total, more = torch.zeros(2, _ADDED_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(5):
+        clock.wait()
+        start = clock.mark()
+        total.add_(more)
+        end = clock.mark()
+        clock.wait()
+        seconds.append(clock.seconds(start, end))
+    return median(seconds) / _ADDED_BYTES
 
 
 class AccumulationTimer:

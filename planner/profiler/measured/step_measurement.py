@@ -15,7 +15,7 @@ from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import build_stage
 from planner.model.stage.unsplit import unsplit_loss
 from planner.profiler.flops import FlopCounter
-from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer
+from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer, bounded
 from planner.profiler.measured.clock import LayerMarks, clock_for, layer_flops
 from planner.profiler.measured.compiled import CompiledRuns, as_compiled, saved_as_compiled, starts_of_runs
 from planner.profiler.measured.make_profile import LayerMeasurement, Measurement, first_uses
@@ -89,7 +89,8 @@ class StepMeasurement:
         updates = layer_updates(self._spec, trained, self._clock, self._device)
         # Last, because what libraries allocate once in the first steps would count.
         workspaces = self._workspaces(saved)
-        accumulation = self._accumulation.times() or [AccumulationTime()] * len(layers)
+        adding = self._accumulation.times() or [AccumulationTime()] * len(layers)
+        accumulation = bounded(adding, self._by_layer(self._parameters), self._clock)
         columns = zip(layers, updates, saved, workspaces, accumulation, flops, strict=True)
         return Measurement([LayerMeasurement(*column) for column in columns], whole)
 

@@ -55,6 +55,8 @@ def _throughput(result: TrainResult) -> str:
     ]
     if predicted is not None:
         lines.append(("predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"))
+    if result.likely_cause is not None:
+        lines.append(("likely cause", result.likely_cause))
     if deferred := sum(report.deferred_weights for report in result.reports):
         lines.append(("weights", f"made stage by stage: {deferred} of {result.workers} workers made only their own"))
     lines += [("restarted", f"after {reason}") for reason in result.restarts]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner.formats.profile import load_profile, save_profile
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
-from planner.profiler.measured.accumulation import AccumulationTimer
+from planner.profiler.measured.accumulation import AccumulationTime, AccumulationTimer, bounded
 from planner.profiler.measured.clock import CpuClock
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
@@ -78,6 +78,16 @@ def test_times_are_differences_of_medians_and_never_negative() -> None:
     expected = [2 * (6.0 - 2.5), 0.0, 0.0, 2 * (27.5 - 2.0)]  # noise would make the third -0.5
     assert [each.seconds for each in found] == pytest.approx(expected)
     assert [each.thread_seconds for each in found] == pytest.approx([2 * seconds for seconds in expected])
+
+
+def test_noise_is_no_more_than_the_memory_can_take() -> None:
+    """A busy machine makes 12 ms of four bytes; large layers keep what was measured."""
+    small, large = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2**22))
+    times = [AccumulationTime(12e-3, 12e-3), AccumulationTime(), AccumulationTime(1e-6, 1e-6)]
+    found = bounded(times, [{"small": small}, {}, {"large": large}], CpuClock())
+    assert 0.0 < found[0].seconds < 1e-3
+    assert found[0].thread_seconds == found[0].seconds
+    assert found[1:] == times[1:]
 
 
 def test_gradients_and_hooks_are_left_as_they_were() -> None:
