@@ -85,7 +85,6 @@ def gather_result(context: Context, report: WorkerReport, course: Course) -> Tra
     # Every sample passes the last stage once.
     samples_per_s = sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks)
     predicted = job.predicted_samples_per_s or plan.predicted.samples_per_s
-    of_plan = job.baseline is None
     return TrainResult(
         config=plan.config,
         device=place.kind,
