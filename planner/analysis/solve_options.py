@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.setting import Setting
+from planner.errors import InputError
 from planner.formats.cluster import Cluster
 from planner.formats.cost_model_names import CostModelName
 from planner.formats.plan import Plan
@@ -18,6 +19,7 @@ from planner.solver import solve
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.candidates.progress import Patience
+from planner.solver.minibatch import microbatches_in
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation
 from planner.solver.stage_rules import StageRules
@@ -27,20 +29,30 @@ from planner.solver.stage_rules import StageRules
 class SolveOptions:
     """The arguments of `solve` beside profile and cluster.
 
-    `microbatches`: per minibatch; None means `MICROBATCHES_PER_GPU` for schedules that divide minibatches.
+    `microbatches`: per minibatch; None means as many as make `minibatch` samples, if that is given, or
+    `MICROBATCHES_PER_GPU` for schedules that divide minibatches.
     """
 
     cost_model: CostModelName = "resource"
     schedule: Schedule = ONE_F_ONE_B
     microbatches: int | None = None
+    minibatch: int | None = None  # samples
     depth: DepthRule = "auto"
     rules: StageRules = field(default_factory=StageRules)
     chunks: int = CHUNKS  # of the model on each GPU, under interleaved
     accept_divided_loss: bool = False
     patience: Patience = field(default_factory=Patience)
 
-    def microbatches_on(self, cluster: Cluster) -> int:
-        """Return the number of microbatches per minibatch on this cluster."""
+    def microbatches_on(self, cluster: Cluster, profile: Profile) -> int:
+        """Return the number of microbatches per minibatch on this cluster.
+
+        Raises:
+            InputError: where microbatches of the profile's size do not make the minibatch.
+        """
+        if self.microbatches is not None and self.minibatch is not None:
+            raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
+        if self.minibatch is not None:
+            return microbatches_in(self.minibatch, profile, self.schedule)
         if self.microbatches is not None:
             return self.microbatches
         return MICROBATCHES_PER_GPU * cluster.gpus if self.schedule.divides else 1
@@ -52,7 +64,7 @@ class SolveOptions:
 
     def problem(self, layer_costs: LayerCosts, cluster: Cluster) -> Problem:
         """Return the problem of pricing plans on this cluster, each of which takes as long as it takes."""
-        microbatches = self.microbatches_on(cluster)
+        microbatches = self.microbatches_on(cluster, layer_costs.profile)
         setting = Setting(cluster, self.schedule, microbatches, self.chunks_per_gpu, self.cost_model)
         return Problem(layer_costs, setting, self.rules, self.depth, budget=Budget.unlimited())
 
@@ -67,7 +79,7 @@ class SolveOptions:
             cluster,
             cost_model=self.cost_model,
             schedule=self.schedule,
-            microbatches=self.microbatches_on(cluster),
+            microbatches=self.microbatches_on(cluster, profile),
             depth=self.depth,
             recompute=self.rules.recompute,
             shard_optimizer=self.rules.shard_optimizer,

@@ -9,7 +9,6 @@ from functools import partial
 from planner.analysis.solve_options import SolveOptions
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.formats.cluster import Cluster
-from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.flush import FLUSH
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate
@@ -71,8 +70,9 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
         yield _way("ZeRO-1", problem, [sharded])
         yield _way("ZeRO-2", problem, [replicated], partial(sharded_data_parallel, zero=2))
         yield _way("ZeRO-3, FSDP", problem, [replicated], partial(sharded_data_parallel, zero=3))
-    microbatches = problem.microbatches if schedule.divides else MICROBATCHES_PER_GPU * gpus
-    flushed = replace(problem.under(FLUSH, microbatches), depth="published")
+    many = options.microbatches if schedule.divides else None
+    drained = replace(options, schedule=FLUSH, microbatches=many, depth="published", cost_model="resource")
+    flushed = replace(drained.problem(layer_costs, cluster), budget=budget)
     for count in BLOCK_STAGES:
         stages = baselines.equal_blocks(layer_costs, count)
         if gpus % count == 0 and len(stages) == count:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
 from planner.cli.arguments.numbers import batch_sizes
-from planner.cli.arguments.question import add_loss_argument
+from planner.cli.arguments.question import add_loss_argument, add_minibatch_argument
+from planner.cli.arguments.rules import add_rule_arguments, rules_of
 from planner.cli.arguments.time_limit import add_time_limit_argument, shown
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
 from planner.cli.flags import as_flags
@@ -42,6 +43,7 @@ def add_parser(verbs: Verbs) -> None:
     add_constraint_arguments(parser)
     _add_file_arguments(parser)
     _add_plan_arguments(parser)
+    add_rule_arguments(parser)
     _add_search_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -90,6 +92,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="microbatches per minibatch, for schedules that divide it; with several batch sizes, those of the "
         f"smallest size, and the others make as large a minibatch (default: {MICROBATCHES_PER_GPU} per GPU)",
     )
+    add_minibatch_argument(parser)
     parser.add_argument(
         "--chunks",
         type=int,
@@ -104,13 +107,6 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="minibatches in flight under 1f1b and 2bw, and microbatches in flight under 1f1b-flush: as many as "
         "published, or more (auto) where workers would otherwise wait for messages or for each other, as long as each "
         "gains at least 2%% (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--recompute",
-        choices=["auto", "never", "always"],
-        default="auto",
-        help="run a stage's forward again before its backward, instead of keeping the activations: where memory "
-        "demands it (auto), never, or always (default: %(default)s)",
     )
     add_loss_argument(parser)
     parser.add_argument(
@@ -128,13 +124,6 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
         choices=COST_MODEL_NAMES,
         default="resource",
         help=f"{COST_MODEL_HELP} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--granularity",
-        choices=["auto", "block", "layer"],
-        default="auto",
-        help="where to cut a model of repeated blocks, as transformers are: between blocks only (block), anywhere "
-        "(layer), or inside blocks only where that makes the plan 2%% faster (auto) (default: %(default)s)",
     )
     parser.add_argument(
         "--solver",
@@ -231,18 +220,22 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, progre
     from planner.analysis.solve_options import SolveOptions
     from planner.solver import solve
 
-    options = SolveOptions(schedule=find(args.schedule), microbatches=args.microbatches)
+    rules = rules_of(args)
+    options = SolveOptions(schedule=find(args.schedule), microbatches=args.microbatches, minibatch=args.minibatch)
     return solve(
         profile,
         cluster,
         cost_model=args.cost_model,
         schedule=options.schedule,
-        microbatches=options.microbatches_on(cluster),
+        microbatches=options.microbatches_on(cluster, profile),
         depth=args.depth,
-        recompute=args.recompute,
+        recompute=rules.recompute,
+        shard_optimizer=rules.shard_optimizer,
+        max_stages=rules.max_stages,
+        max_staleness=rules.max_staleness,
+        granularity=rules.granularity,
         chunks=args.chunks,
         vertical_sync=args.vertical_sync,
-        granularity=args.granularity,
         solver=args.solver,
         constraints=constraints_of(args),
         accept_divided_loss=bool(args.accept_divided_loss),
@@ -271,11 +264,11 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster,
         cluster,
         schedules=COMPARED if args.schedule in ("auto", "all") else [args.schedule],
         microbatches=args.microbatches,
+        minibatch=args.minibatch,
         depth=args.depth,
-        recompute=args.recompute,
+        rules=rules_of(args),
         chunks=args.chunks,
         accept_divided_loss=bool(args.accept_divided_loss),
-        granularity=args.granularity,
         patience=Patience(args.time_limit, progress),
     )
     if not args.json:

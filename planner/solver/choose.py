@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.stage_options import RecomputeRule
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
@@ -21,8 +20,9 @@ from planner.schedule.registry import SCHEDULES, find
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
 from planner.solver.candidates.progress import Patience
+from planner.solver.minibatch import microbatches_in
 from planner.solver.problem import DepthRule
-from planner.solver.stage_rules import Granularity
+from planner.solver.stage_rules import StageRules
 
 COMPARED: tuple[Schedule, ...] = tuple(schedule for schedule in SCHEDULES if schedule.pipelined)
 
@@ -102,11 +102,11 @@ def choose(
     *,
     schedules: Sequence[Schedule | str] = COMPARED,
     microbatches: int | None = None,
+    minibatch: int | None = None,
     depth: DepthRule = "auto",
-    recompute: RecomputeRule = "auto",
+    rules: StageRules | None = None,
     chunks: int = CHUNKS,
     accept_divided_loss: bool = False,
-    granularity: Granularity = "auto",
     patience: Patience | None = None,
 ) -> Choice:
     """Find the plan with most samples per second over all schedules and profiles.
@@ -117,11 +117,11 @@ def choose(
         schedules: what to compare.
         microbatches: per minibatch, at the smallest of the profiles' sizes; by default 4 per GPU. Larger microbatches
             make the same minibatch.
+        minibatch: samples of every minibatch, in place of `microbatches`; what cannot make it is no candidate.
         depth: as for `solve`.
-        recompute: as for `solve`.
+        rules: what the stages of all plans may be like.
         chunks: as for `solve`.
         accept_divided_loss: as for `solve`.
-        granularity: as for `solve`.
         patience: how long to search for each plan.
 
     Raises:
@@ -129,23 +129,29 @@ def choose(
         InputError: for profiles of different models, or sizes that cannot make the same minibatch.
     """
     _check_alike(profiles)
-    patience = patience or Patience()
+    if microbatches is not None and minibatch is not None:
+        raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
+    patience, rules = patience or Patience(), rules or StageRules()
     options = []
     for profile in sorted(profiles, key=lambda each: each.microbatch_size or 0):
-        many = _microbatches(profile, profiles, cluster, microbatches)
+        many = _microbatches(profile, profiles, cluster, microbatches) if minibatch is None else 1
         for schedule in map(find, schedules):
             count = many if schedule.divides else 1
             try:
+                count = count if minibatch is None else microbatches_in(minibatch, profile, schedule)
                 plan = solve(
                     profile,
                     cluster,
                     schedule=schedule,
                     microbatches=count,
                     depth=depth,
-                    recompute=recompute,
+                    recompute=rules.recompute,
+                    shard_optimizer=rules.shard_optimizer,
+                    max_stages=rules.max_stages,
+                    max_staleness=rules.max_staleness,
+                    granularity=rules.granularity,
                     chunks=chunks,
                     accept_divided_loss=accept_divided_loss,
-                    granularity=granularity,
                     time_limit_s=patience.time_limit_s,
                     progress=patience.progress,
                 )

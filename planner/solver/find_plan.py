@@ -40,6 +40,7 @@ from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.granularity import solve_blocks_first
 from planner.solver.infeasible import explain
+from planner.solver.minibatch import microbatches_in
 from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import DepthRule, Problem
@@ -57,6 +58,7 @@ def solve(
     cost_model: CostModelName = "resource",
     schedule: Schedule | str = ONE_F_ONE_B,
     microbatches: int = 1,
+    minibatch: int | None = None,
     depth: DepthRule = "auto",
     recompute: RecomputeRule = "auto",
     shard_optimizer: ShardRule = "auto",
@@ -79,6 +81,7 @@ def solve(
         cost_model: `resource`, or one of the two published ones, to compare against.
         schedule: order of work, which decides what a plan costs and holds.
         microbatches: per minibatch, for schedules that divide it.
+        minibatch: samples per minibatch, in place of `microbatches`.
         depth: for 1f1b and 2bw under the resource model: "published" keeps as many minibatches in flight as PipeDream
             does, "auto" more where workers would otherwise wait for messages or for each other.
         recompute: whether stages run their forward again instead of keeping its activations: "auto" where memory
@@ -114,6 +117,8 @@ def solve(
     """
     started = time.perf_counter()
     schedule = find(schedule)
+    if minibatch is not None:
+        microbatches = microbatches_in(minibatch, profile, schedule)
     setting = Setting(cluster, schedule, microbatches, schedule.fixed_chunks or chunks, cost_model)
     check_divided_loss(profile, setting, accepted=accept_divided_loss)
     cost_model_of(setting)  # refuses what no cost model describes, before a search begins

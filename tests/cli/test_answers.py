@@ -162,3 +162,15 @@ def test_stages_that_cannot_be_priced(folder: Path, arguments: tuple[str, ...], 
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert message in refused.stderr
     assert not (folder / "plan.json").exists()
+
+
+def test_a_minibatch_and_rules_of_stages_are_flags(folder: Path) -> None:
+    solving = (*CLUSTER, "--schedule", "1f1b-flush", "--recompute", "never", "--minibatch")
+    solved = plan("solve", *solving, "32", cwd=folder)
+    assert solved.returncode == 0, solved.stderr
+    assert "8 microbatches" in solved.stdout
+    refused = plan("compare", *solving, "33", cwd=folder)
+    assert refused.returncode == 2
+    assert "--minibatch 33 is no multiple of the 4 samples" in refused.stderr
+    contradiction = plan("compare", "--plan", "plan.json", "--max-stages", "2", cwd=folder)
+    assert "--max-stages has no meaning with --plan" in contradiction.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
+from planner.cli.arguments.numbers import at_least
+from planner.cli.arguments.rules import RULES, add_rule_arguments, rules_of
 from planner.cli.arguments.time_limit import add_time_limit_argument, shown
 from planner.cli.arguments.verb import PLAN, PROFILE, given, refuse
 from planner.formats.cost_model_names import COST_MODEL_NAMES
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from planner.solver.candidates.progress import Patience
 
 _CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
-_SOLVING = ("schedule", "microbatches", "cost_model", "accept_divided_loss")
+_SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
@@ -51,7 +53,9 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     parser.add_argument(
         "--microbatches", type=int, metavar="M", help=f"as for `plan solve` (default: {MICROBATCHES_PER_GPU} per GPU)"
     )
+    add_minibatch_argument(parser)
     add_loss_argument(parser)
+    add_rule_arguments(parser)
     parser.add_argument(
         "--cost-model",
         choices=COST_MODEL_NAMES,
@@ -59,6 +63,17 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     )
     add_time_limit_argument(parser, "each search for a plan")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def add_minibatch_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare the size of minibatches in samples."""
+    parser.add_argument(
+        "--minibatch",
+        type=at_least(1),
+        metavar="SIZE",
+        help="samples per minibatch, a multiple of the profile's batch size, in place of --microbatches; every "
+        "candidate keeps it",
+    )
 
 
 def add_loss_argument(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +94,10 @@ def options_of(args: argparse.Namespace, patience: Patience) -> SolveOptions:
     asked = {name: getattr(args, name) for name in _SOLVING}
     if args.schedule is not None:
         asked["schedule"] = find(args.schedule)
-    return SolveOptions(patience=patience, **{name: value for name, value in asked.items() if value is not None})
+    rules = rules_of(args)
+    return SolveOptions(
+        patience=patience, rules=rules, **{name: value for name, value in asked.items() if value is not None}
+    )
 
 
 @contextmanager
@@ -104,5 +122,5 @@ def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> P
         path = PLAN
     if path is None:
         return options_of(args, patience).solve(profile, cluster_of(args, profile))
-    refuse(args, "plan", *_CLUSTER, *_SOLVING, why=", which says so itself")
+    refuse(args, "plan", *_CLUSTER, *_SOLVING, *RULES, why=", which says so itself")
     return load_plan(path)

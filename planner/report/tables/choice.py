@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.errors import InputError
 from planner.report.tables.table import Table
 from planner.solver.choose import Choice, Option
+from planner.solver.minibatch import MinibatchError
 from planner.units import format_bytes, format_seconds
 
 
@@ -46,4 +47,6 @@ def _why(option: Option) -> str:
     """Say in a few words why there is no plan; solving for this schedule alone gives the whole message."""
     if option.obstacle is None:
         return ""
+    if isinstance(option.obstacle, MinibatchError):
+        return "makes no such minibatch"
     return "too little to divide" if isinstance(option.obstacle, InputError) else "does not fit the memory"

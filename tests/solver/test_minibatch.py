@@ -1,0 +1,61 @@
+"""A minibatch of so many samples is kept by every candidate, or refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.analysis.solve_options import SolveOptions
+from planner.errors import InputError
+from planner.formats.cluster import flat_cluster
+from planner.report.tables.choice import choice_report
+from planner.schedule.flush import FLUSH
+from planner.solver import solve
+from planner.solver.choose import choose
+from tests.samples import layer, profile
+
+MODEL = profile(*(layer(f"l{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(4)))  # microbatches of 4
+CLUSTER = flat_cluster(2, 1e3)
+
+
+def test_a_minibatch_is_counted_in_microbatches() -> None:
+    assert solve(MODEL, CLUSTER, schedule="1f1b-flush", minibatch=24).microbatches == 6
+    assert solve(MODEL, CLUSTER, minibatch=4).microbatches == 1
+    assert SolveOptions(schedule=FLUSH, minibatch=24).solve(MODEL, CLUSTER).microbatches == 6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "minibatch", "message"),
+    [
+        ("1f1b-flush", 22, "`minibatch=22` is no multiple of the 4 samples of a microbatch\nhint: give `minibatch=20`"),
+        ("1f1b-flush", 2, "give `minibatch=4`"),
+        ("1f1b", 24, "under 1f1b a minibatch has the 4 samples that were profiled, not `minibatch=24`"),
+    ],
+)
+def test_other_sizes_are_refused(schedule: str, minibatch: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        solve(MODEL, CLUSTER, schedule=schedule, minibatch=minibatch)
+
+
+def test_a_profile_without_a_size_has_no_samples_to_count() -> None:
+    unknown = MODEL.model_copy(update={"microbatch_size": None})
+    with pytest.raises(InputError, match="does not know its batch size"):
+        solve(unknown, CLUSTER, schedule="1f1b-flush", minibatch=8)
+
+
+def test_every_candidate_keeps_it() -> None:
+    larger = MODEL.model_copy(update={"microbatch_size": 8})
+    uneven = MODEL.model_copy(update={"microbatch_size": 5})
+    choice = choose([MODEL, larger, uneven], CLUSTER, schedules=["1f1b", "gpipe", "1f1b-flush"], minibatch=16)
+    made = {(option.schedule.name, option.profile.microbatch_size): option for option in choice.options}
+    assert {key for key, option in made.items() if option.plan} == {
+        (name, size) for name in ("gpipe", "1f1b-flush") for size in (4, 8)
+    }
+    assert {option.samples_per_minibatch for option in choice.options if option.plan} == {16}
+    assert "makes no such minibatch" in choice_report(choice)
+
+
+def test_samples_and_microbatches_are_not_both_given() -> None:
+    with pytest.raises(InputError, match="say the same twice"):
+        SolveOptions(schedule=FLUSH, microbatches=2, minibatch=8).solve(MODEL, CLUSTER)
+    with pytest.raises(InputError, match="say the same twice"):
+        choose([MODEL], CLUSTER, microbatches=2, minibatch=8)
