@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from planner.cli.arguments.verb import Verbs, add_plan_argument, declare
-from planner.cli.output import print_written
+from planner.cli.output import STDOUT, print_written
 
 DESCRIPTION = """\
 Write the plan's stage boundaries in the form that another pipeline system takes.
@@ -34,6 +34,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="FILE",
         help="file to write, - for stdout (default: train_pipelining.py, pipeline_partition.py; stdout for megatron)",
     )
+    parser.add_argument("--json", action="store_true", help="print the name of the file as JSON")
     parser.set_defaults(run=run)
 
 
@@ -45,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
     text = export(load_plan(args.plan), args.to, model=args.model)
     output = args.output or Path(FILES[args.to])
-    if str(output) == "-":
+    if output == STDOUT:
         print(text, end="")
     else:
         write_text(output, text)
-        print_written(output)
+        print_written(output, as_json=args.json)
     return 0

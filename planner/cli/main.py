@@ -32,7 +32,7 @@ from planner.cli import (
     train,
 )
 from planner.cli.flags import learn
-from planner.cli.output import print_complaint, try_outputs
+from planner.cli.output import print_complaint, print_failure, try_outputs
 from planner.errors import InputError, PlannerError
 from planner.version import __version__
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process when None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    verbose = False
+    verbose, as_json = False, "--json" in arguments  # also where they cannot be parsed
     try:
         args = build_parser().parse_args(arguments)
         verbose = getattr(args, "verbosity", 0) >= 2
@@ -128,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PlannerError as error:
+        if as_json:
+            print_failure(error)
         return _fail(error.message, error.hint, error.exit_code, verbose)
     except KeyboardInterrupt:
         return _fail("interrupted", "", INTERRUPTED, verbose)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from planner.cli.flags import as_flags
+from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     Answer = TypeVar("Answer", bound=BaseModel)
+
+
+STDOUT = Path("-")  # in place of a file's name
 
 
 def print_answer(answer: Answer, as_json: bool, table: Callable[[Answer], str]) -> None:
@@ -28,13 +33,21 @@ def print_complaint(kind: str, message: str, hint: str = "") -> None:
         print(f"hint: {as_flags(hint)}", file=sys.stderr)
 
 
+def print_failure(error: PlannerError) -> None:
+    """Print an error on stdout for a machine that reads the answer there."""
+    told = {"error": as_flags(error.message), "hint": as_flags(error.hint), "exit_code": error.exit_code}
+    print(json.dumps(told, indent=1))
+
+
 def print_progress(text: str) -> None:
     """Print what happens, or has happened, on stderr."""
     print(as_flags(text), file=sys.stderr, flush=True)
 
 
-def print_written(path: Path) -> None:
-    """Print on stderr which file was written."""
+def print_written(path: Path, *, as_json: bool = False) -> None:
+    """Print on stderr which file was written; as JSON on stdout, where the file is the whole answer."""
+    if as_json:
+        print(json.dumps({"written": str(path)}, indent=1))
     print_progress(f"written to {path}")
 
 
@@ -47,7 +60,7 @@ def try_outputs(args: argparse.Namespace) -> None:
     from planner.formats.files import check_writable
 
     for name in ("output", "trace", "plot"):
-        if isinstance(path := getattr(args, name, None), Path):
+        if isinstance(path := getattr(args, name, None), Path) and path != STDOUT:
             check_writable(path)
 
 

@@ -78,6 +78,7 @@ def add_parser(verbs: Verbs) -> None:
         help="svg and png show the timeline alone (default: that of the file's name, or html)",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: report.FORMAT)")
+    parser.add_argument("--json", action="store_true", help="print the name of the file as JSON")
     parser.set_defaults(run=run)
 
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         case "svg" | "png":
             picture = timeline_svg([simulated] if measured is None else [simulated, measured])
             write_bytes(output, png(picture) if style == "png" else picture.encode())
-    print_written(output)
+    print_written(output, as_json=args.json)
     return 0
 
 

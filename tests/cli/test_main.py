@@ -188,3 +188,22 @@ def test_a_plan_for_another_profile_is_not_replaced_without_a_word(tmp_path: Pat
     (tmp_path / "profile.json").write_text(MODEL.model_copy(update={"model": "another"}).model_dump_json())
     told = f"note: 'plan.json' held a plan for the model '{MODEL.model}', "
     assert told in plan(*SOLVE, cwd=tmp_path).stderr
+
+
+def test_failures_are_json_for_machines(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(MODEL.model_dump_json())
+    done = plan(*SOLVE, "--memory", "1GB", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert done.returncode == told["exit_code"] == 3
+    assert told["error"].startswith("no plan fits 3 GPUs of 1 GB")
+    assert "--memory" in told["hint"]
+    wrong = plan("solve", "--gpus", "two", "--json", cwd=tmp_path)
+    assert json.loads(wrong.stdout)["exit_code"] == wrong.returncode == 2
+
+
+def test_files_that_are_answers_are_named_in_json(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(MODEL.model_dump_json())
+    assert plan(*SOLVE, cwd=tmp_path).returncode == 0
+    done = plan("report", "--points", "0", "--json", "-o", "about.html", cwd=tmp_path)
+    assert json.loads(done.stdout) == {"written": "about.html"}
+    assert (tmp_path / "about.html").exists()

@@ -46,6 +46,8 @@ def schedule_line(plan: Plan) -> str:
     """Describe the schedule."""
     if plan.vertical_sync:
         return f"{plan.schedule.title} and vertical sync"
+    if len(plan.stages) == 1 and plan.schedule.stashes:
+        return f"{plan.schedule}, which with one stage is data parallelism" if plan.workers > 1 else "one stage"
     return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
 
 
