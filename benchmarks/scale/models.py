@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,11 @@ class Llama:
 
     def training_spec(self) -> TrainingSpec:
         """Return the model with AdamW and batches of random tokens; it computes its loss itself."""
-        functions = {"build_model": self._build, "example_batch": _batch, "optimizer": _adamw}
+        functions: dict[str, Callable[..., Any]] = {
+            "build_model": self._build,
+            "example_batch": _batch,
+            "optimizer": _adamw,
+        }
         return TrainingSpec(self.name, functions)
 
     def _build(self) -> nn.Module:

@@ -21,6 +21,7 @@ from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
 REMEDY = "make a plan with: plan solve"
+LONGEST_CONFIG = 40  # characters of a config in tables and sentences
 GIVEN = "given"  # the solver's name in plans whose stages a person chose
 
 
@@ -280,6 +281,15 @@ class Plan(GrownRecord):
 def config_of(replicas: tuple[int, ...]) -> str:
     """Return PipeDream's notation: (7, 1) is "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline."""
     return "-".join(map(str, replicas))
+
+
+def short_config(config: str) -> str:
+    """Shorten the config of many stages to its ends: "1-1-...-1 (56 stages)"."""
+    if len(config) <= LONGEST_CONFIG:
+        return config
+    parts = config.split("-")
+    kept = LONGEST_CONFIG - len(f"...-{parts[-1]} ({len(parts)} stages)")
+    return f"{config[: config.rindex('-', 0, kept) + 1]}...-{parts[-1]} ({len(parts)} stages)"
 
 
 def _check_config(plan: Plan) -> None:

@@ -69,7 +69,7 @@ def _by_names(layers: Sequence[Layer]) -> list[range]:
 def _by_kinds(profile: Profile) -> list[range]:
     """Return the repetitions of the shortest sequence of kinds of layers that covers most layers."""
     numbers: dict[object, int] = {}
-    kinds = np.array([numbers.setdefault(_kind(layer), len(numbers)) for layer in profile.layers])
+    kinds = np.array([numbers.setdefault(kind_of(layer), len(numbers)) for layer in profile.layers])
     best_start, best_stop, best_period = 0, 0, 1
     for period in range(FEWEST_LAYERS, len(kinds) // FEWEST_REPEATS + 1):
         start = 0
@@ -106,7 +106,7 @@ def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:
     for block in blocks:
         if len(block) >= FEWEST_LAYERS:
             inside = layers[block.start : block.stop]
-            alike[tuple(map(_kind, inside))].append(sum(map(_seconds, inside)))
+            alike[tuple(map(kind_of, inside))].append(sum(map(_seconds, inside)))
     repeated_s = 0.0
     for times_s in alike.values():
         middle_s = median(times_s)
@@ -116,10 +116,13 @@ def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:
     return repeated_s / total_s if total_s > 0 else 0.0
 
 
-def _kind(layer: Layer) -> tuple[object, ...]:
-    """Return the layer's operation and shapes: what equal layers have in common."""
+def kind_of(layer: Layer) -> tuple[object, ...]:
+    """Return the layer's operation and shapes: what equal layers have in common.
+
+    What it saves is left out: a value that all blocks use is saved once, by the first of them.
+    """
     outputs = tuple((value.output_bytes, value.gradient_bytes) for value in layer.outputs)
-    return layer.op, layer.weight_bytes, layer.gradient_bytes, layer.saved_bytes, outputs
+    return layer.op, layer.weight_bytes, layer.gradient_bytes, outputs
 
 
 def _seconds(layer: Layer) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import config_of
+from planner.formats.plan import config_of, short_config
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 from planner.units import format_bytes
@@ -34,7 +34,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     worst = max(range(len(totals)), key=totals.__getitem__)
     layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
     place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
-    config = config_of(tuple(stage.replicas for stage in stages))
+    config = short_config(config_of(tuple(stage.replicas for stage in stages)))
     whole = problem.reserve.whole
     over = whole(totals[worst]) - whole(cluster.memory_bytes)
     again = ", recomputing its activations," if stages[worst].options.recompute else ""

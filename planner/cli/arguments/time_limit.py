@@ -20,7 +20,6 @@ TIME_LIMIT = "60s"
 QUIET_S = 2.0  # before anything is shown
 EVERY_S = 0.5  # on a terminal, whose line is rewritten
 SELDOM_S = 10.0  # elsewhere, where every line stays
-WIDEST = 48  # characters of a config
 
 
 def add_time_limit_argument(parser: argparse.ArgumentParser, subject: str) -> None:
@@ -69,11 +68,11 @@ def _watch(progress: Progress, done: threading.Event) -> None:
 
 def progress_text(progress: Progress) -> str:
     """Write the best plan so far, the bound, and how much time is left."""
+    from planner.formats.plan import short_config
+
     parts = []
     if progress.config:
-        config = progress.config
-        short = config if len(config) <= WIDEST else f"{config[:WIDEST]}..."
-        parts.append(f"best so far {short}, {format_seconds(progress.best_s)} per minibatch")
+        parts.append(f"best so far {short_config(progress.config)}, {format_seconds(progress.best_s)} per minibatch")
     else:
         parts.append("no plan so far")
     if progress.bound_s > 0:

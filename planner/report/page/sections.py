@@ -18,12 +18,12 @@ from planner.report.tables.compare_runs import pace_table, stage_times_table, ti
 from planner.report.tables.plan import (
     bottleneck_place,
     gpus,
-    layer_range,
     less_or_more,
     ranks_line,
     recomputing,
     sent_bytes,
 )
+from planner.report.tables.repeats import layer_range
 from planner.report.tables.run import PEAK, bubble_of_run, legend, percent, worker_table
 from planner.report.tables.sweep import sweep_table
 from planner.report.tables.table import Table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import InputError
+from planner.formats.plan import short_config
 from planner.report.tables.table import Table
 from planner.solver.choose import Choice, Option
 from planner.solver.minibatch import MinibatchError
@@ -34,7 +35,7 @@ def _answer(option: Option, choice: Choice) -> list[str]:
     if option.plan is None:
         return ["-", "-", "-", "-", "-", _why(option)]
     return [
-        option.plan.config,
+        short_config(option.plan.config),
         format_seconds(option.seconds_per_sample),
         str(option.samples_per_update),
         format_bytes(option.memory_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.analysis.compare import Comparison, ComparisonRow
 from planner.analysis.usual_ways import DATA_PARALLEL, EQUAL_STAGES
+from planner.formats.plan import short_config
 from planner.report.tables.plan import cluster_line
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes, format_rate, format_times
@@ -28,7 +29,7 @@ def _cells(row: ComparisonRow) -> list[str]:
     sent = row.communication_bytes_per_sample
     return [
         row.name,
-        row.config,
+        short_config(row.config),
         format_rate(row.samples_per_s or 1 / row.seconds_per_microbatch),
         "" if row.speedup is None else format_times(row.speedup),
         format_bytes(row.memory_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.analysis.explain import Alternative, Explanation
+from planner.formats.plan import short_config
 from planner.report.tables.plan import bottleneck_place
 from planner.report.tables.table import Table
 from planner.units import format_bytes, format_seconds
@@ -35,7 +36,7 @@ def sentences(explanation: Explanation) -> str:
     """Say what limits the plan, whether it is optimal, and what would help."""
     bottleneck, seconds = explanation.bottleneck, explanation.seconds_per_minibatch
     lines = [
-        f"The plan {explanation.config} takes {format_seconds(seconds)} per minibatch, limited by "
+        f"The plan {short_config(explanation.config)} takes {format_seconds(seconds)} per minibatch, limited by "
         f"{bottleneck_place(bottleneck)}, which is busy {bottleneck.busy_s / seconds:.0%} of that."
     ]
     if explanation.waiting_s > _WORTH_A_SENTENCE * seconds:
@@ -76,7 +77,8 @@ def _gain(alternative: Alternative) -> str:
         return f"{start} no plan would fit."
     if alternative.gain == 0:
         return f"{start} it would not be faster."
-    return f"{start} the plan would be {alternative.config}, {_faster(alternative.gain)}."
+    assert alternative.config is not None  # nothing fits otherwise, which has no gain
+    return f"{start} the plan would be {short_config(alternative.config)}, {_faster(alternative.gain)}."
 
 
 def _faster(gain: float) -> str:
@@ -131,7 +133,7 @@ def _alternatives(explanation: Explanation) -> str:
     rows = [
         [
             other.what,
-            other.config or "none fits",
+            short_config(other.config or "none fits"),
             "" if other.seconds_per_minibatch is None else format_seconds(other.seconds_per_minibatch),
             "" if other.gain is None else f"{other.gain:+.1%}",
         ]

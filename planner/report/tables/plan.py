@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.plan import GIVEN, Bottleneck, Plan, Stage
+from planner.formats.plan import GIVEN, Bottleneck, Plan, Stage, short_config
 from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
+from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table, named_values
 from planner.schedule.defaults import LATE_UPDATES
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds, format_times
@@ -30,7 +31,7 @@ def _head(plan: Plan) -> str:
     spare = f" ({unused} of {plan.cluster.gpus} GPUs {verdict})" if unused else ""
     lines = [
         ("model", plan.model),
-        ("plan", f"{plan.config} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
+        ("plan", f"{short_config(plan.config)} on {plan.workers} GPU{'s' * (plan.workers > 1)}{spare}"),
         ("schedule", schedule_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
@@ -94,10 +95,11 @@ def _memory(limit: int | None) -> str:
 def _stage_table(plan: Plan) -> str:
     headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "accumulation", "sends"]
     headers += ["optimizer", "recomputes"]
+    model = [name for stage in plan.stages for name in stage.layers]
     rows = [
         [
             number,
-            layer_range(stage.layers),
+            layer_range(stage.layers, model),
             stage.replicas,
             ranks_line(stage),
             stage.in_flight,
@@ -126,11 +128,6 @@ def recomputing(stage: Stage) -> str:
     if again <= groups:
         return f"{again} layer{'s' * (again > 1)}" if again else ""
     return f"{groups} block{'s' * (groups > 1)}, {again} layers"
-
-
-def layer_range(layers: tuple[str, ...]) -> str:
-    """Write the first and the last layer, and how many: "features.0 .. features.9 (10)"."""
-    return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
 
 
 def ranks_line(stage: Stage) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from planner.formats.profile import Compiled, Layer, LossMean, Profile
 from planner.report.tables.plan import options_words
+from planner.report.tables.repeats import collapsed
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes, format_seconds
 
@@ -20,15 +21,17 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
     Args:
         profile: of a model.
         by: "order" for execution order, or what to sort by, largest first.
-        top: number of layers to show; None for all.
+        top: number of layers to show; None for all. All in execution order show equal adjacent blocks once.
     """
-    layers = list(profile.layers)
+    rows = [(1, layer) for layer in profile.layers]
     if by != "order":
-        layers.sort(key=_SIZES[by], reverse=True)
-    shown = layers[: max(0, top)] if top is not None else layers
+        rows.sort(key=lambda row: _SIZES[by](row[1]), reverse=True)
+    elif top is None:
+        rows = collapsed(profile)
+    shown = rows[: max(0, top)] if top is not None else rows
     parts = [_head(profile), _layer_table(shown, _total_s(profile))]
-    if len(shown) < len(layers):
-        parts.append(f"{len(shown)} of {len(layers)} layers")
+    if top is not None and len(shown) < len(rows):
+        parts.append(f"{len(shown)} of {len(rows)} layers")
     return "\n\n".join(parts)
 
 
@@ -128,21 +131,22 @@ def _step(forward_s: float, backward_s: float, update_s: float | None = None) ->
     return f"{total}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts)
 
 
-def _layer_table(layers: Sequence[Layer], total_s: float) -> str:
+def _layer_table(rows: Sequence[tuple[int, Layer]], total_s: float) -> str:
+    """Draw layers, each with how often it occurs."""
     headers = ["layer", "op", "forward", "backward", "accumulation", "update", "share", "output", "weights", "saved"]
-    table = Table(headers, [_row(layer, total_s) for layer in layers])
-    return (table if any(layer.accumulate_s for layer in layers) else table.without("accumulation")).text()
+    table = Table(headers, [_row(count, layer, total_s) for count, layer in rows])
+    return (table if any(layer.accumulate_s for _, layer in rows) else table.without("accumulation")).text()
 
 
-def _row(layer: Layer, total_s: float) -> list[str]:
+def _row(count: int, layer: Layer, total_s: float) -> list[str]:
     return [
-        layer.name,
+        layer.name if count == 1 else f"{count} x {layer.name}",
         layer.op,
         format_seconds(layer.forward_s),
         format_seconds(layer.backward_s),
         format_seconds(layer.accumulate_s),
         format_seconds(layer.update_s),
-        f"{time_s(layer) / total_s:.1%}" if total_s else "",
+        f"{count * time_s(layer) / total_s:.1%}" if total_s else "",
         format_bytes(output_bytes(layer)),
         format_bytes(layer.weight_bytes),
         format_bytes(layer.saved_bytes),

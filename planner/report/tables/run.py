@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.formats.plan import Plan
+from planner.formats.plan import Plan, short_config
 from planner.report.tables.plan import pace
 from planner.report.tables.table import Table, named_values
 from planner.simulator.summary import Summary, WorkerUse
@@ -34,7 +34,7 @@ def _head(summary: Summary, plan: Plan | None) -> str:
     return named_values(
         [
             ("model", summary.model),
-            ("plan", f"{summary.config}, {summary.schedule}"),
+            ("plan", f"{short_config(summary.config)}, {summary.schedule}"),
             (summary.source, pace(summary.samples_per_s, summary.seconds_per_minibatch) + predicted),
             ("whole run", run if rate is None else f"{format_rate(rate)} samples/s, {run}"),
             ("start-up", f"{format_seconds(summary.start_up_s)} until the first backward of stage 0 has ended"),

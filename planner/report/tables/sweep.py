@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from planner.analysis.sweep import ConfigChange, Quantity, Sweep, SweepPoint
+from planner.formats.plan import short_config
 from planner.report.tables.table import Table
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
@@ -42,7 +43,7 @@ def _cells(point: SweepPoint) -> list[str]:
     if point.config is None or point.bottleneck is None or point.seconds_per_minibatch is None:
         return [NONE_FITS, "", "", "", "", "", ""]
     return [
-        point.config,
+        short_config(point.config),
         str(point.workers),
         format_seconds(point.seconds_per_minibatch / (point.microbatches or 1)),
         "" if point.samples_per_s is None else format_rate(point.samples_per_s),
@@ -61,7 +62,7 @@ def bars(sweep: Sweep) -> str:
     for label, point in zip(labels, sweep.points, strict=True):
         speed = point.speedup_over_one_gpu or 0.0
         filled = "█" * math.floor(speed / most * _WIDTH + 0.5)
-        text = NONE_FITS if point.config is None else f"{speed:.2f}x  {point.config}"
+        text = NONE_FITS if point.config is None else f"{speed:.2f}x  {short_config(point.config)}"
         lines.append(f"{label:>{width}} │{filled} {text}")
     return "\n".join(lines)
 
@@ -74,6 +75,6 @@ def changes_text(sweep: Sweep) -> str:
 
 
 def _change_text(change: ConfigChange, quantity: Quantity) -> str:
-    below, above = (config or NONE_FITS for config in (change.from_config, change.above.config))
+    below, above = (short_config(config or NONE_FITS) for config in (change.from_config, change.above.config))
     place = value_text(change.above.value, quantity)
     return f"{'at' if quantity == 'gpus' else 'about'} {place}: {below} -> {above}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from planner.formats.plan import short_config
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes
 
@@ -47,7 +48,7 @@ def percent_error(predicted: float, measured: float) -> str:
 def _throughput(result: TrainResult) -> str:
     predicted, measured = result.predicted_samples_per_s, result.samples_per_s
     lines = [
-        ("config", result.config),
+        ("config", short_config(result.config)),
         ("schedule", result.schedule),
         *([("device", _device(result))] if result.device is not None else []),
         ("minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from planner.formats.plan import Plan
-from planner.report.tables.plan import layer_range
+from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table
 from planner.units import format_seconds
 
