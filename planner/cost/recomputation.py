@@ -3,7 +3,7 @@
 A unit is the part of one of the model's blocks that lies in the stage. It keeps the values that enter it alone and runs
 its forward again before its own backward; or the whole stage does so at once. Every choice costs seconds before each
 backward, and saves bytes for each microbatch in flight, but not those of the microbatch at work. A choice is worth it
-if no other one is at least as quick and as small in every respect.
+if some number of microbatches in flight has none that is as quick and takes no more memory.
 
 Of n units there are 2^n choices. Units of equal costs are of one kind, and can be exchanged for each other: of equal
 units the first in the stage recompute, because at their backward the later ones are already freed (or, where a unit has
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress, groupby, product
+from itertools import compress, groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,11 @@ from planner.cost.stage_options import Groups, RecomputeRule, whole_stage
 from planner.cost.work import Floats, Integers
 
 MOST_SUBSETS = 2**8  # of units that are all tried
-MOST_CHOICES = 2**10  # by kinds, beyond which units recompute in the order of seconds per byte
+MOST_CHOICES = 2**9  # by kinds, beyond which units recompute in the order of seconds per byte
+MOST_FLYING = 64  # microbatches in flight
 
 _Flags = NDArray[np.bool_]
+_FLYING = np.arange(1.0, MOST_FLYING + 1)
 _COLUMNS = ("recompute_s", "saved_bytes", "working_bytes", "accumulating_bytes", "units", "whole")
 
 
@@ -64,18 +66,17 @@ class Choices:
         return tuple(frozenset(unit) for unit, again in zip(self.layers, self.units[row], strict=True) if again)
 
     def worth_it(self) -> Choices:
-        """Return the choices that no other one is at least as good as in every respect, the quickest first."""
-        held = self.saved_bytes + np.stack((np.zeros(len(self)), self.working_bytes, self.accumulating_bytes))
-        costs = np.concatenate((self.recompute_s[None], held))
+        """Return the choices that are worth it with up to `MOST_FLYING` microbatches in flight, the quickest first.
+
+        With more of them what is at work hardly counts, so that the choices that keep least are among these.
+        """
         # Nothing that recomputes is worth it where nothing must, not even at no cost.
         again = self.units.any(axis=1) | self.whole
-        order = np.lexsort((self.units.sum(axis=1), *costs[::-1], again))
-        costs = costs[:, order]
-        best: list[int] = []
-        for row in range(len(order)):
-            if not best or not (costs[:, best] <= costs[:, row, None]).all(axis=0).any():
-                best.append(row)
-        return self._only(order[best])
+        order = np.lexsort((self.units.sum(axis=1), self.saved_bytes, self.recompute_s, again))
+        saved, *working = (each[order] for each in (self.saved_bytes, self.working_bytes, self.accumulating_bytes))
+        held = np.concatenate([_FLYING[:, None] * saved + each for each in working] + [saved[None]])
+        less = held[:, 1:] < np.minimum.accumulate(held, axis=1)[:, :-1]
+        return self._only(order[np.concatenate(([True], less.any(axis=0)))])
 
     def _only(self, rows: Integers) -> Choices:
         return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
@@ -198,17 +199,18 @@ class _Stage:
         """Return the choices of units among which the best ones are; (choices, units)."""
         count = len(self._units)
         if 2**count <= MOST_SUBSETS:
-            return np.array(list(product((False, True), repeat=count)), dtype=bool)
+            return (np.arange(2**count)[:, None] >> np.arange(count)) % 2 > 0
         kinds: dict[Hashable, list[int]] = {}
         for number, unit in enumerate(self._units):
             kinds.setdefault(unit.kind, []).append(number)
         if np.prod([len(equal) + 1.0 for equal in kinds.values()]) > MOST_CHOICES:
             return self._by_seconds_per_byte()
-        orders = [list(kinds.values()), [sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()]]
+        orders = [list(kinds.values())]
+        if any(len({self._units[number].forward_s for number in equal}) > 1 for equal in kinds.values()):
+            orders.append([sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()])
         if np.any(self._gradients > self._saved):
             orders.append([equal[::-1] for equal in kinds.values()])
-        tried = np.concatenate([_counted(order, count) for order in orders])
-        return np.asarray(np.unique(tried, axis=0))
+        return np.concatenate([_counted(order, count) for order in orders])
 
     def _by_seconds_per_byte(self) -> _Flags:
         entering = self._entering(np.eye(len(self._units), dtype=bool)).diagonal()
@@ -277,9 +279,8 @@ class _Stage:
 
 def _counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
     """Return every number of units of each kind, of which those that stand first recompute."""
-    numbers = list(product(*(range(len(equal) + 1) for equal in kinds)))
-    flags = np.zeros((len(numbers), count), dtype=bool)
-    for row, each in enumerate(numbers):
-        for equal, many in zip(kinds, each, strict=True):
-            flags[row, equal[:many]] = True
-    return flags
+    numbers = np.indices([len(equal) + 1 for equal in kinds]).reshape(len(kinds), -1)
+    kind_of, place = np.zeros((2, count), dtype=np.int64)
+    for kind, equal in enumerate(kinds):
+        kind_of[equal], place[equal] = kind, np.arange(len(equal))
+    return np.asarray(place < numbers.T[:, kind_of])
