@@ -103,3 +103,10 @@ def sharded(plan: Plan) -> Plan:
     """The plan whose replicated stages divide the optimizer over their replicas."""
     stages = [stage.model_copy(update={"sharded": stage.replicas > 1}) for stage in plan.stages]
     return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def scattered(plan: Plan) -> Plan:
+    """The plan on ranks in another order: odd ones before even ones, from the last to the first."""
+    order = [*reversed(range(1, plan.workers, 2)), *reversed(range(0, plan.workers, 2))]
+    stages = [stage.model_copy(update={"ranks": tuple(order[rank] for rank in stage.ranks)}) for stage in plan.stages]
+    return plan.model_copy(update={"stages": tuple(stages)})

@@ -191,8 +191,9 @@ def sharding_of(
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not stage.sharded or not trained:
         return None
-    replica = stage.ranks.index(rank), stage.replicas
-    return Sharding(trained, replica, [each.parameter for each in shared], wire)
+    # In the order of the process group, which torch sorts by rank: the plan's may be another.
+    member = sorted(stage.ranks).index(rank), stage.replicas
+    return Sharding(trained, member, [each.parameter for each in shared], wire)
 
 
 def _warm_up(context: PipelineContext) -> None:

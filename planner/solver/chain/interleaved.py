@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.link import link_of
+from planner.cost.link import Link, link_of
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions, whole_stage
@@ -35,10 +35,17 @@ T = TypeVar("T", Work, Footprint)
 
 
 class InterleavedSearch:
-    """Finds fast interleaved plans over the prefixes of the profile's order."""
+    """Finds fast interleaved plans over the prefixes of the profile's order.
 
-    def __init__(self, space: Chain, setting: Setting, limits: Limits) -> None:
-        self.setting, self.limits, self.link = setting, limits, link_of(setting.cluster)
+    Args:
+        space: the cuts.
+        setting: what plans are priced for.
+        limits: of the plans.
+        link: of every device; by default the cluster's slowest.
+    """
+
+    def __init__(self, space: Chain, setting: Setting, limits: Limits, link: Link | None = None) -> None:
+        self.setting, self.limits, self.link = setting, limits, link or link_of(setting.cluster)
         # The tables of all stages grow with the square of the states.
         self.sampled = len(space) > MOST_STATES
         self._states = np.unique(np.linspace(0, len(space) - 1, min(len(space), MOST_STATES)).astype(np.int64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.cost.placement import places_matter
 from planner.cost.stage_options import RecomputeRule
 from planner.errors import InputError
 from planner.solver.candidates.evaluation import fastest, priced
@@ -43,5 +44,10 @@ def solve_interleaved(problem: Problem) -> Found:
     if not paths:
         others = {"`recompute=auto`": fitting("auto")} if limits.recompute == "never" else {}
         raise explain(problem, fitting(limits.recompute), others)
+    if places_matter(problem.cluster):
+        # With all links as near as the nearest no plan takes longer, so its bound holds, and the cuts suit plans whose
+        # pipelines stay within servers.
+        near_paths, bound_s = InterleavedSearch(space, setting, limits, problem.topology.link(0)).best()
+        paths = list({(path.states, path.options): path for path in [*paths, *near_paths]}.values())
     best = fastest(problem, (priced(problem, stages_along(space, path)) for path in paths))
     return Found(best, min(bound_s, best.seconds))

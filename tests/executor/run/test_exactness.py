@@ -21,7 +21,7 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from tests.executor.models import MODELS, OPTIMIZERS, write_model
-from tests.executor.plans import make_plan, sharded, structural_profile
+from tests.executor.plans import make_plan, scattered, sharded, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 
@@ -55,14 +55,16 @@ def run_cases(
 ) -> list[tuple[TrainingSpec, Job, TrainResult, Weights]]:
     """Train all cases in one set of processes; return the jobs, their results and the final weights.
 
-    Where stages are replicated, some cases run a second time, with the optimizer divided over the replicas.
+    Every other case runs on ranks in another order. Where stages are replicated, some cases run a second time, with the
+    optimizer divided over the replicas.
     """
     jobs = []
-    for model, optimizer in cases:
+    for number, (model, optimizer) in enumerate(cases):
         path = write_model(folder, model, optimizer)
         plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks, vertical_sync)
         if recompute is not None:
             plan = recomputing(plan, recompute)
+        plan = scattered(plan) if number % 2 else plan
         plans = {"": plan}
         if max(replicas) > 1 and (model, optimizer) in FEW[1:]:
             plans["-sharded"] = sharded(plan)
