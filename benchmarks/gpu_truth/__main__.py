@@ -13,7 +13,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.gpu_truth import aceso, galvatron, mist, sailor, vtrain
-from benchmarks.gpu_truth.calibrated import calibrated
+from benchmarks.gpu_truth.calibrated import calibrated, factors
 from benchmarks.gpu_truth.rows import ANCHORS, Row
 from benchmarks.gpu_truth.summary import error_of, scatter_svg, summary
 
@@ -63,6 +63,19 @@ def summary_table(rows: Sequence[Row]) -> str:
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
+def factors_table(rows: Sequence[Row]) -> str:
+    """Return what all rows of a source say of its device."""
+    cells = []
+    for source in dict.fromkeys(row.source for row in rows):
+        own = [row for row in rows if row.source == source and row.predict is not None]
+        if own and own[0].spec is not None:
+            shares = own[0].spec.achieved_arithmetic["gemm"], own[0].spec.achieved_bandwidth["pointwise"]
+            fitted = [f"{share:.2f} x {factor:.2f}" for share, factor in zip(shares, factors(own), strict=True)]
+            cells.append([source, own[0].spec.name, len(own), *fitted])
+    headers = ["source", "device", "rows", "share of the peak, products", "share of the bandwidth, pointwise"]
+    return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
+
+
 def _lacking(rows: Sequence[Row]) -> str:
     counts = Counter(need for row in rows for need in row.needs)
     return ", ".join(f"{need} ({count})" for need, count in counts.items())
@@ -81,7 +94,7 @@ def main() -> None:
     if not ANCHORS.is_dir():
         raise SystemExit(f"there are no measurements: '{ANCHORS}' is no folder")
     rows = calibrated([row.now() for source in arguments.source or SOURCES for row in SOURCES[source]()])
-    print(f"{rows_table(rows)}\n\n{summary_table(rows)}")
+    print(f"{rows_table(rows)}\n\n{summary_table(rows)}\n\n{factors_table(rows)}")
     if arguments.svg is not None:
         arguments.svg.write_text(scatter_svg(rows), encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """Calibrate a device on measured rows, and judge it by others.
 
+Both are of one source, for a card's clocks are those of whoever measured.
 The fit is that of `plan profile --estimate --calibrate steps.json` (`planner.profiler.estimated.known_steps`): one
 factor of all shares of the arithmetic and one of all shares of the bandwidth, for each device. For the fit alone a
 row's time is taken to be a power of each factor, from two more predictions; calibrated predictions are exact.
@@ -20,15 +21,31 @@ _FACTOR = 1.15  # of the predictions that tell the powers
 
 
 def calibrated(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with their times after calibration on the others of their device."""
+    """Return the rows with their times after calibration on the others of their source and device."""
     timed = {number: _timed(row) for number, row in enumerate(rows) if row.predict is not None}
     result = []
     for number, row in enumerate(rows):
-        others = [other for other in timed if other != number and rows[other].spec == row.spec]
+        others = [
+            other
+            for other in timed
+            if other != number and (rows[other].source, rows[other].spec) == (row.source, row.spec)
+        ]
         by_row = _fitted(row, [timed[other] for other in others])
         by_job = _fitted(row, [timed[other] for other in others if rows[other].job != row.job])
         result.append(replace(row, calibrated_s=by_row, by_job_s=by_job))
     return result
+
+
+def factors(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the factors of arithmetic and bandwidth that all rows of one source and device fit."""
+    start = next(row.spec for row in rows if row.spec is not None)
+    spec = fit_times(start, [_timed(row) for row in rows if row.predict is not None])
+    return _factors(start, spec)
+
+
+def _factors(start: DeviceSpec, spec: DeviceSpec) -> tuple[float, float]:
+    arithmetic = spec.achieved_arithmetic["gemm"] / start.achieved_arithmetic["gemm"]
+    return arithmetic, spec.achieved_bandwidth["gemm"] / start.achieved_bandwidth["gemm"]
 
 
 def _fitted(row: Row, others: Sequence[Timed]) -> float | None:
@@ -50,6 +67,5 @@ def _timed(row: Row) -> Timed:
 
 
 def _power(start: DeviceSpec, start_s: float, by_arithmetic: float, by_bandwidth: float, spec: DeviceSpec) -> float:
-    arithmetic = spec.achieved_arithmetic["gemm"] / start.achieved_arithmetic["gemm"]
-    bandwidth = spec.achieved_bandwidth["gemm"] / start.achieved_bandwidth["gemm"]
+    arithmetic, bandwidth = _factors(start, spec)
     return float(start_s * arithmetic**by_arithmetic * bandwidth**by_bandwidth)

@@ -26,6 +26,7 @@ class Gpt:
         biases: whether linear layers have them.
         gated: the MLP multiplies by a gate (SwiGLU), norms are RMS norms and positions are rotary, as in Llama.
         flash: attention is one fused kernel.
+        half_loss: the loss is in the precision of the weights, and not in single.
     """
 
     name: str
@@ -39,13 +40,14 @@ class Gpt:
     biases: bool = True
     gated: bool = False
     flash: bool = False
+    half_loss: bool = False
 
     def training_spec(self) -> TrainingSpec:
         """Return the model with its loss, AdamW and batches of random tokens."""
         functions: dict[str, Any] = {
             "build_model": lambda: _Model(self),
             "example_batch": self._batch,
-            "loss": _loss,
+            "loss": _half_loss if self.half_loss else _loss,
             "optimizer": _optimizer,
         }
         return TrainingSpec(self.name, functions)
@@ -58,6 +60,10 @@ class Gpt:
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     # Megatron's loss is in single precision.
     return F.cross_entropy(output.flatten(0, 1).float(), target.t().flatten())
+
+
+def _half_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.t().flatten())
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:

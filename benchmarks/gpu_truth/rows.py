@@ -44,8 +44,8 @@ class Row:
         needs: what it lacks for that.
         spec: the device, by its data sheet; None where nothing is estimated.
         predicted: on that device.
-        calibrated_s: seconds after calibration on the device's other rows.
-        by_job_s: the same on those of its other jobs alone.
+        calibrated_s: seconds after calibration on other rows of the same source and device.
+        by_job_s: the same on those of other jobs alone.
     """
 
     source: str
