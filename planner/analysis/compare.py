@@ -9,6 +9,7 @@ from planner.analysis.given_plan import GivenPlan
 from planner.analysis.solve_options import SolveOptions, fastest
 from planner.analysis.usual_ways import DATA_PARALLEL, Way, usual_ways
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.utilisation import utilisation
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan, ScheduleField, config_of
@@ -16,7 +17,7 @@ from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
-from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.budget import Budget, Deadline
 from planner.solver.candidates.evaluation import evaluate
 from planner.solver.reference import baselines
 from planner.solver.result import Evaluation
@@ -41,6 +42,9 @@ class ComparisonRow(Record):
     communication_bytes: float  # sent by all workers, per microbatch
     communication_bytes_per_sample: float | None
     communication_cut: float | None  # share of data parallel's bytes that is not sent; None if that sends none
+    tokens_per_s: float | None  # None where the model is not of token ids
+    flop_utilisation: float | None  # of the workers' peak, by the model's FLOPs; None where one is not known
+    staleness: int  # updates that the gradients are late
     idle_share: float  # of the workers' time: bubbles, waits, and communication that is not overlapped
 
 
@@ -94,9 +98,10 @@ def _ways(given: GivenPlan) -> list[Way]:
     straight = fastest(problem, [*baselines.straight(layer_costs, cluster), equal_time])
     assert straight is not None  # there is equal_time at least
 
+    patience_s = given.options.patience.time_limit_s
     ways = [
         Way(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
-        *usual_ways(given.options, layer_costs, cluster, Budget.unlimited()),
+        *usual_ways(given.options, layer_costs, cluster, Budget(Deadline.after(patience_s))),
         Way("straight pipeline", problem, straight),
         Way("equal layers", problem, evaluate(problem, baselines.equal_layers(layer_costs, cluster.gpus))),
         Way("equal parameters", problem, evaluate(problem, baselines.equal_parameters(layer_costs, cluster.gpus))),
@@ -112,7 +117,8 @@ def _ways(given: GivenPlan) -> list[Way]:
 
 def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
     """Make a row that is not yet compared with another."""
-    size = given.layer_costs.profile.microbatch_size
+    profile = given.layer_costs.profile
+    size, tokens = profile.microbatch_size, profile.tokens_per_sample
     price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches
     seconds = entry.seconds_per_microbatch
     sent = price.communication_bytes / microbatches
@@ -133,6 +139,9 @@ def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
         communication_bytes=sent,
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,
+        tokens_per_s=None if size is None or tokens is None else size * tokens / seconds,
+        flop_utilisation=utilisation(profile, 1, seconds, workers),
+        staleness=max(map(entry.problem.schedule.staleness, price.in_flight)),
         idle_share=1 - busy / (workers * seconds),
     )
 

@@ -137,6 +137,7 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
+    from planner.analysis.beside import time_beside, with_baselines
     from planner.formats.importers import read_profile
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report, staleness_warning
@@ -149,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
             plan = _chosen(args, profiles, cluster, progress)
         else:
             plan = _solved(args, profile, cluster, progress)
+    profile = next(one for one in profiles if one.digest == plan.profile_digest)
+    plan = with_baselines(profile, plan, time_beside(plan, args.time_limit))
     replaced = replaced_plan(args.output, plan)
     save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
@@ -160,7 +163,6 @@ def run(args: argparse.Namespace) -> int:
     _warn_of_shared_weights(plan, profile)
     _warn_of_company(plan, profile)
     if args.verify is not None:
-        profile = next(one for one in profiles if one.microbatch_size == plan.microbatch_size)
         # With --json stdout holds the plan alone.
         print(f"\n{_verified(args.verify, profile, plan)}", file=sys.stderr if args.json else sys.stdout)
     return 0
@@ -217,12 +219,20 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
 
 
 def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, progress: Progress) -> Plan:
+    from planner.analysis.beside import time_beside, with_synchronous
     from planner.analysis.solve_options import SolveOptions
     from planner.solver import solve
 
-    rules = rules_of(args)
-    options = SolveOptions(schedule=find(args.schedule), microbatches=args.microbatches, minibatch=args.minibatch)
-    return solve(
+    rules, constraints = rules_of(args), constraints_of(args)
+    options = SolveOptions(
+        cost_model=args.cost_model,
+        schedule=find(args.schedule),
+        microbatches=args.microbatches,
+        minibatch=args.minibatch,
+        depth=args.depth,
+        rules=rules,
+    )
+    plan = solve(
         profile,
         cluster,
         cost_model=args.cost_model,
@@ -237,14 +247,18 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, progre
         chunks=args.chunks,
         vertical_sync=args.vertical_sync,
         solver=args.solver,
-        constraints=constraints_of(args),
+        constraints=constraints,
         accept_divided_loss=bool(args.accept_divided_loss),
         time_limit_s=args.time_limit,
         progress=progress,
     )
+    if args.vertical_sync or args.solver != "auto" or not constraints.empty:
+        return plan  # whose alternative would have to respect the same
+    return with_synchronous(profile, plan, options, time_beside(plan, args.time_limit))
 
 
 def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, progress: Progress) -> Plan:
+    from planner.analysis.beside import with_best_synchronous
     from planner.report.tables.choice import choice_report
     from planner.solver.candidates.progress import Patience
     from planner.solver.choose import COMPARED, choose
@@ -273,7 +287,7 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster,
     )
     if not args.json:
         print(as_flags(choice_report(choice)), end="\n\n")
-    return choice.plan
+    return with_best_synchronous(choice)
 
 
 def _paths(text: str) -> list[Path]:

@@ -183,6 +183,18 @@ class Prediction(Record):
     flop_utilisation: Annotated[float, Field(gt=0)] | None = None  # of the workers' peak, by the model's own FLOPs
 
 
+class OtherWay(Record):
+    """Another way to train the model on the cluster, to compare the plan with."""
+
+    name: str
+    config: str
+    schedule: ScheduleField
+    microbatches: Annotated[int, Field(ge=1)]  # per minibatch
+    seconds_per_microbatch: Seconds
+    memory_bytes: Bytes  # of the GPU that needs most
+    over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
+
+
 class SolverReport(Record):
     """How the plan was found, and how far from optimal it can be."""
 
@@ -200,7 +212,7 @@ class SolverReport(Record):
 class Plan(GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"loss", "tf32", "deterministic"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"loss", "tf32", "deterministic", "baselines", "synchronous"})
 
     schema_version: Literal[1] = 1
     model: str
@@ -223,6 +235,8 @@ class Plan(GrownRecord):
     shared: tuple[Shared, ...] = ()
     contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it
     predicted: Prediction
+    baselines: tuple[OtherWay, ...] = ()  # what people do without a planner; empty where they were not priced
+    synchronous: OtherWay | None = None  # beside an asynchronous plan: the best one whose gradients are never late
     solver: SolverReport
     cluster: Cluster
 

@@ -27,6 +27,8 @@ from planner.report.tables.repeats import layer_range
 from planner.report.tables.run import PEAK, bubble_of_run, legend, percent, worker_table
 from planner.report.tables.sweep import sweep_table
 from planner.report.tables.table import Table
+from planner.report.tables.ways import best_baseline_line, over_data_parallel, over_one_gpu, synchronous_line
+from planner.schedule.defaults import LATE_UPDATES
 from planner.simulator.summary import Summary, WorkerUse
 from planner.units import format_bytes, format_rate, format_seconds
 
@@ -41,8 +43,11 @@ def figures(plan: Plan, summary: Summary) -> str:
     shown = [
         ("predicted", *_rate(predicted.samples_per_s, predicted.seconds_per_minibatch)),
         ("simulated", *_rate(summary.samples_per_s, summary.seconds_per_minibatch)),
-        ("over one GPU", f"{predicted.speedup_over_one_gpu:.2f}x", ""),
-        ("over data parallel", f"{predicted.speedup_over_data_parallel:.2f}x", f"on {gpus(plan)}"),
+        *([("tokens", format_rate(predicted.tokens_per_s), "per second")] if predicted.tokens_per_s else []),
+        *([("utilisation", percent(used), "of the GPUs' peak")] if (used := predicted.flop_utilisation) else []),
+        ("over one GPU", over_one_gpu(plan), ""),
+        ("over data parallel", over_data_parallel(plan), f"on {gpus(plan)}"),
+        ("gradients", *_late(plan)),
         ("bubble", percent(summary.bubble_share), bubble_of_run(summary)),
     ]
     if predicted.communication_cut is not None:
@@ -54,7 +59,17 @@ def figures(plan: Plan, summary: Summary) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
         for name, value, more in shown
     )
-    return f'<dl class="figures">{items}</dl>'
+    beside = [("Baselines", best_baseline_line(plan)), ("Synchronous", synchronous_line(plan))]
+    notes = "".join(paragraph(f"{name}: {line}.", "note") for name, line in beside if line is not None)
+    return f'<dl class="figures">{items}</dl>{notes}'
+
+
+def _late(plan: Plan) -> tuple[str, str]:
+    """Write how many updates late the gradients are."""
+    if plan.staleness == 0:
+        return "none late", "as on one device"
+    warning = ": training may not converge" if plan.staleness > LATE_UPDATES else ""
+    return f"{plan.staleness} late", f"update{'s' * (plan.staleness > 1)}{warning}"
 
 
 def _rate(samples_per_s: float | None, seconds: float) -> tuple[str, str]:

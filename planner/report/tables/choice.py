@@ -11,7 +11,10 @@ from planner.units import format_bytes, format_seconds
 
 
 def choice_report(choice: Choice) -> str:
-    """List each schedule and microbatch size with its best plan, or why it has none."""
+    """List each schedule and microbatch size with its best plan, or why it has none.
+
+    "late" is how many updates late the plan's gradients are.
+    """
     several = len({option.profile.digest for option in choice.options}) > 1
     known = choice.best.profile.microbatch_size is not None
     headers = [
@@ -20,6 +23,7 @@ def choice_report(choice: Choice) -> str:
         "plan",
         f"time per {'sample' if known else 'microbatch'}",
         f"{'samples' if known else 'microbatches'} per update",
+        "late",
         "memory per GPU",
         "idle",
         "",
@@ -33,11 +37,12 @@ def choice_report(choice: Choice) -> str:
 
 def _answer(option: Option, choice: Choice) -> list[str]:
     if option.plan is None:
-        return ["-", "-", "-", "-", "-", _why(option)]
+        return ["-", "-", "-", "-", "-", "-", _why(option)]
     return [
         short_config(option.plan.config),
         format_seconds(option.seconds_per_sample),
         str(option.samples_per_update),
+        str(option.plan.staleness),
         format_bytes(option.memory_bytes),
         f"{option.idle_share:.0%}",
         "chosen" if option is choice.best else _why(option),

@@ -18,11 +18,12 @@ def comparison_report(comparison: Comparison) -> str:
 
 def comparison_table(comparison: Comparison) -> Table:
     """Tabulate the rows."""
-    known = comparison.rows[0].samples_per_s is not None
-    each = "sample" if known else "batch"
-    headers = ["", "config", "samples/s" if known else "batches/s", "speed-up", "memory"]
-    headers += [f"sent/{each}", "less sent", "idle", "fits"]
-    return Table(headers, [_cells(row) for row in comparison.rows], "llrrrrrrl")
+    chosen = comparison.rows[0]
+    each = "sample" if chosen.samples_per_s is not None else "batch"
+    rate = "tokens/s" if chosen.tokens_per_s is not None else f"{each}{'s' if each == 'sample' else 'es'}/s"
+    headers = ["", "config", rate, "speed-up", "MFU", "memory", f"sent/{each}", "less sent", "late", "idle", "fits"]
+    table = Table(headers, [_cells(row) for row in comparison.rows], "llrrrrrrrrl")
+    return table if chosen.flop_utilisation is not None else table.without("MFU")
 
 
 def _cells(row: ComparisonRow) -> list[str]:
@@ -30,11 +31,13 @@ def _cells(row: ComparisonRow) -> list[str]:
     return [
         row.name,
         short_config(row.config),
-        format_rate(row.samples_per_s or 1 / row.seconds_per_microbatch),
+        format_rate(row.tokens_per_s or row.samples_per_s or 1 / row.seconds_per_microbatch),
         "" if row.speedup is None else format_times(row.speedup),
+        "" if row.flop_utilisation is None else f"{row.flop_utilisation:.0%}",
         format_bytes(row.memory_bytes),
         format_bytes(row.communication_bytes if sent is None else sent),
         "" if row.communication_cut is None else f"{row.communication_cut:.0%}",
+        f"{row.staleness}",
         f"{row.idle_share:.0%}",
         f"no, {format_bytes(row.over_memory_bytes)} too many" if row.over_memory_bytes else "yes",
     ]
@@ -52,13 +55,17 @@ def comparison_legend(comparison: Comparison) -> str:
     """Explain the columns, and the rows that run under another schedule."""
     lines = [
         _reference(comparison),
-        "memory: per GPU; idle: share of the workers' time without computation; ZeRO-1 to 3: state divided over GPUs",
+        "memory: per GPU; late: updates that gradients are late; idle: share of the workers' time without computation",
     ]
     chosen, *others = comparison.rows
     for schedule in dict.fromkeys(row.schedule for row in others if row.schedule != chosen.schedule):
         rows = [row for row in others if row.schedule is schedule]
         names = ", ".join(row.name for row in rows) if len(rows) < len(others) else "all others"
         lines.append(f"{names}: {schedule}, one update for {rows[0].microbatches} microbatches")
+    if any("ZeRO" in row.name for row in others):
+        lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
+    if chosen.flop_utilisation is not None:
+        lines.append("MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation")
     if any(EQUAL_STAGES in row.name for row in others):
         lines.append(f"{EQUAL_STAGES}: as many of the model's blocks in each, with replicas on the other GPUs")
     return "\n".join(lines)

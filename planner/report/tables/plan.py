@@ -8,8 +8,9 @@ from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
 from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table, named_values
+from planner.report.tables.ways import best_baseline_line, speed_up_line, synchronous_line
 from planner.schedule.defaults import LATE_UPDATES
-from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds, format_times
+from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
 _RESOURCES = {
     "compute": "the computation of stage {stage}",
@@ -161,12 +162,13 @@ def sent_bytes(plan: Plan, stage: int) -> tuple[int, int]:
 def _prediction(plan: Plan) -> str:
     predicted, solver = plan.predicted, plan.solver
     limit = predicted.bottleneck
-    over_parallel = f"{format_times(predicted.speedup_over_data_parallel)} over data parallel on {gpus(plan)}"
+    beside = {"baselines": best_baseline_line(plan), "synchronous": synchronous_line(plan)}
     tokens = "" if predicted.tokens_per_s is None else f"{format_rate(predicted.tokens_per_s)} tokens/s, "
     lines = [
         ("predicted", f"{tokens}{pace(predicted.samples_per_s, predicted.seconds_per_minibatch)}, {_by(plan)}"),
         ("limited by", f"{bottleneck_place(limit)}, busy {format_seconds(limit.busy_s)} per minibatch"),
-        ("speed-up", f"{format_times(predicted.speedup_over_one_gpu)} over one GPU, {over_parallel}"),
+        ("speed-up", speed_up_line(plan, gpus(plan))),
+        *((name, line) for name, line in beside.items() if line is not None),
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
     ]

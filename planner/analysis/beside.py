@@ -1,0 +1,100 @@
+"""What to read beside a plan: what people do without a planner, and what the best synchronous plan would give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.analysis.given_plan import options_of
+from planner.analysis.solve_options import SolveOptions
+from planner.analysis.usual_ways import Way, usual_ways
+from planner.cost.layer_costs import LayerCosts
+from planner.errors import PlannerError
+from planner.formats.plan import OtherWay, Plan, config_of
+from planner.formats.profile import Profile
+from planner.schedule.flush import FLUSH
+from planner.solver.candidates.budget import Budget, Deadline
+from planner.solver.candidates.progress import Patience
+from planner.solver.choose import Choice
+
+SYNCHRONOUS = "best synchronous plan"
+LEAST_S = 2.0  # that may be spent beside a search, however quick it was
+
+
+def with_baselines(profile: Profile, plan: Plan, time_limit_s: float | None = None) -> Plan:
+    """Return the plan with the ways that people use without a planner, priced on its cluster under its schedule.
+
+    After `time_limit_s` what is left is priced by the cost model alone. Where GPUs differ, nothing is added.
+    """
+    if plan.cluster.kinds:
+        return plan
+    budget = Budget(Deadline.after(time_limit_s))
+    ways = usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget)
+    return plan.model_copy(update={"baselines": tuple(map(_described, ways))})
+
+
+def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, time_limit_s: float | None) -> Plan:
+    """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
+
+    Args:
+        profile: that the plan was made from.
+        plan: from `options`.
+        options: of the search.
+        time_limit_s: of the search for the other plan; None without a limit.
+    """
+    if not plan.schedule.asynchronous or plan.cluster.kinds:
+        return plan
+    rules = replace(options.rules, max_staleness=None)
+    drained = replace(options, schedule=FLUSH, microbatches=None, rules=rules, patience=Patience(time_limit_s))
+    try:
+        found = drained.solve(profile, plan.cluster)
+    except PlannerError:
+        return plan  # none fits, or the minibatch cannot be divided
+    return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
+
+
+def with_best_synchronous(choice: Choice) -> Plan:
+    """Return the chosen plan; where it is asynchronous, with the best synchronous one of the same microbatches."""
+    plan = choice.plan
+    others = [
+        option.plan
+        for option in choice.options
+        if option.plan is not None and option.profile is choice.best.profile and not option.schedule.asynchronous
+    ]
+    if not plan.schedule.asynchronous or not others:
+        return plan
+    best = min(others, key=lambda other: other.predicted.seconds_per_minibatch / other.microbatches)
+    return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, best)})
+
+
+def time_beside(plan: Plan, time_limit_s: float | None) -> float:
+    """Return the seconds to spend beside the search for a plan: as long as that took, within its time limit."""
+    spent_s = plan.solver.seconds
+    allowed_s = max(LEAST_S, spent_s)
+    return allowed_s if time_limit_s is None else max(0.0, min(allowed_s, time_limit_s - spent_s))
+
+
+def described_plan(name: str, plan: Plan) -> OtherWay:
+    """Describe a whole plan as another way to train."""
+    limit = plan.cluster.memory_bytes
+    memory_bytes = max(plan.memory_bytes(stage) for stage in range(len(plan.stages)))
+    return OtherWay(
+        name=name,
+        config=plan.config,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        seconds_per_microbatch=plan.predicted.seconds_per_minibatch / plan.microbatches,
+        memory_bytes=memory_bytes,
+        over_memory_bytes=0 if limit is None else max(0, memory_bytes - limit),
+    )
+
+
+def _described(way: Way) -> OtherWay:
+    return OtherWay(
+        name=way.name,
+        config=config_of(tuple(stage.replicas for stage in way.plan.stages)),
+        schedule=way.problem.schedule,
+        microbatches=way.problem.microbatches,
+        seconds_per_microbatch=way.seconds_per_microbatch,
+        memory_bytes=max(way.plan.price.gpu_bytes),
+        over_memory_bytes=way.over_memory_bytes,
+    )

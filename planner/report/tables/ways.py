@@ -1,0 +1,60 @@
+"""What is said of a plan beside other ways to train: no ratio to a way that does not fit the memory."""
+
+from __future__ import annotations
+
+from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
+from planner.formats.plan import OtherWay, Plan, short_config
+from planner.units import format_bytes, format_rate, format_seconds, format_times
+
+
+def over_one_gpu(plan: Plan) -> str:
+    """Write the speed-up over one GPU: "1.86x"; or that the model does not fit one."""
+    return _over(plan, ONE_GPU, plan.predicted.speedup_over_one_gpu)
+
+
+def over_data_parallel(plan: Plan) -> str:
+    """Write the speed-up over data parallelism, or that it does not fit."""
+    return _over(plan, DATA_PARALLEL, plan.predicted.speedup_over_data_parallel)
+
+
+def speed_up_line(plan: Plan, gpus: str) -> str:
+    """Write both; `gpus`: on how many GPUs data parallelism runs."""
+    one, parallel = over_one_gpu(plan), over_data_parallel(plan)
+    over_one = f"{one} over one GPU" if one.endswith("x") else f"one GPU {one}"
+    over_parallel = (
+        f"{parallel} over data parallel on {gpus}" if parallel.endswith("x") else f"data parallel {parallel}"
+    )
+    return f"{over_one}, {over_parallel}"
+
+
+def best_baseline_line(plan: Plan) -> str | None:
+    """Compare the plan with the fastest baseline that fits; None where data parallelism is that, or none is known."""
+    fitting = [way for way in plan.baselines if not way.over_memory_bytes]
+    best = min(fitting, key=lambda way: way.seconds_per_microbatch, default=None)
+    if best is None:
+        return "of what people use without a planner, nothing fits" if plan.baselines else None
+    if best.name == DATA_PARALLEL:
+        return None
+    return f"{format_times(_ratio(plan, best))} over the fastest that fits, {best.name} ({short_config(best.config)})"
+
+
+def synchronous_line(plan: Plan) -> str | None:
+    """Say what the best synchronous plan would give; None where that was not searched for."""
+    way = plan.synchronous
+    if way is None:
+        return None
+    each_s, size = way.seconds_per_microbatch, plan.microbatch_size
+    pace = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
+    return f"{way.schedule} {short_config(way.config)} on current weights: {pace}, {1 / _ratio(plan, way):.2f} times as fast"
+
+
+def _over(plan: Plan, name: str, ratio: float) -> str:
+    way = next((way for way in plan.baselines if way.name == name), None)
+    if way is not None and way.over_memory_bytes:
+        return f"does not fit ({format_bytes(way.over_memory_bytes)} too many)"
+    return format_times(ratio)
+
+
+def _ratio(plan: Plan, way: OtherWay) -> float:
+    """Return how many times as fast as another way the plan is."""
+    return way.seconds_per_microbatch / (plan.predicted.seconds_per_minibatch / plan.microbatches)

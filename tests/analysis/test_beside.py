@@ -1,0 +1,63 @@
+"""What stands beside a plan: baselines that fit or do not, and the best synchronous plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.analysis.beside import time_beside, with_baselines, with_synchronous
+from planner.analysis.compare import compare
+from planner.analysis.solve_options import SolveOptions
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import load_plan, save_plan
+from planner.report.tables.plan import plan_report
+from planner.solver import solve
+from tests.samples import layer, profile
+
+LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
+MODEL = profile(*LAYERS)
+
+
+def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
+    cluster = flat_cluster(4, 1e8)
+    plan = with_baselines(MODEL, solve(MODEL, cluster))
+    rows = {row.name: row for row in compare(MODEL, plan=plan).rows}
+    assert {"data parallel", "one GPU", "ZeRO-1", "ZeRO-3, FSDP", "4 equal stages"} <= {b.name for b in plan.baselines}
+    for baseline in plan.baselines:
+        row = rows[baseline.name]
+        assert baseline.seconds_per_microbatch == pytest.approx(row.seconds_per_microbatch)
+        assert (baseline.config, baseline.memory_bytes) == (row.config, row.memory_bytes)
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    without = solve(MODEL, cluster).model_dump_json()
+    assert "baselines" not in without  # as in files of 0.1
+    assert "synchronous" not in without
+
+
+def test_what_does_not_fit_is_no_measure() -> None:
+    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)))
+    text = plan_report(plan)
+    assert "one GPU does not fit (100 MB too many)" in text
+    assert "data parallel does not fit (100 MB too many)" in text
+    assert "over the fastest that fits, " in text
+    assert "x over data parallel" not in text
+
+
+def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
+    cluster, options = flat_cluster(4, 1e8), SolveOptions()
+    plan = with_synchronous(MODEL, options.solve(MODEL, cluster), options, None)
+    drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
+    assert plan.synchronous is not None
+    assert plan.synchronous.config == drained.config
+    assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
+    assert f"1f1b-flush {drained.config} on current weights" in plan_report(plan)
+    assert with_synchronous(MODEL, drained, options, None) is drained
+
+
+def test_no_more_time_is_spent_beside_a_search_than_is_left() -> None:
+    plan = solve(MODEL, flat_cluster(2, 1e8))
+    slow = plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": 50.0})})
+    assert time_beside(slow, None) == 50
+    assert time_beside(slow, 60) == pytest.approx(10)
+    assert time_beside(slow, 40) == 0
