@@ -45,7 +45,8 @@ def synchronous_line(plan: Plan) -> str | None:
         return None
     each_s, size = way.seconds_per_microbatch, plan.microbatch_size
     pace = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
-    return f"{way.schedule} {short_config(way.config)} on current weights: {pace}, {1 / _ratio(plan, way):.2f} times as fast"
+    name, share = f"{way.schedule} {short_config(way.config)}", 1 / _ratio(plan, way)
+    return f"{name} on current weights: {pace}, {share:.2f} times as fast"
 
 
 def _over(plan: Plan, name: str, ratio: float) -> str:
