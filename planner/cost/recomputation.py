@@ -188,15 +188,15 @@ class _Stage:
             case "never":
                 return self._made(np.zeros((1, count), dtype=bool))
             case "always":
-                return self._whole
+                return self._whole(self._made(np.zeros((1, count), dtype=bool)))
             case "blocks":
                 return self._made(np.ones((1, count), dtype=bool))
             case "auto":
                 parts = self._made(self._tried())
-                return (parts if count == 1 else parts.and_(self._whole)).worth_it()
+                return (parts if count == 1 else parts.and_(self._whole(parts))).worth_it()
 
     def _tried(self) -> _Flags:
-        """Return the choices of units among which the best ones are; (choices, units)."""
+        """Return the choices of units among which the best ones are, the first without any; (choices, units)."""
         count = len(self._units)
         if 2**count <= MOST_SUBSETS:
             return (np.arange(2**count)[:, None] >> np.arange(count)) % 2 > 0
@@ -231,24 +231,24 @@ class _Stage:
         if self._costs.at_work is None:
             working = accumulating = np.max(np.where(again, self._saved, 0.0), axis=1)
         else:
-            before = np.cumsum(kept, axis=1) - kept + np.where(again, entering, 0.0)
+            before = np.cumsum(kept, axis=1) - kept + entering
             missing = np.cumsum(self._gradients) - self._gradients
             working = np.max(before + self._peaks - missing, axis=1) - saved
             accumulating = np.max(before + self._accumulating, axis=1) - saved
         nothing = np.zeros(len(again), dtype=bool)
         return Choices(again @ self._forward_s, saved, working, accumulating, again, nothing, ())
 
-    @property
-    def _whole(self) -> Choices:
-        """The stage as one group, whose peak is as without recomputation, beyond what enters it."""
-        plain, every_s = self._made(np.zeros((1, len(self._units)), dtype=bool)), self._forward_s.sum(keepdims=True)
-        return replace(
-            plain,
-            recompute_s=every_s,
+    def _whole(self, others: Choices) -> Choices:
+        """Return the stage as one group. Its peak beyond what enters it is that without recomputation, `others[0]`."""
+        saved = others.saved_bytes[:1]
+        return Choices(
+            recompute_s=self._forward_s.sum(keepdims=True),
             saved_bytes=np.array([float(self._arriving_bytes)]),
-            working_bytes=plain.working_bytes + plain.saved_bytes,
-            accumulating_bytes=plain.accumulating_bytes + plain.saved_bytes,
+            working_bytes=others.working_bytes[:1] + saved,
+            accumulating_bytes=others.accumulating_bytes[:1] + saved,
+            units=others.units[:1],
             whole=np.ones(1, dtype=bool),
+            layers=(),
         )
 
     def _entering(self, again: _Flags) -> Floats:
@@ -262,19 +262,19 @@ class _Stage:
 
     @cached_property
     def _users(self) -> tuple[Floats, list[tuple[int, list[int]]]]:
-        """The bytes that enter each unit and no other one, and of each other value, with the units that it enters."""
+        """The bytes that enter each unit and no other one, and those that enter several units, with these units."""
         users: dict[int, list[int]] = {}
         for number, unit in enumerate(self._units):
             for value in unit.entering:
                 users.setdefault(value, []).append(number)
-        alone, together = np.zeros(len(self._units)), []
+        sizes: dict[tuple[int, ...], int] = {}
         for value, numbers in users.items():
-            size = self._costs.traffic[value].output_bytes
-            if len(numbers) == 1:
-                alone[numbers[0]] += size
-            else:
-                together.append((size, numbers))
-        return alone, together
+            key = tuple(numbers)
+            sizes[key] = sizes.get(key, 0) + self._costs.traffic[value].output_bytes
+        alone = np.zeros(len(self._units))
+        for key in [key for key in sizes if len(key) == 1]:
+            alone[key[0]] = sizes.pop(key)
+        return alone, [(size, list(key)) for key, size in sizes.items() if size]
 
 
 def _counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
