@@ -196,7 +196,7 @@ def test_a_divided_update_reads_nothing(clip: float | None) -> None:
         group = dist.new_group([0, 1])
         sharding = Sharding(list(module.parameters()), (0, 2), (), torch.device("cpu"))
         optimizer = StageOptimizer(SPEC, module, clip_grad_norm=clip, sharding=sharding)
-        sharding.connect(group)
+        sharding.connect(group, lambda activity, meeting: None)
         averager = GradientAverager(sharding.buckets, group)
         for used, expected in ((module, 0), (module[:1], 1)):
             with counted() as reads:
