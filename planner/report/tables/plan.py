@@ -8,7 +8,7 @@ from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
 from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table, named_values
-from planner.report.tables.ways import best_baseline_line, speed_up_line, synchronous_line
+from planner.report.tables.ways import best_baseline_line, share_of_speed, speed_up_line, synchronous_line
 from planner.schedule.defaults import LATE_UPDATES
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
@@ -63,13 +63,17 @@ def staleness_line(plan: Plan) -> str:
 
 
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:
-    """Return a warning and a hint for a plan whose gradients are many updates late; None for others."""
+    """Return a warning and a hint for a plan whose gradients are late for nothing, or many updates; None for others."""
+    hint = "choose a `schedule` that is synchronous, whose gradients are those of one device"
+    if (way := plan.synchronous) is not None and plan.staleness and (share := share_of_speed(plan, way)) > 1:
+        return (
+            f"the best plan under {way.schedule} is {share:.2f} times as fast, and none of its gradients is late",
+            f"solve with `schedule={way.schedule}`",
+        )
     if plan.staleness <= LATE_UPDATES:
         return None
-    return (
-        f"gradients are up to {plan.staleness} updates late, at which many models converge slowly or not at all",
-        "choose a `schedule` that is synchronous, whose gradients are those of one device",
-    )
+    late = f"gradients are up to {plan.staleness} updates late"
+    return f"{late}, at which many models converge slowly or not at all", hint
 
 
 def cluster_line(cluster: Cluster) -> str:

@@ -35,7 +35,10 @@ def best_baseline_line(plan: Plan) -> str | None:
         return "of what people use without a planner, nothing fits" if plan.baselines else None
     if best.name == DATA_PARALLEL:
         return None
-    return f"{format_times(_ratio(plan, best))} over the fastest that fits, {best.name} ({short_config(best.config)})"
+    ratio, name = _ratio(plan, best), f"{best.name} ({short_config(best.config)})"
+    if ratio < 1:
+        return f"slower than the fastest that fits, {name}: {ratio:.2f} times as fast"
+    return f"{format_times(ratio)} over the fastest that fits, {name}"
 
 
 def synchronous_line(plan: Plan) -> str | None:
@@ -45,8 +48,13 @@ def synchronous_line(plan: Plan) -> str | None:
         return None
     each_s, size = way.seconds_per_microbatch, plan.microbatch_size
     pace = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
-    name, share = f"{way.schedule} {short_config(way.config)}", 1 / _ratio(plan, way)
+    name, share = f"{way.schedule} {short_config(way.config)}", share_of_speed(plan, way)
     return f"{name} on current weights: {pace}, {share:.2f} times as fast"
+
+
+def share_of_speed(plan: Plan, way: OtherWay) -> float:
+    """Return how many times as fast as the plan another way is."""
+    return 1 / _ratio(plan, way)
 
 
 def _over(plan: Plan, name: str, ratio: float) -> str:
