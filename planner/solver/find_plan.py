@@ -17,7 +17,7 @@ from planner.cost.models.registry import cost_model_of
 from planner.cost.rounding import SLACK
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule, ShardRule
-from planner.errors import InputError, PlannerError, ProfileError
+from planner.errors import InfeasibleError, InputError, PlannerError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.cost_model_names import CostModelName
@@ -235,12 +235,22 @@ def _searched(problem: Problem) -> Found:
                 hint="give a longer `time_limit_s`, or leave it out",
             ) from None
         problem.budget.exhausted = False
-        found = Found(first.best, min(PipelineSearch(problem).relaxed_s(), first.best.seconds))
+        found = Found(first.best, PipelineSearch(problem).relaxed_s())
+    except InfeasibleError:
+        first.evaluate()  # these have stages that the search does not
+        if first.best is None or not problem.simulates:
+            raise
+        found = Found(first.best, PipelineSearch(problem).relaxed_s())
     return first.at_least(found) if problem.simulates else found
 
 
 def _by_search(problem: Problem) -> Found:
-    """Search for the best plan: by the cost model first, then by simulation."""
+    """Search for the best plan: by the cost model first, then by simulation.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        OutOfTimeError: if the deadline passes before any plan is found.
+    """
     search = PipelineSearch(problem)
     path = search.best()
     # Other cuts than those along the order may need less memory; only imported profiles may use them.

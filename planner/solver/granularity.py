@@ -44,6 +44,8 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
     try:
         found = answer(blocks)
     except InfeasibleError:
+        if len(profile.layers) > _most_cuts(problem):
+            raise
         return answer(problem)  # smaller stages may fit
     return _looked_inside(problem, ends, found, answer)
 
@@ -51,7 +53,7 @@ def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> 
 def _looked_inside(problem: Problem, ends: frozenset[int], found: Found, answer: Callable[[Problem], Found]) -> Found:
     """Return the best plan with cuts inside blocks if that pays, else the one found; its bound is over all cuts."""
     layers = len(problem.layer_costs.profile.layers)
-    most = MOST_CUTS if problem.schedule.asynchronous else MOST_SYNCHRONOUS_CUTS
+    most = _most_cuts(problem)
     goal_s = found.best.seconds * (1 - PAYS)
     bound_s = PipelineSearch(problem).relaxed_s()
     if bound_s < goal_s and not problem.deadline.passed:
@@ -65,6 +67,10 @@ def _looked_inside(problem: Problem, ends: frozenset[int], found: Found, answer:
             if inside.best.seconds < goal_s:
                 return replace(inside, bound_s=min(bound_s, inside.best.seconds))
     return replace(found, bound_s=min(bound_s, found.best.seconds))
+
+
+def _most_cuts(problem: Problem) -> int:
+    return MOST_CUTS if problem.schedule.asynchronous else MOST_SYNCHRONOUS_CUTS
 
 
 def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:

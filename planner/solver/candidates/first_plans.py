@@ -1,8 +1,8 @@
 """Plans that take no search: the answer where time runs out, and what no answer may be slower than.
 
 They are what people use without a planner: data parallelism, and pipelines of equal blocks or equal times with the same
-number of replicas for every stage, on all GPUs and on a half, a quarter and so on of them. A stage that does not fit
-the memory recomputes its activations.
+number of replicas for every stage, on all GPUs and on a half, a quarter and so on of them, with the optimizer's state
+whole or divided over the replicas. A stage that does not fit the memory recomputes as little as makes it fit.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from planner.cost.layer_costs import Candidate
+from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.rounding import SLACK
-from planner.cost.stage_options import whole_stage
+from planner.cost.stage_options import Groups, StageOptions
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import priced, simulated
-from planner.solver.candidates.pipelines import too_large
 from planner.solver.problem import Problem
 from planner.solver.reference.baselines import equal_blocks, equal_time
 from planner.solver.result import Evaluation, Found
 
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
-WAITING = 0.1  # share of its time that a plan may wait in a simulation for which no time is left
+WAITING = 0.1  # share of the time of a plan that is not simulated, beside one that is
 
 
 class FirstPlans:
@@ -40,14 +42,7 @@ class FirstPlans:
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
         self._consider([plan for plan in self.fitting if plan.seconds < found.best.seconds * (1 - SLACK)])
-        return found if self.best is None or self._none_beats(found.best) else found.with_best(self.best)
-
-    def _none_beats(self, plan: Evaluation) -> bool:
-        assert self.best is not None
-        seconds = plan.seconds
-        if self.best.simulated and not plan.simulated and not too_large(self._problem, plan.stages):
-            seconds /= 1 - WAITING  # time ran out before its simulation ended
-        return seconds <= self.best.seconds * (1 + SLACK)
+        return found if self.best is None or not self._beats(self.best, found.best) else found.with_best(self.best)
 
     def _consider(self, plans: Sequence[Evaluation]) -> None:
         """Simulate plans, the fastest by the cost model first, as long as one may be the best."""
@@ -55,58 +50,79 @@ class FirstPlans:
             if self.best is not None and plan.seconds >= self.best.seconds:
                 break  # simulating only adds waiting
             evaluation = simulated(self._problem, plan) if self._problem.simulates else plan
-            if self.best is None or evaluation.seconds < self.best.seconds:
+            if self.best is None or self._beats(evaluation, self.best):
                 self.best = evaluation
+
+    def _beats(self, one: Evaluation, other: Evaluation) -> bool:
+        # A plan that is too large to simulate, or for which no time was left, would wait, too.
+        allowance = {True: 1.0, False: 1 / (1 - WAITING)}
+        return one.seconds * allowance[one.simulated] < other.seconds * allowance[other.simulated] * (1 - SLACK)
 
     @property
     def fitting(self) -> list[Evaluation]:
         """The plans that fit the memory, the fastest by the cost model first."""
         if self._fitting is None:
-            plans = (_lean_enough(self._problem, stages) for stages in _all_stages(self._problem))
+            leaner = _Leaner(self._problem)
+            plans = (leaner.lean_enough(stages) for stages in _all_stages(self._problem))
             self._fitting = sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds)
         return self._fitting
 
 
 def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:
-    """Yield the stages of each plan, which may not fit the memory."""
-    gpus = problem.cluster.gpus
+    """Yield the stages of each plan, which may not fit the memory, with a whole and with a sharded optimizer."""
+    gpus, rule = problem.cluster.gpus, problem.rules.shard_optimizer
+    may_shard = rule != "never" and problem.layer_costs.profile.may_shard_optimizer
     most_replicas = problem.microbatches if problem.schedule.divides else gpus
     most_stages = min(gpus, problem.rules.max_stages or gpus)
-    cuts: dict[int, list[list[Candidate]]] = {}
-    for used in _halves(gpus):
-        for stages in (2**power for power in range(most_stages.bit_length())):
-            replicas = used // stages
-            if not 1 <= replicas <= most_replicas or stages > most_stages:
-                continue
-            if stages not in cuts:
-                cuts[stages] = [equal_blocks(problem.layer_costs, stages), equal_time(problem.layer_costs, stages)]
-            for each in cuts[stages]:
-                if len(each) == stages:
-                    yield [replace(stage, options=replace(stage.options, replicas=replicas)) for stage in each]
+    for stages in (2**power for power in range(most_stages.bit_length())):
+        cuts = [equal_time(problem.layer_costs, stages)]
+        if (blocks := equal_blocks(problem.layer_costs, stages)) not in cuts:
+            cuts.append(blocks)
+        for cut in (each for each in cuts if len(each) == stages):
+            for used in (gpus >> power for power in range(gpus.bit_length())):
+                replicas = used // stages
+                if not 1 <= replicas <= most_replicas:
+                    continue
+                for sharded in {rule == "always" and replicas > 1, may_shard and replicas > 1}:
+                    options = StageOptions(replicas, sharded=sharded)
+                    yield [replace(stage, options=options) for stage in cut]
 
 
-def _halves(gpus: int) -> list[int]:
-    return [gpus >> power for power in range(gpus.bit_length())]
+class _Leaner:
+    """Lets stages that do not fit the memory recompute as little as makes them fit."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._recomputation = problem, Recomputation(problem.layer_costs, problem.rules.recompute)
+
+    def lean_enough(self, stages: Sequence[Candidate]) -> Evaluation | None:
+        """Return the priced plan, with stages that recompute as memory demands; None if it does not fit anyhow."""
+        problem, choices = self._problem, [self._recomputation.choices(stage.layers) for stage in stages]
+        rows = [0] * len(stages)
+        while True:
+            recomputing = [
+                _with(stage, each.groups(row)) for stage, each, row in zip(stages, choices, rows, strict=True)
+            ]
+            plan = priced(problem, recomputing)
+            if plan.fits(problem.cluster):
+                return plan if _allowed(problem, plan) else None
+            for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
+                limit = problem.cluster.memory_of(stages[number].options.kind)
+                if limit is not None and held > limit:
+                    rows[number] = _leaner_row(each, row, plan.price.in_flight[number], held - limit)
+            if any(row == len(each) for row, each in zip(rows, choices, strict=True)):
+                return None
 
 
-def _lean_enough(problem: Problem, stages: list[Candidate]) -> Evaluation | None:
-    """Return the priced plan with as many recomputing stages as the memory demands; None if it does not fit anyhow."""
-    rule = problem.rules.recompute
-    if rule in ("always", "blocks"):
-        stages = [_recomputing(stage) for stage in stages]
-    while True:
-        plan = priced(problem, stages)
-        if plan.fits(problem.cluster):
-            return plan if _allowed(problem, plan) else None
-        held = zip(plan.price.gpu_bytes, stages, strict=True)
-        over = [total > (problem.cluster.memory_of(stage.options.kind) or total) for total, stage in held]
-        if rule != "auto" or any(stage.options.recompute for stage, each in zip(stages, over, strict=True) if each):
-            return None
-        stages = [_recomputing(stage) if each else stage for stage, each in zip(stages, over, strict=True)]
+def _leaner_row(choices: Choices, row: int, in_flight: int, over_bytes: int) -> int:
+    """Return the quickest choice after `row` that should save these bytes; the number of choices if none does."""
+    held = in_flight * choices.saved_bytes + choices.working_bytes
+    enough = np.flatnonzero(held[row + 1 :] <= held[row] - over_bytes)
+    # The bytes at work depend on the microbatches, too, so a choice that seems too large may just do.
+    return row + 1 + int(enough[0]) if len(enough) else max(row + 1, len(choices) - 1)
 
 
-def _recomputing(stage: Candidate) -> Candidate:
-    return replace(stage, options=replace(stage.options, recompute=whole_stage(stage.layers)))
+def _with(stage: Candidate, groups: Groups) -> Candidate:
+    return replace(stage, options=replace(stage.options, recompute=groups))
 
 
 def _allowed(problem: Problem, plan: Evaluation) -> bool:

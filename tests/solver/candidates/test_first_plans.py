@@ -13,6 +13,7 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.candidates.evaluation import priced
+from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.problem import Problem
 from planner.solver.reference.baselines import data_parallel, equal_blocks
 from tests.formats.test_repeated_blocks import transformer
@@ -60,3 +61,19 @@ def test_equal_blocks() -> None:
     assert [len(stage.layers) for stage in equal_blocks(costs, 4)] == [9, 8, 8, 9]  # with embedding and head
     assert [len(stage.layers) for stage in equal_blocks(costs, 3)] == [13, 12, 9]
     assert len(equal_blocks(costs, 16)) == 8  # there are no more blocks
+
+
+def test_stages_recompute_and_share_the_optimizer_as_memory_demands() -> None:
+    heavy = [each.model_copy(update={"optimizer_bytes": 200, "saved_bytes": 50}) for each in MODEL.layers]
+    model = MODEL.model_copy(update={"layers": tuple(heavy), "optimizer_elementwise": True})
+    held = []
+    for memory_bytes in (20_000, 11_000, 8_000):
+        problem = Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3, memory_bytes), find("1f1b-flush"), 8))
+        first = FirstPlans(problem)
+        first.evaluate()
+        assert first.best is not None
+        assert first.best.fits(problem.cluster)
+        held.append(max(first.best.price.gpu_bytes))
+    assert held == sorted(held, reverse=True)
+    unlimited = FirstPlans(Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3), find("1f1b-flush"), 8)))
+    assert not any(stage.options.recompute for plan in unlimited.fitting for stage in plan.stages)
