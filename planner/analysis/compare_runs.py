@@ -13,7 +13,7 @@ from typing import Literal
 
 from planner.errors import InputError
 from planner.formats.files import Record
-from planner.formats.plan import Plan
+from planner.formats.plan import Plan, Stage
 from planner.formats.timeline import Event, Timeline
 from planner.simulator.plan import costs_of
 from planner.simulator.recorded import simulate_recorded
@@ -181,10 +181,20 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
         backward_s = max(0.0, seen.backward_s - recompute_s - handling.backward_s)
         # A worker notes its update and the all-gather after it as one.
         update_s = max(0.0, seen.update_s - gather_s(number))
+        own: dict[str, float | tuple[float, ...]]
         own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": update_s, "accumulate_s": 0.0}
-        again = {} if stage.recompute_s is None else {"recompute_s": recompute_s}
-        stages.append(stage.model_copy(update=own | again))
+        if stage.recompute_s is not None:
+            own |= {"recompute_s": recompute_s, "ready_s": _ready_s(stage, recompute_s, backward_s)}
+        stages.append(stage.model_copy(update=own))
     return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _ready_s(stage: Stage, recompute_s: float, backward_s: float) -> tuple[float, ...]:
+    """Return when gradients are ready in a backward, and a recomputation partly within it, of other lengths."""
+    if not (planned_s := stage.backward_s + stage.late_s):
+        return stage.ready_s
+    late_s = recompute_s * stage.late_s / stage.again_s if stage.again_s else 0.0
+    return tuple(seconds * (backward_s + late_s) / planned_s for seconds in stage.ready_s)
 
 
 def _compared(timeline: Timeline) -> dict[tuple[object, ...], Event]:

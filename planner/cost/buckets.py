@@ -5,7 +5,7 @@ The executor, which fills buckets, and the simulation, which only knows layers, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.cost.link import BUCKETS
 from planner.formats.profile import Layer
@@ -19,7 +19,9 @@ def bucket_bytes(total_bytes: int) -> int:
     return min(max(total_bytes // BUCKETS, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
 
 
-def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[float, ...]:
+def ready_s(
+    layers: Sequence[Layer], copied: Sequence[Layer] = (), again_s: Mapping[int, float] | None = None
+) -> tuple[float, ...]:
     """Return the seconds from the start of a backward until each of `BUCKETS` equal parts of its gradients is ready.
 
     A part is ready when the bucket that holds its last byte is full. The last part waits for the end of the backward,
@@ -28,12 +30,14 @@ def ready_s(layers: Sequence[Layer], copied: Sequence[Layer] = ()) -> tuple[floa
     Args:
         layers: of the stage, in their order.
         copied: layers of other stages whose weights some of these layers use, too.
+        again_s: of the forwards that run again within the backward, by the number of the layer before whose backward.
 
     A profile records the gradients of a layer as a whole. A layer of many parameters is taken to finish them in pairs,
     a weight with its bias, of equal size and at equal distances over its backward.
     """
-    backward_s = sum(layer.backward_s for layer in layers)
-    pieces = _pieces(layers, copied)
+    again_s = again_s or {}
+    backward_s = sum(layer.backward_s for layer in layers) + sum(again_s.values())
+    pieces = _pieces(layers, copied, again_s)
     total_bytes = sum(size for size, _ in pieces)
     if total_bytes <= 0:
         return tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS))
@@ -61,7 +65,9 @@ def reduced_s(parts_s: Sequence[float], reduce_s: float) -> float:
     return clock_s
 
 
-def _pieces(layers: Sequence[Layer], copied: Sequence[Layer]) -> list[tuple[float, float]]:
+def _pieces(
+    layers: Sequence[Layer], copied: Sequence[Layer], again_s: Mapping[int, float]
+) -> list[tuple[float, float]]:
     """Return the bytes of gradients and when in the backward they exist, from the last layer to the first."""
     # The gradient of a duplicated weight is complete after the backward of the first layer that uses it.
     extra_bytes = [0] * len(layers)
@@ -70,7 +76,9 @@ def _pieces(layers: Sequence[Layer], copied: Sequence[Layer]) -> list[tuple[floa
         users = [number for number, layer in enumerate(layers) if names.intersection(layer.parameters)]
         extra_bytes[users[0] if users else 0] += other.gradient_bytes
     pieces, clock_s = [], 0.0
-    for layer, extra in zip(reversed(layers), reversed(extra_bytes), strict=True):
+    for number in reversed(range(len(layers))):
+        layer, extra = layers[number], extra_bytes[number]
+        clock_s += again_s.get(number, 0.0)
         count = max(1, len(layer.parameters) // 2)
         size = (layer.gradient_bytes + extra) / count
         if size > 0:

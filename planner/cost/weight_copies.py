@@ -56,11 +56,20 @@ def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
 
 
 def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
-    """Return when in the backward each part of the gradients can be all-reduced; empty without replicas."""
+    """Return when in the backward each part of the gradients can be all-reduced; empty without replicas.
+
+    Groups that recompute right before their own backward are part of it, but for one with which it begins.
+    """
     if stage.replicas == 1:
         return ()
-    layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
-    return tuple(seconds / stage.options.speed for seconds in ready_s(layers, copied))
+    order = sorted(stage.layers)
+    layers = [layer_costs.profile.layers[index] for index in order]
+    again_s = {
+        order.index(max(group)): sum(layer_costs.profile.layers[index].forward_s for index in group)
+        for group in stage.options.recompute
+        if max(group) != order[-1]
+    }
+    return tuple(seconds / stage.options.speed for seconds in ready_s(layers, copied, again_s))
 
 
 def exchanged_bytes(

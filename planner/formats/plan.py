@@ -115,6 +115,12 @@ class Stage(GrownRecord):
         """Time of one microbatch on one replica: forward, recomputation if any, backward and update."""
         return self.forward_s + self.again_s + self.backward_s + self.update_s
 
+    @property
+    def late_s(self) -> float:
+        """Seconds of `again_s` that replicas spend when some gradients are there already; `ready_s` has them."""
+        partly = self.ready_s and not isinstance(self.recompute, bool)
+        return max(0.0, self.ready_s[-1] - self.backward_s) if partly else 0.0
+
     @model_validator(mode="after")
     def _check_options(self) -> Stage:
         if self.sharded and self.replicas == 1:

@@ -82,7 +82,7 @@ class Communication:
             return [backward_s] * BUCKETS
         if costs.ready_s and costs.backward_s > 0:
             # `ready_s` is for a backward that does not accumulate; this one may be longer.
-            return [seconds * (backward_s / costs.backward_s) for seconds in costs.ready_s]
+            return [seconds * (backward_s / (costs.backward_s + costs.late_s)) for seconds in costs.ready_s]
         return [backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)]
 
     def send(self, rank: int, send: Send, now_s: float) -> None:

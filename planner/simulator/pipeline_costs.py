@@ -22,10 +22,12 @@ class StageCosts:
     Attributes:
         forward_s, backward_s, update_s: of the computations; the recomputation before a backward is not part of it.
         recompute_s: the forward that is run once more before each backward.
+        late_s: the part of it that runs when there are gradients already, of layers behind those that recompute.
         accumulate_s: additional time of a backward that accumulates into existing gradients. If the backward is split,
             its part for the weights takes this time.
         ready_s: from the start of a backward that does not accumulate until each part of the gradients can be
-            all-reduced, as in `planner.cost.buckets`; empty for parts that are evenly spaced over the backward.
+            all-reduced, as in `planner.cost.buckets`, with `late_s`; empty for parts that are evenly spaced over the
+            backward.
         gradient_bytes: that the replicas all-reduce per round.
         sharded: whether they only reduce-scatter these, and gather the weights after the update, of which each does its
             part.
@@ -37,6 +39,7 @@ class StageCosts:
     recompute_s: float = 0.0
     accumulate_s: float = 0.0
     ready_s: tuple[float, ...] = ()
+    late_s: float = 0.0
     gradient_bytes: int = 0
     sharded: bool = False
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import assert_never
 
+from planner.cost.rounding import SLACK
 from planner.formats.timeline import Event, EventKind
 from planner.schedule.instructions import (
     AddShared,
@@ -168,9 +169,12 @@ class Simulation:
 
     def _backward(self, rank: int, backward: Backward) -> None:
         stage, costs = backward.stage, self.stages[backward.stage]
-        self._recompute(rank, backward)
-        seconds = costs.backward_s + self._accumulate_s(rank, stage)
-        if backward.last_of_round and len(self.shape.ranks[stage]) > 1:
+        joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
+        # What recomputes between the backwards of other layers matters for the all-reduce alone.
+        late_s = costs.late_s if joins else 0.0
+        self._recompute(rank, backward, late_s)
+        seconds = costs.backward_s + late_s + self._accumulate_s(rank, stage)
+        if joins:
             self._join(rank, stage, self._clock[rank], seconds)
         self._compute(rank, "backward", stage, backward.unit, seconds)
         self.completed.ends_s[stage].append(self._clock[rank])
@@ -190,8 +194,9 @@ class Simulation:
         self._compute(rank, "backward_weight", stage, backward.unit, costs.backward_weight_s + accumulate_s)
         self.completed.ends_s[stage].append(self._clock[rank])
 
-    def _recompute(self, rank: int, backward: Backward | BackwardInput) -> None:
-        if seconds := self.stages[backward.stage].recompute_s:
+    def _recompute(self, rank: int, backward: Backward | BackwardInput, late_s: float = 0.0) -> None:
+        whole_s = self.stages[backward.stage].recompute_s
+        if (seconds := whole_s - late_s) > SLACK * whole_s:
             self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
 
     def _accumulate_s(self, rank: int, stage: int) -> float:

@@ -82,3 +82,9 @@ def test_the_parts_are_ready_when_the_executors_buckets_are_full(sizes: tuple[in
         bucket = next(index for index, end in enumerate(ends) if 6 * end >= total * (part + 1))
         expected.append(6.0 if part == 5 else position[id(found[bucket][-1])] + 1.0)
     assert ready_s(made(*((4 * size, 1, 1.0) for size in sizes))) == pytest.approx(expected)
+
+
+def test_what_recomputes_within_the_backward_delays_what_comes_after_it() -> None:
+    layers = made(*[(1000, 2, 4.0)] * 6)
+    # The forward of layers 2 and 3 runs again, 3 s, before the backward of layer 3, the third from the end.
+    assert ready_s(layers, again_s={3: 3.0}) == pytest.approx([4, 8, 15, 19, 23, 27])

@@ -51,7 +51,8 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
             update_s=float(work.update_s) / stage.options.shards + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
             accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
-            ready_s=ready_of_gradients_s(layer_costs, stage, again),
+            ready_s=(ready := ready_of_gradients_s(layer_costs, stage, again)),
+            late_s=max(0.0, ready[-1] - float(work.backward_s)) if ready else 0.0,
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
             sharded=stage.options.sharded,
         )

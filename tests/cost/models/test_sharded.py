@@ -143,6 +143,25 @@ def test_with_several_chunks_every_stage_has_its_own_halves(schedule: str) -> No
     assert len([event for event in simulate(plan, 2).events.rows() if event.kind == "all_gather"]) == 2 * 2 * 4
 
 
+@pytest.mark.parametrize(("bandwidth", "seconds"), [(20 * MB, 16.0), (60 * MB, 9.0), (240 * MB, 7.5)])
+def test_a_group_that_recomputes_between_backwards_hides_an_all_reduce(bandwidth: float, seconds: float) -> None:
+    """Two blocks of 1 + 2 s; the first recomputes when the second one's gradients, half of all, are there already."""
+    blocks = [layer(f"h.{n}", 1, 2, weight_bytes=120 * MB) for n in range(2)]
+    model = profile(*(each.model_copy(update={"outputs": ()}) for each in blocks))
+    problem = problem_of(model, flat_cluster(2, bandwidth), "gpipe", 2)
+    layers = frozenset({0, 1})
+    first = Candidate(frozenset(), layers, StageOptions(2, recompute=(frozenset({0}),)))
+    plan = plan_of(problem, [first])
+    # At 20 MB/s the all-reduce of 12 s begins 2 s into the backward of 2 + 1 + 2 s. At 240 MB/s 1 s is all it takes.
+    assert simulated_s(plan) == pytest.approx(seconds)
+    events = [event for event in simulate(plan, 1).events.rows() if event.rank == 0]
+    assert "recompute" not in {event.kind for event in events}  # it is within the backward
+    last = Candidate(frozenset(), layers, StageOptions(2, recompute=(frozenset({1}),)))
+    assert simulated_s(plan_of(problem, [last])) >= simulated_s(plan)
+    evaluation = Evaluation((first,), problem.price([first]))
+    assert costs_of(plan).stages == pipeline_for(problem, evaluation).stages
+
+
 @pytest.mark.parametrize("schedule", [find("1f1b"), find("zb-h1"), find("interleaved")], ids=str)
 def test_plans_simulate_as_their_candidates(schedule: Schedule) -> None:
     chunks = 2 if schedule.chunked else 1
