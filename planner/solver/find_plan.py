@@ -2,7 +2,7 @@
 
 There are three methods, and the problem decides which of them can solve it:
 
-search   exact; GPUs alike; constraints that are forbidden cuts
+search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
 brute    every plan, for up to ten layers
 """
@@ -39,7 +39,7 @@ from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.granularity import solve_blocks_first
-from planner.solver.infeasible import explain
+from planner.solver.infeasible import PLENTY, against_constraints, explain
 from planner.solver.minibatch import microbatches_in
 from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
@@ -126,7 +126,7 @@ def solve(
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     budget = Budget(Deadline.after(time_limit_s), progress=progress or Progress())
     rules = StageRules(recompute, shard_optimizer, max_stages, max_staleness, granularity)
-    rules.check_known()
+    rules.check(profile, setting)
     problem = Problem(LayerCosts(profile), setting, rules, depth, constraints or Constraints(), budget)
     if vertical_sync:
         _check_vertical_sync(schedule)
@@ -178,7 +178,9 @@ def _found(problem: Problem, solver: SolverName) -> Found:
     if (method := _other_method(problem, solver)) is not None:
         return answer(problem, method)
     search = solve_interleaved if problem.schedule.chunked else _searched
-    return solve_blocks_first(problem.without_constraints(), search)
+    within = problem.with_cuts_forbidden()
+    assert within is not None
+    return solve_blocks_first(within, search)
 
 
 def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
@@ -209,9 +211,11 @@ def _beyond_the_search(problem: Problem) -> str | None:
     constraints = problem.constraints
     if problem.cluster.kinds:
         return "clusters whose GPUs differ"
-    if constraints.stage_of or constraints.gpu_of:
-        return "layers pinned to a stage or a GPU"
-    if constraints.as_forbidden_cuts(problem.layer_costs.profile, in_order=problem.keeps_order) is None:
+    if constraints.gpu_of:
+        return "layers pinned to a GPU"
+    if constraints.stage_of and problem.schedule.chunked:
+        return "layers pinned to a stage"
+    if problem.with_cuts_forbidden() is None:
         return "layers kept together that are no neighbours in the profile's order"
     return None
 
@@ -256,6 +260,8 @@ def _by_search(problem: Problem) -> Found:
     # Other cuts than those along the order may need less memory; only imported profiles may use them.
     if path is None and not problem.keeps_order and (wider := search.over_all_cuts()) is not None:
         search, path = wider, wider.best()
+    if path is None and search.fits(problem.cluster.gpus, PLENTY) is None:
+        raise against_constraints(problem)
     if path is None:
         raise explain(problem, search.fits, search.leaner())
     extended = search.extended(path)

@@ -15,8 +15,17 @@ from planner.units import format_bytes
 # A search for any plan that fits this many GPUs of this much memory.
 Fits = Callable[[int, int], Evaluation | None]
 
+PLENTY = 2**60  # bytes: more than any plan needs
 _PRECISION = 1e-4  # of the smallest memory
 _MOST_GPUS_FACTOR = 64
+
+
+def against_constraints(problem: Problem) -> InfeasibleError:
+    """Return the error for constraints that no plan respects."""
+    return InfeasibleError(
+        f"no plan on {problem.cluster.gpus} GPUs respects the constraints, whatever the memory",
+        hint="leave some of them out: layers that a stage needs must not be pinned to a later one",
+    )
 
 
 def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:

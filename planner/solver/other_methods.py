@@ -8,15 +8,13 @@ from typing import Literal
 from planner.errors import InfeasibleError, PlannerError
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
-from planner.solver.infeasible import explain
+from planner.solver.infeasible import PLENTY, against_constraints, explain
 from planner.solver.problem import Problem
 from planner.solver.reference.brute import brute_force
 from planner.solver.result import Evaluation, Found
 from planner.units import format_bytes
 
 OtherMethod = Literal["ilp", "brute"]
-
-_PLENTY = 2**60  # bytes
 
 
 def answer(problem: Problem, method: OtherMethod) -> Found:
@@ -49,7 +47,9 @@ def _by_ilp(problem: Problem) -> Found | None:
 
 
 def _by_brute_force(problem: Problem) -> Found | None:
-    best = brute_force(problem.without_constraints(), in_order=problem.keeps_order)
+    within = problem.with_cuts_forbidden()
+    assert within is not None
+    best = brute_force(within, in_order=problem.keeps_order)
     return None if best is None else Found(best, best.seconds, "brute")
 
 
@@ -66,18 +66,15 @@ def _infeasible(problem: Problem, method: OtherMethod) -> InfeasibleError:
     def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
         return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
 
-    plenty = tuple(kind.model_copy(update={"memory_bytes": _PLENTY}) for kind in cluster.kinds)
+    plenty = tuple(kind.model_copy(update={"memory_bytes": PLENTY}) for kind in cluster.kinds)
     # Without a memory limit only the constraints can be the reason.
     unlimited = again(kinds=plenty, memory_bytes=None)
     if unlimited is None:
-        return InfeasibleError(
-            f"no plan on {cluster.gpus} GPUs respects the constraints, whatever the memory",
-            hint="leave some of them out: layers that a stage needs must not be pinned to a later one",
-        )
+        return against_constraints(problem)
     if not cluster.kinds:
         return explain(problem, fits, {})
     # The limits are those of the stages' kinds before their memory was changed.
-    limits = [cluster.memory_of(cluster.kind_of(stage.ranks[0])) or _PLENTY for stage in unlimited.stages]
+    limits = [cluster.memory_of(cluster.kind_of(stage.ranks[0])) or PLENTY for stage in unlimited.stages]
     held = [memory.total_bytes for memory in unlimited.price.memory]
     over = [total - limit for total, limit in zip(held, limits, strict=True)]
     worst = max(range(len(over)), key=over.__getitem__)

@@ -16,6 +16,7 @@ from planner.solver.candidates.evaluation import priced_path
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
+from planner.solver.chain.ways import WaysOf
 from planner.solver.graph.branches import MOST_STATES, search_beyond
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.infeasible import Fits
@@ -151,7 +152,8 @@ class PipelineSearch:
 
     def relaxed_s(self) -> float:
         """Return a time that no plan is below, whatever its cuts: perfect balance and no communication."""
-        everything = self.space.work(0, np.array([len(self.space) - 1]))
+        ways = WaysOf(self.space, self.problem.limits, prices_shards=self.problem.simulates)
+        everything = ways.least(self.space.work(0, np.array([len(self.space) - 1])))
         return balanced_s(everything, self.problem.setting)
 
     def _search(self, limits: Limits) -> Search | SynchronousSearch:

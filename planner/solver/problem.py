@@ -24,7 +24,10 @@ from planner.schedule.schedule import Schedule
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.budget import NO_HURRY, Budget, Deadline
-from planner.solver.stage_rules import StageRules
+from planner.solver.chain.states import is_linear, uncut_groups
+from planner.solver.numbering import Numbering
+from planner.solver.result import Evaluation
+from planner.solver.stage_rules import UNLIMITED, StageRules
 
 # How many minibatches are in flight: as many as the schedule's paper says, or more where workers would wait otherwise.
 DepthRule = Literal["auto", "published"]
@@ -39,17 +42,33 @@ class Limits:
         memory_bytes: of each GPU; None without a limit.
         rules: what stages may be like.
         deadline: when it passes, the best plan so far is the answer.
+        numbering: how many stages there may be, and which numbers they may have.
+        deepest: the most units in flight that a stage may have, for its gradients' sake.
+        most_sharded: replicas of a sharded stage, none of which may idle.
     """
 
     gpus: int
     memory_bytes: int | None = None
     rules: StageRules = field(default_factory=StageRules)
     deadline: Deadline = NO_HURRY
+    numbering: Numbering = field(default_factory=Numbering)
+    deepest: int = UNLIMITED
+    most_sharded: int = UNLIMITED
 
     @property
     def recompute(self) -> RecomputeRule:
         """Which layers recompute their activations."""
         return self.rules.recompute
+
+    @property
+    def counts_gpus(self) -> bool:
+        """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by them."""
+        return self.memory_bytes is not None or self.deepest < UNLIMITED
+
+    @property
+    def any(self) -> bool:
+        """Whether some plans on the GPUs are not allowed."""
+        return self.counts_gpus or self.numbering != Numbering()
 
 
 @dataclass(frozen=True)
@@ -104,7 +123,28 @@ class Problem:
     @property
     def limits(self) -> Limits:
         """What plans may use on the cluster, whose GPUs are alike."""
-        return Limits(self.cluster.gpus, self.cluster.memory_bytes, self.rules, self.deadline)
+        return Limits(
+            self.cluster.gpus,
+            self.cluster.memory_bytes,
+            self.rules,
+            self.deadline,
+            self.numbering,
+            self.rules.deepest(self.schedule),
+            self.microbatches if self.schedule.divides or not self.schedule.pipelined else UNLIMITED,
+        )
+
+    @property
+    def numbering(self) -> Numbering:
+        """How many stages a plan may have, and the numbers of the stages that layers are pinned to."""
+        position = self.layer_costs.position
+        pins = sorted((position[name], number) for name, number in self.constraints.stage_of.items())
+        return Numbering(self.rules.max_stages, tuple(pins))
+
+    def allows(self, plan: Evaluation) -> bool:
+        """Return whether a plan fits the memory, and keeps the limits on stages and staleness."""
+        late = max(map(self.schedule.staleness, plan.price.in_flight))
+        fresh = self.rules.max_staleness is None or late <= self.rules.max_staleness
+        return fresh and self.numbering.allows([each.layers for each in plan.stages]) and plan.fits(self.cluster)
 
     @property
     def keeps_order(self) -> bool:
@@ -171,8 +211,13 @@ class Problem:
         microbatches = microbatches or self.microbatches
         return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=microbatches, chunks=1))
 
-    def without_constraints(self) -> Problem:
-        """Return the same problem with its constraints in the profile, as forbidden cuts: they must say no more."""
-        profile = self.constraints.as_forbidden_cuts(self.layer_costs.profile, in_order=self.keeps_order)
-        assert profile is not None
-        return self if self.constraints.empty else replace(self.about(profile), constraints=Constraints())
+    def with_cuts_forbidden(self) -> Problem | None:
+        """Return the same problem with its constraints but `stage_of` as forbidden cuts; None if they say more."""
+        layer_costs, constraints = self.layer_costs, self.constraints
+        if constraints.empty:
+            return self
+        in_order = self.keeps_order or is_linear(layer_costs, uncut_groups(layer_costs))
+        others = constraints.model_copy(update={"stage_of": {}})
+        profile = others.as_forbidden_cuts(layer_costs.profile, in_order=in_order)
+        pinned = Constraints(stage_of=constraints.stage_of)
+        return None if profile is None else replace(self.about(profile), constraints=pinned)

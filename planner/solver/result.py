@@ -53,7 +53,10 @@ class BoundedPath:
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
     """Return the path with other replicas."""
-    options = (replace(each, replicas=r) for each, r in zip(path.options, replicas, strict=True))
+    options = (
+        replace(each, replicas=r, sharded=each.sharded and r > 1)
+        for each, r in zip(path.options, replicas, strict=True)
+    )
     return replace(path, options=tuple(options))
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.errors import InputError
+from planner.formats.profile import Profile
+from planner.schedule.schedule import Schedule
 
 # Where stages may begin and end: between blocks of the model, between any layers, or within blocks where that pays.
 Granularity = Literal["auto", "block", "layer"]
+
+UNLIMITED = 2**30  # units in flight
 
 
 @dataclass(frozen=True)
@@ -30,17 +35,37 @@ class StageRules:
     max_staleness: int | None = None
     granularity: Granularity = "auto"
 
-    def check_known(self) -> None:
-        """Refuse what no search does yet.
+    def deepest(self, schedule: Schedule) -> int:
+        """Return the most units that a stage may have in flight, each with an older version of its weights."""
+        return self.max_staleness + 1 if schedule.stashes and self.max_staleness is not None else UNLIMITED
+
+    def check(self, profile: Profile, setting: Setting) -> None:
+        """Refuse what no plan keeps.
 
         Raises:
             InputError: naming the argument.
         """
-        for name, value, known in (
-            ("recompute", self.recompute, self.recompute != "blocks"),
-            ("shard_optimizer", self.shard_optimizer, self.shard_optimizer != "always"),
-            ("max_stages", self.max_stages, self.max_stages is None),
-            ("max_staleness", self.max_staleness, self.max_staleness is None),
-        ):
-            if not known:
-                raise InputError(f"`{name}={value}` is not there yet", hint=f"leave out `{name}`")
+        schedule = setting.schedule
+        if self.shard_optimizer == "always" and not profile.may_shard_optimizer:
+            raise InputError(
+                f"`shard_optimizer=always` needs an optimizer that treats each element alone, which the profile of "
+                f"'{profile.model}' does not say of its own",
+                hint="profile the model again if its optimizer is one, such as Adam; or use `shard_optimizer=never`",
+            )
+        if self.shard_optimizer == "always" and setting.cost_model != "resource":
+            raise InputError(
+                f"the cost model '{setting.cost_model}' was published before optimizers were sharded",
+                hint="use `cost_model=resource`, or `shard_optimizer=never`",
+            )
+        if self.max_stages is not None and self.max_stages < 1:
+            raise InputError(f"`max_stages={self.max_stages}` leaves no stage", hint="give 1 or more")
+        if self.max_staleness is None:
+            return
+        if self.max_staleness < 0:
+            raise InputError(f"`max_staleness={self.max_staleness}` is no number of updates", hint="give 0 or more")
+        if (late := schedule.staleness(1)) > self.max_staleness:
+            raise InputError(
+                f"`max_staleness={self.max_staleness}` is less than the {late} update that gradients under {schedule} "
+                "are late in every plan",
+                hint="use a `schedule` that drains the pipeline, such as 1f1b-flush",
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.formats.cluster import Cluster
 from planner.formats.cost_model_names import CostModelName
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
@@ -24,8 +24,11 @@ def brute_force(
     microbatches: int = 1,
     chunks: int = 1,
     recompute: RecomputeRule = "auto",
+    shard: ShardRule = "auto",
     in_order: bool = False,
 ) -> Evaluation | None:
     """Return the best of all plans."""
-    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks, model), StageRules(recompute))
+    problem = Problem(
+        layer_costs, Setting(cluster, schedule, microbatches, chunks, model), StageRules(recompute, shard)
+    )
     return brute.brute_force(problem, in_order=in_order)

@@ -31,13 +31,15 @@ def test_constraints_are_kept_by_every_solver() -> None:
         home = {each: n for n, stage in enumerate(plan.stages) for each in stage.layers}
         assert home["b"] == home["c"] == home["d"]
         assert plan.profile_digest == CHAIN.digest
-    pinned = solve(CHAIN, flat_cluster(3, 1e9), constraints=Constraints(stage_of={"c": 2}))
-    assert "c" in pinned.stages[2].layers
-    assert pinned.solver.name.startswith("ilp")
-    with pytest.raises(InputError, match="the search does not take layers pinned"):
-        solve(CHAIN, flat_cluster(3, 1e9), solver="search", constraints=Constraints(stage_of={"c": 2}))
-    with pytest.raises(InputError, match="`solver=brute` does not take layers pinned"):
-        solve(CHAIN, flat_cluster(3, 1e9), solver="brute", constraints=Constraints(stage_of={"c": 2}))
+    pins = Constraints(stage_of={"c": 2})
+    pinned = [solve(CHAIN, flat_cluster(3, 1e9), solver=name, constraints=pins) for name in ("auto", "ilp", "brute")]
+    assert all("c" in plan.stages[2].layers for plan in pinned)
+    assert len({plan.predicted.seconds_per_minibatch for plan in pinned}) == 1
+    assert pinned[0].solver.name == "search"
+    with pytest.raises(InputError, match="the search does not take layers pinned to a GPU"):
+        solve(CHAIN, flat_cluster(3, 1e9), solver="search", constraints=Constraints(gpu_of={"c": 2}))
+    with pytest.raises(InputError, match="`solver=brute` does not take layers pinned to a GPU"):
+        solve(CHAIN, flat_cluster(3, 1e9), solver="brute", constraints=Constraints(gpu_of={"c": 2}))
 
 
 def test_constraints_or_memory_that_no_plan_meets_are_told_apart() -> None:

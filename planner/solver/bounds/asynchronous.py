@@ -14,6 +14,8 @@ from planner.solver.bounds.bounds import Bounds, larger_root
 class AsynchronousBounds(AsynchronousModel, Bounds):
     """See `AsynchronousModel` for the formulas."""
 
+    prices_shards = True
+
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s
         ring_s = 2 * work.trainable_bytes / self.link.ring_bytes_per_s

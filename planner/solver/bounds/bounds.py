@@ -17,7 +17,12 @@ class Bounds(StageModel):
 
     microbatches = 1  # per minibatch
     most_replicas = IMPOSSIBLE  # of a stage
+    prices_shards = False  # whether it knows stages whose replicas divide the optimizer's state
     counts_gpus_after = False  # whether a stage's replicas depend on how many GPUs follow it, memory apart
+
+    def may_have(self, replicas: Integers) -> NDArray[np.bool_]:
+        """Return whether stages may have so many replicas."""
+        return np.asarray(replicas <= self.most_replicas)
 
     def enough_before(self, replicas: Integers, after: Integers) -> NDArray[np.bool_]:
         """Return whether replicas that meet a target with no GPUs after the stage meet it with `after`."""
@@ -52,6 +57,10 @@ class Bounds(StageModel):
         if memory_bytes is None:
             return 1
         return fewest_to_hold(self.most_in_flight(footprint, memory_bytes), gpus_after)
+
+    def held_bytes(self, footprint: Footprint, in_flight: Integers) -> Floats:
+        """Return the peak bytes of stages with so many microbatches in flight."""
+        return footprint.total_bytes(in_flight, self.versions(in_flight))
 
     def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
         """Return the most microbatches in flight with which a stage fits the memory."""

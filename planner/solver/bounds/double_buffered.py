@@ -77,6 +77,9 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
     def versions(self, in_flight: Integers) -> Integers:
         return TWO_BW.versions(in_flight)
 
+    def held_bytes(self, footprint: Footprint, in_flight: Integers) -> Floats:
+        return super().held_bytes(footprint.divided(self.microbatches), in_flight)
+
     def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
         held = footprint.divided(self.microbatches)
         return held.most_in_flight(memory_bytes, stashing=False, versions=TWO_BW.weight_versions)

@@ -32,7 +32,6 @@ from planner.solver.candidates.pipelines import wires_s
 Depths = tuple[int, ...]
 
 TOLERANCE = 0.01  # a pipeline this close to its busiest resource is not deepened: timings are no better
-UNLIMITED = 2**30
 FAR = 1.5  # ratio of times that deepening beyond the inequality at the top of this file does not gain
 NEAR = 1.1  # ratio of times that going still deeper, or less deep, does not gain
 RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened

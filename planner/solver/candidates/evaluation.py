@@ -21,7 +21,6 @@ from planner.formats.plan import config_of
 from planner.solver.candidates.depth import (
     FAR,
     HARDLY,
-    UNLIMITED,
     Depths,
     PipelineTimes,
     choose_depths,
@@ -33,6 +32,7 @@ from planner.solver.candidates.pipelines import pipeline_for, too_large, wires_s
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Problem
 from planner.solver.result import CutPath, Evaluation, stages_along
+from planner.solver.stage_rules import UNLIMITED
 
 SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
@@ -195,7 +195,7 @@ class _Simulated:
         for stage, published, reserve in zip(
             self.candidate.stages, self.candidate.price.in_flight, reserves, strict=True
         ):
-            most = schedule.deepest(stage.replicas, microbatches) or UNLIMITED
+            most = min(schedule.deepest(stage.replicas, microbatches) or UNLIMITED, problem.rules.deepest(schedule))
             memory_bytes = problem.cluster.memory_of(stage.options.kind)
             if memory_bytes is not None:
                 footprint = problem.layer_costs.footprint(stage).divided(microbatches)

@@ -104,7 +104,7 @@ class _Leaner:
             ]
             plan = priced(problem, recomputing)
             if plan.fits(problem.cluster):
-                return plan if _allowed(problem, plan) else None
+                return plan if problem.allows(plan) else None
             for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
                 limit = problem.cluster.memory_of(stages[number].options.kind)
                 if limit is not None and held > limit:
@@ -123,9 +123,3 @@ def _leaner_row(choices: Choices, row: int, in_flight: int, over_bytes: int) -> 
 
 def _with(stage: Candidate, groups: Groups) -> Candidate:
     return replace(stage, options=replace(stage.options, recompute=groups))
-
-
-def _allowed(problem: Problem, plan: Evaluation) -> bool:
-    """Return whether the plan's gradients are as recent as asked for."""
-    most = problem.rules.max_staleness
-    return most is None or max(map(problem.schedule.staleness, plan.price.in_flight)) <= most

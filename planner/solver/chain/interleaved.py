@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import combinations, islice, pairwise
 from typing import TypeVar
 
@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from planner.cost.link import Link, link_of
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions, whole_stage
+from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import Chain, Coarse, StateSpace
+from planner.solver.chain.ways import WaysOf
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
@@ -32,6 +33,14 @@ FEW_GPUS = 16  # up to which every number of workers and copies is tried
 _BATCH = 1024
 _MOVES = (1, -1, 2, -2, 5, -5)
 T = TypeVar("T", Work, Footprint)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A shape of plans, and whether its stages are sharded."""
+
+    shape: InterleavedShape
+    sharded: bool
 
 
 class InterleavedSearch:
@@ -50,13 +59,14 @@ class InterleavedSearch:
         self.sampled = len(space) > MOST_STATES
         self._states = np.unique(np.linspace(0, len(space) - 1, min(len(space), MOST_STATES)).astype(np.int64))
         self._space: StateSpace = Coarse(space, self._states) if self.sampled else space
-        self._work, self._footprint = _matrices(self._space)
+        self._ways = WaysOf(self._space, limits)
+        self._work, self._footprint = _matrices(self._space, self._ways)
 
     def shapes(self) -> list[InterleavedShape]:
         """Return the numbers of workers and copies worth a try, the most promising first."""
         setting, gpus = self.setting, self.limits.gpus
         chunks, microbatches = setting.chunks, setting.microbatches
-        longest = min(gpus, (len(self._space) - 1) // chunks)
+        longest = self.limits.numbering.most(self._space, gpus * chunks) // chunks
         models = [
             InterleavedShape(setting.schedule, self.link, workers, chunks, copies, microbatches)
             for workers in range(2, longest + 1)
@@ -70,7 +80,8 @@ class InterleavedSearch:
         """Return seconds that no plan of this shape is below: the mean of what the workers compute."""
         once_s = float(self._work.forward_s[0, -1] + self._work.backward_s[0, -1])
         accumulate_s = (model.units - 1) * float(self._work.accumulate_s[0, -1])
-        return (model.units * once_s + accumulate_s + float(self._work.update_s[0, -1])) / model.workers
+        update_s = float(self._work.update_s[0, -1]) / (model.replicas if self._ways.shards else 1)
+        return (model.units * once_s + accumulate_s + update_s) / model.workers
 
     def best(self) -> tuple[list[CutPath], float]:
         """Return the best plan of each shape, fastest first and none if none fit, and seconds that no plan is below."""
@@ -93,47 +104,64 @@ class InterleavedSearch:
         return found, min([*bounds, fastest])
 
     def within(self, model: InterleavedShape) -> tuple[CutPath | None, bool]:
-        """Return the best plan of this shape if any fits, and whether no cut of the space is better."""
+        """Return the best plan of this shape if any fits, and whether no other one over the space is better.
+
+        Either all stages are sharded or none are. A mixture may be better.
+        """
+        may = model.replicas > 1 and self._ways.shards
+        tries = [True] if may and self._ways.always_shards else [False, True] if may else [False]
+        answers = [self._within(_Run(model, sharded)) for sharded in tries]
+        found = [path for path, _ in answers if path is not None]
+        exact = all(exact for _, exact in answers) and len(tries) == 1
+        return min(found, key=lambda path: path.seconds, default=None), exact
+
+    def _within(self, run: _Run) -> tuple[CutPath | None, bool]:
+        model = run.shape
         stages, last = model.workers * model.chunks, len(self._space) - 1
         if math.comb(last - 1, stages - 1) <= MOST_TRIED:
-            cuts, exact = self._all(model, last)
+            cuts, exact = self._all(run, last)
         else:
-            cuts, exact = self._improved(model, self._equal_parts(stages, last)), False
-        over, seconds, again, _ = self._evaluate(model, cuts[None])
+            cuts, exact = self._improved(run, self._equal_parts(stages, last)), False
+        over, seconds, again, _ = self._evaluate(run, cuts[None])
         if over[0] > 0:
             return None, exact
         states = tuple(int(self._states[cut]) for cut in cuts)
         options = tuple(
-            StageOptions(model.replicas, recompute=whole_stage(self._space.layers(i, j), bool(each)))
+            StageOptions(model.replicas, run.sharded, self._groups(i, j, bool(each)))
             for (i, j), each in zip(pairwise(map(int, cuts)), again[0], strict=True)
         )
         path = CutPath(states, options, float(seconds[0]))
         return path, exact
 
-    def _all(self, model: InterleavedShape, last: int) -> tuple[Integers, bool]:
+    def _groups(self, state: int, other: int, again: bool) -> Groups:
+        """Return the layers of a stage that recompute: all at once, unless the rule says otherwise."""
+        by_rule = self._ways.groups(state, other, 0)
+        return by_rule or whole_stage(self._space.layers(state, other), again)
+
+    def _all(self, run: _Run, last: int) -> tuple[Integers, bool]:
         """Return the best of all ways to cut, and whether the choice of recomputing stages was best in all of them."""
-        stages = model.workers * model.chunks
+        stages = run.shape.workers * run.shape.chunks
         # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
-        best, exact = self._least(model, self._equal_parts(stages, last)[None]), True
+        best, exact = self._least(run, self._equal_parts(stages, last)[None]), True
         for inner in _batches(combinations(range(1, last), stages - 1)):
             ends = np.full((len(inner), 1), last)
             cuts = np.concatenate((np.zeros_like(ends), inner.reshape(len(inner), stages - 1), ends), axis=1)
-            best = min(best, found := self._least(model, cuts), key=lambda item: item[:2])
+            best = min(best, found := self._least(run, cuts), key=lambda item: item[:2])
             exact = exact and found[3]
         return best[2], exact
 
-    def _improved(self, model: InterleavedShape, cuts: Integers) -> Integers:
+    def _improved(self, run: _Run, cuts: Integers) -> Integers:
         """Return cuts that no move improves."""
-        best = self._least(model, cuts[None])
+        best = self._least(run, cuts[None])
         while True:
             around = np.array(list(_moved(best[2])))
-            better = self._least(model, around)
+            better = self._least(run, around)
             if better[:2] >= best[:2]:
                 return best[2]
             best = better
 
-    def _least(self, model: InterleavedShape, cuts: Integers) -> tuple[float, float, Integers, bool]:
-        over, seconds, _, settled = self._evaluate(model, cuts)
+    def _least(self, run: _Run, cuts: Integers) -> tuple[float, float, Integers, bool]:
+        over, seconds, _, settled = self._evaluate(run, cuts)
         choice = int(np.lexsort((seconds, over))[0])
         return float(over[choice]), float(seconds[choice]), cuts[choice], settled
 
@@ -147,11 +175,13 @@ class InterleavedSearch:
         cuts = np.maximum.accumulate(cuts - steps) + steps
         return np.asarray(np.minimum(cuts, last - steps[::-1]))
 
-    def _evaluate(self, model: InterleavedShape, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
+    def _evaluate(self, run: _Run, cuts: Integers) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
         """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
-        work = _pick(self._work, cuts)
+        model, work = run.shape, _pick(self._work, cuts)
         footprint = _pick(self._footprint, cuts).divided(model.microbatches)
-        again = np.full(work.forward_s.shape, self.limits.recompute == "always")
+        if run.sharded:
+            work, footprint = work.shared_out(), footprint.shared_out(model.replicas)
+        again = np.full(work.forward_s.shape, self._ways.recomputes)
         settled = True
         over = np.zeros(len(cuts))
         if self.limits.memory_bytes is not None:
@@ -160,7 +190,8 @@ class InterleavedSearch:
             lean = footprint.recomputed().total_bytes(in_flight, 1)
             if self.limits.recompute == "auto":
                 again, settled = self._choose(model, plain, lean, work)
-            held = model.worker_bytes(np.where(again, lean, plain))
+            by_rule = self._ways.recomputes  # then the footprint is that of stages that recompute
+            held = model.worker_bytes(np.where(again & (not by_rule), lean, plain))
             over = np.maximum(held - self.limits.memory_bytes, 0.0).sum(axis=-1)
         work = _with_recompute(work, again)
         return over, model.seconds(StageSeconds.of(work, model)), again, settled
@@ -190,7 +221,7 @@ class InterleavedSearch:
         return chosen, settled
 
 
-def _matrices(space: StateSpace) -> tuple[Work, Footprint]:
+def _matrices(space: StateSpace, ways: WaysOf) -> tuple[Work, Footprint]:
     """Return work and footprint of every stage, by the states it begins and ends at; zero where it would end first."""
     count = len(space)
     work: dict[str, Floats] = {each.name: np.zeros((count, count)) for each in fields(Work)}
@@ -200,7 +231,7 @@ def _matrices(space: StateSpace) -> tuple[Work, Footprint]:
         row = space.work(state, others)
         for name, values in work.items():
             values[state, others] = getattr(row, name)
-        held = space.footprint(state, others, row)
+        held = ways.plainest_footprint(state, others, row)
         for name, values in footprint.items():
             values[state, others] = getattr(held, name)
     return Work(**{**work, "is_first": work["is_first"].astype(bool)}), Footprint(**footprint)

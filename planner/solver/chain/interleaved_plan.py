@@ -11,7 +11,7 @@ from planner.solver.candidates.evaluation import fastest, priced
 from planner.solver.chain.interleaved import InterleavedSearch
 from planner.solver.chain.states import Chain
 from planner.solver.infeasible import Fits, explain
-from planner.solver.problem import Limits, Problem
+from planner.solver.problem import Problem
 from planner.solver.result import Evaluation, Found, stages_along
 
 
@@ -26,7 +26,9 @@ def solve_interleaved(problem: Problem) -> Found:
 
     def fitting(recompute: RecomputeRule) -> Fits:
         def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
-            other = Limits(gpus, memory_bytes, replace(limits.rules, recompute=recompute), limits.deadline)
+            other = replace(
+                limits, gpus=gpus, memory_bytes=memory_bytes, rules=replace(limits.rules, recompute=recompute)
+            )
             paths, _ = InterleavedSearch(space, setting, other).best()
             return priced(problem, stages_along(space, paths[0])) if paths else None
 

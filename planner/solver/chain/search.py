@@ -8,8 +8,9 @@ first,
 is the fewest GPUs that run everything after the downset I in time T. Memory fits in the same walk: what a stage has in
 flight depends only on the GPUs at and after it, and fewer GPUs after it are never worse. The number of GPUs in the
 cluster is a bound, not a dimension: O(states²) per target, whatever the cluster (the published dynamic programme is
-O(states²·GPUs²)). Where memory is limited, a stage that recomputes may need fewer replicas than the same stage without
-recomputation. Only then it takes its place in the walk, because recomputing costs time.
+O(states²·GPUs²)). Where memory is limited, a stage that recomputes some layers, or divides the optimizer's state over
+its replicas, may need fewer of them (`fewest`). How many stages there are is a dimension only where a limit on that
+binds (`numbered`).
 
 Pruning: the layers before I need at least compute / T GPUs. A state whose suffix leaves fewer is on no plan that meets
 T.
@@ -17,24 +18,25 @@ T.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.rounding import SLACK
-from planner.cost.stage_options import StageOptions, whole_stage
-from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
+from planner.cost.stage_options import StageOptions
+from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.bounds.bounds import Bounds
+from planner.solver.chain.fewest import FewestReplicas
+from planner.solver.chain.numbered import Unnumbered, numbered_walk
 from planner.solver.chain.states import Coarse, StateSpace
-from planner.solver.chain.tables import StageTables
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
 # The answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
 _ROUGH_STATES = 300  # at most this many states in the search for a start; twice as many have such a search
-_FEW_STATES = 300  # up to which the replicas of all stages are tabulated
 _NEAR = 2e-3  # how far the best time may be below that of the start, as a first guess
 _MOST_PATIENCE = 4  # halvings between two questions for anything better
 _CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
@@ -45,12 +47,12 @@ class Search:
 
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
         self.space, self.model, self.limits = space, model, limits
-        self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.recompute
+        self.gpus = limits.gpus
         self.interrupted = False  # by the deadline: there may be faster plans
-        self._before_s = model.least_s(space.work(0, np.arange(len(space))))  # of the layers before each state
+        self._fewest = FewestReplicas(space, model, limits)
+        self._before_s = self._fewest.before_s
         self._room = np.full(len(space), self.gpus, dtype=np.int64)  # most GPUs that may come after each state
         self._suffix = np.zeros(len(space), dtype=np.int64)  # fewest that must, from the last walk
-        self._tables = StageTables(space, model, limits) if len(space) <= _FEW_STATES else None
 
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
         """Return the fastest plan, and of equally fast ones the one with fewest GPUs, stages, and recomputing stages.
@@ -136,6 +138,20 @@ class Search:
 
     def within(self, target_s: float) -> CutPath | None:
         """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are too few GPUs."""
+        path = self._walk(target_s)
+        if path is None or self.limits.numbering.allows_path(self.space, path.states):
+            return path
+
+        def suffixes(state: int, others: Integers, after: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+            return self.suffixes(state, others, target_s, after)
+
+        room = np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
+        known = Unnumbered(self._suffix, room, self.gpus)
+        found = numbered_walk(self.space, self.limits.numbering, known, suffixes)
+        return None if found is None else self._trace(*found, target_s)
+
+    def _walk(self, target_s: float) -> CutPath | None:
+        """Return such a plan with any number of stages."""
         space, last = self.space, len(self.space) - 1
         before_s = self._before_s
         room = np.minimum(np.floor(self.gpus - before_s / target_s + SLACK).astype(np.int64), self._room)
@@ -143,7 +159,6 @@ class Search:
         stages = np.zeros(last + 1, dtype=np.int64)
         follow = np.zeros(last + 1, dtype=np.int64)
         replicas = np.zeros(last + 1, dtype=np.int64)
-        recomputing = np.zeros(last + 1, dtype=bool)  # the stage that begins here
         recomputed = np.zeros(last + 1, dtype=np.int64)  # stages of the suffix that do
         gpus[last] = 0
         reached = np.empty(last + 1, dtype=np.int64)  # states with a suffix that meets the target, filled from the end
@@ -171,13 +186,16 @@ class Search:
                 continue
             gpus[state], replicas[state] = total[choice], r[choice]
             follow[state], stages[state] = others[choice], stages[others[choice]] + 1
-            recomputing[state], recomputed[state] = again[choice], recomputed[others[choice]] + again[choice]
+            recomputed[state] = recomputed[others[choice]] + again[choice]
             start -= 1
             reached[start] = state
         if gpus[0] > self.gpus:
             return None
         self._suffix = gpus
-        return self._trace(follow, replicas, recomputing)
+        states = [0]
+        while states[-1] < last:
+            states.append(int(follow[states[-1]]))
+        return self._trace(states, [int(replicas[state]) for state in states[:-1]], target_s)
 
     def _tighten(self, target_s: float) -> None:
         """Bound the GPUs before each state by a walk forward, after a walk back that met the target.
@@ -196,10 +214,7 @@ class Search:
             others = others[prefix[state] + least + self._suffix[others] <= self.gpus]
             others = self.space.among_later(int(state), others)
             if len(others):
-                if self._tables is not None:
-                    r = self._tables.fewest_alone(target_s, self.recompute == "always")[state, others]
-                else:
-                    r = self.model.fewest_replicas(self.space.work(int(state), others), target_s)
+                r = self._fewest.alone(int(state), others, target_s)
                 prefix[others] = np.minimum(prefix[others], prefix[state] + r)
         self._room = np.minimum(self._room, self.gpus - prefix)
 
@@ -207,72 +222,23 @@ class Search:
         self, state: int, others: Integers, target_s: float, after: Integers
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
-        plain = np.zeros(len(others), dtype=bool)
-        if self._tables is not None:
-            return self._suffixes_by_table(self._tables, state, others, target_s, after)
-        work = self.space.work(state, others)
-        if self.memory_bytes is None:
-            work = work.recomputed() if self.recompute == "always" else work
-            r = self.model.fewest_replicas(work, target_s, after=after)
-            return after + r, r, plain | (self.recompute == "always")
-        footprint = self.space.footprint(state, others, work)
-        if self.recompute == "always":
-            r = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
-            return after + r, r, ~plain
-        at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)
-        r = self.model.fewest_replicas(work, target_s, at_least, after)
-        if self.recompute == "never" or not np.any(np.asarray(at_least) > 1):
-            return after + r, r, plain
-        again = self._fewest(work.recomputed(), footprint.recomputed(), target_s, after)
-        return after + np.minimum(r, again), np.minimum(r, again), again < r
+        r, again = self._fewest.fewest(state, others, target_s, after)
+        return after + r, r, again
 
-    def _suffixes_by_table(
-        self, tables: StageTables, state: int, others: Integers, target_s: float, after: Integers
-    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        always = self.recompute == "always"
-        r = tables.fewest(state, others, target_s, after, always)
-        alike = np.full(len(others), always)
-        if self.recompute != "auto" or np.all(tables.fewest_to_hold(state, others, after, False) <= 1):
-            return after + r, r, alike
-        again = tables.fewest(state, others, target_s, after, True)
-        return after + np.minimum(r, again), np.minimum(r, again), again < r
-
-    def _fewest(self, work: Work, footprint: Footprint, target_s: float, after: Integers) -> Integers:
-        at_least = self.model.fewest_for_memory(footprint, after, self.memory_bytes)
-        return self.model.fewest_replicas(work, target_s, at_least, after)
-
-    def _trace(self, follow: Integers, replicas: Integers, recomputing: NDArray[np.bool_]) -> CutPath:
-        states = [0]
-        while states[-1] < len(self.space) - 1:
-            states.append(int(follow[states[-1]]))
-        options = tuple(
-            StageOptions(int(replicas[i]), recompute=whole_stage(self.space.layers(i, j), bool(recomputing[i])))
-            for i, j in pairwise(states)
-        )
-        seconds = max(
-            float(self.model.stage_s(work.recomputed() if each.recompute else work, each.replicas)[0])
-            for work, each in zip(self._works(states), options, strict=True)
-        )
-        return CutPath(tuple(states), options, seconds)
-
-    def _works(self, states: list[int]) -> list[Work]:
-        return [self.space.work(i, np.array([j])) for i, j in pairwise(states)]
+    def _trace(self, states: Sequence[int], replicas: Sequence[int], target_s: float) -> CutPath:
+        after, options, seconds = sum(replicas), list[StageOptions](), 0.0
+        for (i, j), r in zip(pairwise(states), replicas, strict=True):
+            after -= r
+            best = self._fewest.quickest(i, j, np.array([r]), after, target_s)
+            assert best is not None
+            options.append(best[0])
+            seconds = max(seconds, best[1])
+        return CutPath(tuple(states), tuple(options), seconds)
 
     def _data_parallel(self, replicas: Integers) -> CutPath | None:
-        """Return the best single stage on any of these numbers of replicas.
-
-        It recomputes only under the rule "always": with one minibatch in flight, recomputing saves no memory.
-        """
+        """Return the best single stage on any of these numbers of replicas."""
         last = len(self.space) - 1
-        work = self.space.work(0, np.array([last]))
-        always = self.recompute == "always"
-        work = work.recomputed() if always else work
-        if self.memory_bytes is not None:
-            footprint = self.space.footprint(0, np.array([last]), work)
-            footprint = footprint.recomputed() if always else footprint
-            if np.any(np.asarray(self.model.fewest_for_memory(footprint, 0, self.memory_bytes)) > 1):
-                return None
-        seconds: Floats = self.model.stage_s(work, replicas)
-        best = int(np.argmin(seconds))
-        options = StageOptions(int(replicas[best]), recompute=whole_stage(self.space.layers(0, last), always))
-        return CutPath((0, last), (options,), float(seconds[best]))
+        if not self.limits.numbering.allows_path(self.space, (0, last)):
+            return None
+        best = self._fewest.quickest(0, last, replicas, 0)
+        return None if best is None else CutPath((0, last), (best[0],), best[1])

@@ -56,6 +56,10 @@ class StateSpace(ABC):
         """Return those of `others`, which all come later in the order, that contain the state."""
 
     @abstractmethod
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        """Return which states contain the layer at this position."""
+
+    @abstractmethod
     def passing(self, state: int, others: Integers) -> Floats | None:
         """Return what passes by the stage up to each of `others`, a row for each of `_FRONTS`; None if nothing does."""
 
@@ -163,6 +167,10 @@ class Coarse(StateSpace):
         """Return what the other space does, whose order is kept."""
         return np.searchsorted(self.states, self._space.among_later(int(self.states[state]), self.states[others]))
 
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        """Return what the other space does."""
+        return self._space.holds(layer)[self.states]
+
     def passing(self, state: int, others: Integers) -> Floats | None:
         """Return what the other space does."""
         return self._space.passing(int(self.states[state]), self.states[others])
@@ -193,7 +201,7 @@ class Chain(StateSpace):
         self._order = np.array([layer for group in groups for layer in group])
         self._ends = np.cumsum([0, *(len(group) for group in groups)])
         self._in_order = order is None
-        rank = np.argsort(self._order)
+        rank = self._rank = np.argsort(self._order)
         self._values = [  # place of the producer, ascending places of the users, and what the value adds to a front
             (
                 int(rank[value.producer]),
@@ -215,6 +223,10 @@ class Chain(StateSpace):
     def among_later(self, state: int, others: Integers) -> Integers:
         """Return all of them, because each prefix contains the shorter ones."""
         return others
+
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        """Return which prefixes are long enough."""
+        return np.asarray(self._ends > self._rank[layer])
 
     def passing(self, state: int, others: Integers) -> Floats | None:
         """Sum live values by their next use: a value passes every stage that ends before it."""

@@ -9,7 +9,8 @@ Under 1f1b-flush, the more GPUs follow a stage, the more it holds. Where memory 
 therefore allows only so many GPUs after it, and more replicas may allow more. So all replica counts are tried, not only
 the fewest.
 
-A stage that recomputes is one more choice, but only where the stage without recomputation does not always fit.
+A stage that is sharded or recomputes layers is one more choice each; the latter only where the stage without
+recomputation does not always fit. The number of a stage is one more axis only where a limit on numbers binds.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions, whole_stage
-from planner.cost.work import Floats, Integers, Work
+from planner.cost.stage_options import StageOptions
+from planner.cost.work import Floats, Integers
 from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
+from planner.solver.chain.ways import Ways, WaysOf
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
@@ -34,13 +35,17 @@ _BATCH = 2**20  # entries of an array over stages and GPUs
 
 @dataclass(frozen=True)
 class _Stages:
-    """The stages that begin at one state."""
+    """The ways to run the stages that begin at one state."""
 
-    others: Integers  # where they end
-    recompute: NDArray[np.bool_]
+    ways: Ways
     sum_s: Floats
-    max_s: Floats  # by replicas - 1 and stage; not a number where memory does not suffice
-    after: Integers  # most GPUs that may follow, by replicas - 1 and stage
+    max_s: Floats  # by replicas - 1 and way; not a number where memory does not suffice
+    after: Integers  # most GPUs that may follow, by replicas - 1 and way
+
+    @property
+    def others(self) -> Integers:
+        """States at which they end."""
+        return self.ways.others
 
 
 class SynchronousSearch:
@@ -52,9 +57,12 @@ class SynchronousSearch:
         self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
         # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
         most = 1 if not model.schedule.pipelined else min(limits.gpus, model.microbatches)
-        self.space, self.model, self.memory_bytes, self.recompute = space, model, limits.memory_bytes, limits.recompute
+        self.space, self.model, self.limits, self.memory_bytes = space, model, limits, limits.memory_bytes
         self.gpus = min(limits.gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)
+        self._ways = WaysOf(space, limits)
+        later = (np.arange(state + 1, len(space)) for state in range(len(space) - 1))
+        self._ends = [space.among_later(state, others) for state, others in enumerate(later)]
         self._stages = [self._from(state) for state in range(len(space) - 1)]
 
     def best(self, precision: float = RESOLUTION) -> CutPath | None:
@@ -101,12 +109,20 @@ class SynchronousSearch:
 
     def within(self, limit_s: float) -> tuple[CutPath, float, float] | None:
         """Return the path of least sum with a maximum within the limit, its sum and its maximum; None without one."""
-        last = len(self.space) - 1
+        answer, numbering = self._walk(limit_s, 0), self.limits.numbering
+        if answer is None or numbering.allows_path(self.space, answer[0].states):
+            return answer
+        return self._walk(limit_s, numbering.most(self.space, self.gpus))
+
+    def _walk(self, limit_s: float, numbers: int) -> tuple[CutPath, float, float] | None:
+        """Return the same for plans of so many stages at most, whose numbers are allowed; for 0, for any stages."""
+        last, many = len(self.space) - 1, max(numbers, 1)
         self._cut_short = False
-        sums = np.full((last + 1, self.gpus + 1), np.inf)  # least sum of the suffix, by the GPUs it may use
-        sums[last] = 0.0
-        # For every state and the GPUs its suffix may use: the best stage's column and its replicas.
-        choices: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64),) * 2] * last
+        # Least sum of the suffix, by the number of its first stage, state, and the GPUs it may use.
+        sums = np.full((many + 1, last + 1, self.gpus + 1), np.inf)
+        sums[:, last] = 0.0
+        # For each of these, the best stage's way and its replicas.
+        choices = np.zeros((2, many, last, self.gpus + 1), dtype=np.int64)
         for state in range(last - 1, -1, -1):
             if self.deadline.passed:
                 if not self.found:
@@ -114,28 +130,33 @@ class SynchronousSearch:
                 self._cut_short = True  # there is an answer already
                 return None
             stages = self._stages[state]
-            follow, chosen = np.zeros((2, self.gpus + 1), dtype=np.int64)
-            for some, r in self._worth_a_try(stages, limit_s):
+            ends = self._ends[state]
+            may = self.limits.numbering.numbers(self.space, state, ends, many)
+            for ways, r in self._worth_a_try(stages, limit_s):
                 left = np.arange(self.gpus + 1) - r[:, None]
-                after = np.minimum(np.maximum(left, 0), stages.after[r - 1, some][:, None])
-                totals = stages.sum_s[some, None] + sums[stages.others[some, None], after]
-                totals[left < 0] = np.inf
-                pick = totals.argmin(axis=0)
-                least = totals[pick, np.arange(self.gpus + 1)]
-                better = least < sums[state]
-                sums[state, better] = least[better]
-                follow[better], chosen[better] = some[pick[better]], r[pick[better]]
-            choices[state] = (follow, chosen)
-        if not np.isfinite(sums[0, self.gpus]):
+                after = np.minimum(np.maximum(left, 0), stages.after[r - 1, ways][:, None])
+                for number in range(many):
+                    rest = sums[number + 1 if numbers else 0]
+                    totals = stages.sum_s[ways, None] + rest[stages.others[ways, None], after]
+                    totals[left < 0] = np.inf
+                    if numbers:
+                        totals[~may[number, stages.ways.stage[ways]]] = np.inf
+                    pick = totals.argmin(axis=0)
+                    least = totals[pick, np.arange(self.gpus + 1)]
+                    better = least < sums[number, state]
+                    sums[number, state, better] = least[better]
+                    choices[0, number, state, better] = ways[pick[better]]
+                    choices[1, number, state, better] = r[pick[better]]
+        if not np.isfinite(sums[0, 0, self.gpus]):
             return None
         # Among equal sums the fewest GPUs win; rounding must not make more of them look better.
-        enough = int(np.argmax(sums[0] <= sums[0, self.gpus] * (1 + RESOLUTION)))
+        enough = int(np.argmax(sums[0, 0] <= sums[0, 0, self.gpus] * (1 + RESOLUTION)))
         return self._trace(choices, enough)
 
     def _worth_a_try(self, stages: _Stages, limit_s: float) -> Iterator[tuple[Integers, Integers]]:
-        """Yield stages and their replicas that are worth a try, by ascending replicas, as many as suit one array.
+        """Yield ways and their replicas that are worth a try, by ascending replicas, as many as suit one array.
 
-        Each stage is tried with the fewest replicas that respect the limit. With more it has fewer microbatches in
+        Each way is tried with the fewest replicas that respect the limit. With more it has fewer microbatches in
         flight, which is worth a try where that allows more GPUs after it than fewer replicas do.
         """
         meets = stages.max_s <= limit_s
@@ -149,53 +170,42 @@ class SynchronousSearch:
 
     def _from(self, state: int) -> _Stages:
         self.deadline.check()
-        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
-        work = self.space.work(state, others)
-        if self.recompute == "always":
-            return self._variant(state, others, work, recompute=True)
-        plain = self._variant(state, others, work, recompute=False)
+        others = self._ends[state]
+        plainest = self._priced(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
+        if not self._ways.chooses:
+            return plainest
         # Recomputing costs time, so it is a choice only where some number of GPUs after the stage does not fit.
-        tight = np.flatnonzero((np.isnan(plain.max_s) | (plain.after < self.gpus)).any(axis=0))
-        if self.recompute == "never" or not len(tight):
-            return plain
-        others = others[tight]
-        again = self._variant(state, others, self.space.work(state, others), recompute=True)
-        return _Stages(
-            np.concatenate((plain.others, again.others)),
-            np.concatenate((plain.recompute, again.recompute)),
-            np.concatenate((plain.sum_s, again.sum_s)),
-            np.concatenate((plain.max_s, again.max_s), axis=1),
-            np.concatenate((plain.after, again.after), axis=1),
-        )
+        limited = (np.isnan(plainest.max_s) | (plainest.after < self.gpus)).any(axis=0)
+        tight = np.bincount(plainest.ways.stage, limited & ~plainest.ways.sharded, len(others)) > 0
+        return self._priced(self._ways.all(state, others, tight)) if tight.any() else plainest
 
-    def _variant(self, state: int, others: Integers, work: Work, *, recompute: bool) -> _Stages:
-        footprint = self.space.footprint(state, others, work).divided(self.model.microbatches)
-        if recompute:
-            work, footprint = work.recomputed(), footprint.recomputed()
-        shape = (len(self._replicas), len(others))
-        max_s = np.array(np.broadcast_to(self.model.max_s(work, self._replicas[:, None]), shape))
+    def _priced(self, ways: Ways) -> _Stages:
+        replicas, shape = self._replicas[:, None], (len(self._replicas), len(ways))
+        max_s = np.array(np.broadcast_to(self.model.max_s(ways.work, replicas), shape))
+        max_s[~ways.allowed(np.broadcast_to(replicas, shape))] = np.nan
         after = np.full(shape, self.gpus, dtype=np.int64)
         if self.memory_bytes is not None:
+            footprint = ways.footprint_on(replicas).divided(self.model.microbatches)
             # With nothing after it a stage holds least, with everything most.
             held = footprint.total_bytes(self.model.in_flight(self._replicas, 0)[:, None], 1)
             max_s[held > self.memory_bytes] = np.nan
             most = footprint.most_in_flight(self.memory_bytes, stashing=False)
             least_room = self.model.in_flight(self._replicas, self.gpus)[:, None] > most
-            after = np.where(least_room, np.maximum(most - 1, 0) * self._replicas[:, None], after)
-        sum_s = np.broadcast_to(self.model.sum_s(work), others.shape)
-        return _Stages(others, np.full(len(others), recompute), sum_s, max_s, after)
+            after = np.where(least_room, np.maximum(most - 1, 0) * replicas, after)
+        sum_s = np.broadcast_to(self.model.sum_s(ways.work), len(ways))
+        return _Stages(ways, sum_s, max_s, after)
 
-    def _trace(self, choices: list[tuple[Integers, Integers]], gpus: int) -> tuple[CutPath, float, float]:
+    def _trace(self, choices: Integers, gpus: int) -> tuple[CutPath, float, float]:
+        """Return the path of the choices, by number, state and GPUs left, with so many GPUs."""
         states, sums, most_s = [0], 0.0, 0.0
         options: list[StageOptions] = []
         while (state := states[-1]) < len(self.space) - 1:
-            follow, chosen = choices[state]
-            stages, column = self._stages[state], int(follow[gpus])
-            states.append(int(stages.others[column]))
-            r = int(chosen[gpus])
-            again = whole_stage(self.space.layers(*states[-2:]), bool(stages.recompute[column]))
-            options.append(StageOptions(r, recompute=again))
-            sums += float(stages.sum_s[column])
-            most_s = max(most_s, float(stages.max_s[r - 1, column]))
-            gpus = min(gpus - r, int(stages.after[r - 1, column]))
+            number = min(len(options), choices.shape[1] - 1)  # a walk without numbers has 0 alone
+            way, r = (int(each) for each in choices[:, number, state, gpus])
+            stages = self._stages[state]
+            states.append(int(stages.others[way]))
+            options.append(stages.ways.options(way, r))
+            sums += float(stages.sum_s[way])
+            most_s = max(most_s, float(stages.max_s[r - 1, way]))
+            gpus = min(gpus - r, int(stages.after[r - 1, way]))
         return CutPath(tuple(states), tuple(options), sums + most_s), sums, most_s

@@ -7,66 +7,59 @@ at a time. An entry is computed again only if its replicas are too few for the G
 
 from __future__ import annotations
 
-import numpy as np
+from functools import cached_property
 
-from planner.cost.work import IMPOSSIBLE, Integers, fewest_to_hold
+import numpy as np
+from numpy.typing import ArrayLike
+
+from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.states import StateSpace
+from planner.solver.chain.ways import WaysOf
 from planner.solver.problem import Limits
 
 
 class StageTables:
     """Replicas of all stages between the states of `space`."""
 
-    def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
-        self._space, self._model = space, model
+    def __init__(self, space: StateSpace, model: Bounds, limits: Limits, ways: WaysOf) -> None:
+        self._space, self._model, self._ways = space, model, ways
         self._gpus, self._memory_bytes = limits.gpus, limits.memory_bytes
-        # Tables for the last target, by whether the stages recompute.
-        self._replicas: dict[bool, tuple[float, Integers]] = {}
-        self._in_flight: dict[bool, Integers] = {}
+        self._last: tuple[float, Integers] | None = None  # the last target, and its table
 
-    def fewest_alone(self, target_s: float, recomputed: bool) -> Integers:
+    def fewest_alone(self, target_s: float) -> Integers:
         """Return the fewest replicas that meet the target with no GPUs after them, by first and last state."""
-        if recomputed not in self._replicas or self._replicas[recomputed][0] != target_s:
+        if self._last is None or self._last[0] != target_s:
             firsts, others, work = self._space.every_stage
             table = np.full((len(self._space),) * 2, IMPOSSIBLE, dtype=np.int64)
-            table[firsts, others] = self._model.fewest_replicas(work.recomputed() if recomputed else work, target_s)
-            self._replicas[recomputed] = target_s, table
-        return self._replicas[recomputed][1]
+            table[firsts, others] = self._model.fewest_replicas(self._ways.plainest_work(work), target_s)
+            self._last = target_s, table
+        return self._last[1]
 
-    def fewest(self, state: int, others: Integers, target_s: float, after: Integers, recomputed: bool) -> Integers:
-        """Return the fewest replicas of the stages from `state` to `others` that meet the target and fit the memory.
+    def fewest(self, state: int, others: Integers, target_s: float, after: Integers, held: ArrayLike) -> Integers:
+        """Return the fewest replicas of the stages from `state` to `others` that meet the target, and at least `held`.
 
         `after`: GPUs after each stage. Where a stage needs more GPUs than there are, the answer is a lower bound.
         """
-        alone: Integers = self.fewest_alone(target_s, recomputed)[state, others]
-        replicas = np.maximum(alone, self.fewest_to_hold(state, others, after, recomputed))
+        alone: Integers = self.fewest_alone(target_s)[state, others]
+        replicas = np.maximum(alone, held)
         enough = replicas == alone
         if self._model.counts_gpus_after:
             enough &= self._model.enough_before(replicas, after)
         few = ~enough & (replicas + after <= self._gpus)
         if few.any():
-            work = self._space.work(state, others[few])
-            replicas[few] = self._model.fewest_replicas(
-                work.recomputed() if recomputed else work, target_s, replicas[few], after[few]
-            )
+            work = self._ways.plainest_work(self._space.work(state, others[few]))
+            replicas[few] = self._model.fewest_replicas(work, target_s, replicas[few], after[few])
         return replicas
 
-    def fewest_to_hold(self, state: int, others: Integers, after: Integers, recomputed: bool) -> Integers | int:
-        """Return the fewest replicas that fit the memory."""
-        if self._memory_bytes is None:
-            return 1
-        if recomputed not in self._in_flight:
-            self._in_flight[recomputed] = self._most_in_flight(recomputed)
-        return fewest_to_hold(self._in_flight[recomputed][state, others], after)
-
-    def _most_in_flight(self, recomputed: bool) -> Integers:
+    @cached_property
+    def most_in_flight(self) -> Integers:
+        """The most units in flight with which each stage fits the memory, by first and last state."""
         assert self._memory_bytes is not None
         space = self._space
         table = np.zeros((len(space),) * 2, dtype=np.int64)
         for state in range(len(space) - 1):
             others = space.among_later(state, np.arange(state + 1, len(space)))
-            footprint = space.footprint(state, others, space.work(state, others))
-            footprint = footprint.recomputed() if recomputed else footprint
+            footprint = self._ways.plainest_footprint(state, others, space.work(state, others))
             table[state, others] = self._model.most_in_flight(footprint, self._memory_bytes)
         return table

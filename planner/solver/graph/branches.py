@@ -12,6 +12,7 @@ from planner.cost.work import Integers
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Chain, StateSpace
+from planner.solver.chain.ways import WaysOf
 from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Covers, Lattice, enumerate_covers
 from planner.solver.graph.orders import around, depth_first, fewest_live_bytes
@@ -52,7 +53,8 @@ def search_beyond(
     covers = enumerate_covers(space.layer_costs, MOST_DOWNSETS)
     if covers is not None:
         return _Bracket(model, limits, covers, start).narrowed()
-    bound_s = Windows(space.layer_costs, model).bound_s(limits, known.seconds)
+    shards = WaysOf(space, limits, prices_shards=model.prices_shards).shards
+    bound_s = Windows(space.layer_costs, model, shards=shards).bound_s(limits, known.seconds)
     return replace(start, bound_s=bound_s) if bound_only else _along_orders(model, limits, known, space, bound_s)
 
 
@@ -96,7 +98,7 @@ class _Bracket:
             self._narrow()
         if self.low_s < self._goal_s and not self.limits.deadline.passed:
             self._polish()
-            windows = Windows(self.space.layer_costs, self.model)
+            windows = Windows(self.space.layer_costs, self.model, shards=self.relaxation.shards)
             self.low_s = max(self.low_s, windows.bound_s(self.limits, self.best.seconds))
         bound_s = self.best.seconds if self.low_s >= self._goal_s else self.low_s
         return BoundedPath(self.best, bound_s, self.best_space)

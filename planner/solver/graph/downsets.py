@@ -9,6 +9,7 @@ plan beats the known one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,10 @@ class Downsets(StateSpace):
             contains &= (self._words[others, word] & own[word]) == own[word]
         return others[contains]
 
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        """Return the downsets with the layer, by their bits."""
+        return np.asarray(self._columns[layer] > 0)
+
     def passing(self, state: int, others: Integers) -> Floats | None:
         """Sum the live values without a user between the state and the others."""
         by = np.zeros((len(self._fronts), len(others)))
@@ -83,7 +88,10 @@ class Downsets(StateSpace):
 
     def worth(self, model: Bounds, gpus: int, target_s: float) -> Integers:
         """Return the states at which a plan for `gpus` within the target may cut."""
-        before_s = model.least_s(self.work(0, np.arange(len(self))))
+        work = self.work(0, np.arange(len(self)))
+        if model.prices_shards and self.layer_costs.profile.may_shard_optimizer:
+            work = replace(work, update_s=work.update_s / gpus)
+        before_s = model.least_s(work)
         before, after = model.fewest_around_cut(self.outputs, self.gradients, target_s)
         before = np.maximum(before, np.ceil(before_s / target_s - SLACK))
         after = np.maximum(after, np.ceil((before_s[-1] - before_s) / target_s - SLACK))

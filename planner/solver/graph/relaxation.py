@@ -14,7 +14,7 @@ makes it a relaxation: no plan meets a time that is out of reach here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.schedule.instructions import POSTED
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.bounds.bounds import Bounds
+from planner.solver.chain.ways import WaysOf, taken
 from planner.solver.graph.downsets import Downsets
 from planner.solver.graph.lattice import Lattice
 from planner.solver.problem import Limits
@@ -63,13 +64,17 @@ class Relaxation:
         """Prepare the sums of all states; `lattice` has the states of `space`, in its order."""
         self.space, self.lattice, self.model, self.left = space, lattice, model, left
         self.gpus, self.memory_bytes, self.recompute = limits.gpus, limits.memory_bytes, limits.recompute
+        ways = WaysOf(space, limits, prices_shards=model.prices_shards)
+        self.shards = ways.shards
         everything = np.arange(len(space))
         work = space.work(0, everything)
-        self._footprint = replace(space.footprint(0, everything, work), working_bytes=np.asarray(0.0))
+        nothing = np.asarray(0.0)
+        held = space.footprint(0, everything, work)
+        self._footprint = replace(held, working_bytes=nothing, updating_bytes=nothing)
         if space.layer_costs.at_work is not None:
             # Saved activations and gradients may never all exist at once, so only the activations count.
             self._footprint = replace(self._footprint, gradient_bytes=np.asarray(0.0))
-        self._sums = work.recomputed() if self.recompute == "always" else work
+        self._sums = ways.least(work)
         self.least_s = model.least_s(self._sums)  # of all GPUs together, for what comes before each state
         # Rounding, or another model than the one that ordered the states, may give a larger state less time.
         self._most_up_to_s = np.maximum.accumulate(self.least_s)
@@ -173,13 +178,14 @@ class Relaxation:
         self, span: slice, replicas: int, after: int | None, target_s: float
     ) -> Iterator[tuple[Floats, float]]:
         """Yield sums over the layers of the span's states, each with the most that a stage's share may be."""
-        for sums in self.model.additive_s(_part(self._sums, span), replicas):
+        for sums in self.model.additive_s(taken(self._sums, span), replicas):
             yield sums, replicas * target_s + replicas * self._slack_s
         if self.memory_bytes is not None and after is not None:
-            footprint = _part(self._footprint, span)
+            footprint = taken(self._footprint, span)
+            footprint = footprint.shared_out(replicas) if self.shards else footprint
             flying = np.asarray(warm_up_depth(replicas, after))
-            # A stage holds the activations of at least one microbatch, even if it recomputes.
-            held = footprint.total_bytes(flying if self.recompute == "never" else 1, self.model.versions(flying))
+            # A stage that recomputes may keep nothing but the weights.
+            held = footprint.total_bytes(flying if self.recompute == "never" else 0, self.model.versions(flying))
             yield held - POSTED * footprint.message_bytes, self.memory_bytes * (1 + _SLACK)
 
     def _from_the_start(self, after: Integers, target_s: float) -> int:
@@ -192,9 +198,3 @@ class Relaxation:
                 if len(ends):
                     return total
         return NEVER
-
-
-def _part(record: Record, span: slice) -> Record:
-    """Return the same quantities for some of the states."""
-    arrays = {field.name: np.asarray(getattr(record, field.name)) for field in fields(record)}
-    return type(record)(**{name: array[span] if array.ndim else array for name, array in arrays.items()})

@@ -10,7 +10,7 @@ bound is the optimum.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -37,9 +37,11 @@ Record = TypeVar("Record", Work, Footprint)
 class Windows:
     """Ranges of work before a cut, the layers surely before and after it, and the stages between such cuts."""
 
-    def __init__(self, layer_costs: LayerCosts, model: Bounds) -> None:
-        # Under 2bw the update counts once for all microbatches, so it is left out.
-        times = ("forward_s", "backward_s") if model.microbatches > 1 else ("forward_s", "backward_s", "update_s")
+    def __init__(self, layer_costs: LayerCosts, model: Bounds, *, shards: bool = False) -> None:
+        # Under 2bw the update counts once for all microbatches, sharded it may take next to nothing: it is left out.
+        without = model.microbatches > 1 or shards
+        times = ("forward_s", "backward_s") if without else ("forward_s", "backward_s", "update_s")
+        self._shards = shards
         layers_s = np.sum([column(layer_costs, name) for name in times], axis=0)
         self.layer_costs, self.model, self.total_s = layer_costs, model, float(layers_s.sum())
         # Whole numbers: differences of sums must not depend on the order in which layers were added.
@@ -90,14 +92,18 @@ class Windows:
         kept = np.union1d(kept, [0, count - 1])
         pairs = np.ix_(kept, kept)
         work, footprint = _taken(self._work, pairs), _taken(self._footprint, pairs)
-        if recompute == "always":
+        if recompute in ("always", "blocks"):
             work = work.recomputed()
+        if self._shards:
+            footprint = footprint.shared_out(gpus)
         at_least = np.ones(work.compute_s.shape)
         if memory_bytes is not None:
             behind = np.maximum(after[kept], 0)[None, :]
-            again = np.asarray(self.model.fewest_for_memory(footprint.recomputed(), behind, memory_bytes))
+            # What recomputes keeps all gradients at least.
+            least = replace(footprint, saved_bytes=np.zeros((1, 1)), working_bytes=np.zeros((1, 1)))
+            again = np.asarray(self.model.fewest_for_memory(least, behind, memory_bytes))
             plain = np.asarray(self.model.fewest_for_memory(footprint, behind, memory_bytes))
-            at_least = plain if recompute == "never" else again if recompute == "always" else np.minimum(plain, again)
+            at_least = plain if recompute == "never" else again if recompute != "auto" else np.minimum(plain, again)
         replicas = self.model.fewest_replicas(work, target_s, at_least).astype(np.int64)
         needed = np.full(len(kept), IMPOSSIBLE, dtype=np.int64)
         needed[-1] = 0

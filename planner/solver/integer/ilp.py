@@ -13,6 +13,7 @@ from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
 from planner.errors import InputError
 from planner.solver.bounds.balance import balanced_s
+from planner.solver.chain.ways import WaysOf
 from planner.solver.integer.ilp_columns import Columns
 from planner.solver.integer.ilp_flow import Flow
 from planner.solver.integer.milp import MilpName, installed
@@ -49,13 +50,18 @@ def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
     """Return seconds that no plan over any cuts of the graph is below."""
     columns = Columns(problem, all_cuts=True)
     if not columns.space.complete or len(columns.states) > _MOST_STATES_FOR_A_BOUND:
-        return balanced_s(problem.layer_costs.everything, problem.setting)
+        return _balanced_s(problem, columns)
     try:
         answer = Flow(problem, columns, solver).solve()
     except TimeoutError:
-        return balanced_s(problem.layer_costs.everything, problem.setting)
+        return _balanced_s(problem, columns)
     assert answer is not None  # the plans along the order are among them
     return answer.bound_s
+
+
+def _balanced_s(problem: Problem, columns: Columns) -> float:
+    ways = WaysOf(columns.space, problem.limits, prices_shards=problem.simulates)
+    return balanced_s(ways.least(problem.layer_costs.everything), problem.setting)
 
 
 def refuse(problem: Problem) -> None:
@@ -69,6 +75,11 @@ def refuse(problem: Problem) -> None:
         raise InputError(
             f"the integer program prices clusters of one level, not of {len(cluster.joined)}",
             hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
+        )
+    if problem.recompute == "blocks":
+        raise InputError(
+            "the integer program recomputes whole stages or nothing, not block by block",
+            hint="use `recompute=auto`, or leave out what only the integer program takes",
         )
     if constraints.gpu_of and not cluster.kinds:
         name, rank = next(iter(constraints.gpu_of.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
 from planner.solver.chain.states import Chain, StateSpace
+from planner.solver.chain.ways import WaysOf
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.problem import Problem
 
@@ -51,8 +53,8 @@ class _Stages:
 
     state: int
     others: Integers
-    options: StageOptions
-    kind: int
+    number: int  # of the kind
+    kind: DeviceKind | None
     recomputes: bool
     work: Work
     footprint: Footprint
@@ -113,8 +115,9 @@ class Columns:
         work = self.space.work(state, others)
         footprint = self.space.footprint(state, others, work).divided(problem.microbatches)
         rules = {"auto": (False, True), "never": (False,), "always": (True,), "blocks": ()}[problem.recompute]
+        known = WaysOf(self.space, problem.limits, prices_shards=problem.simulates)
         for number, kind in enumerate(problem.kinds):
-            for again in rules:
+            for again, sharded in product(rules, (False, True) if known.shards else (False,)):
                 if again and problem.cluster.memory_of(kind) is None and problem.recompute == "auto":
                     continue  # without a limit, recomputing gains nothing
                 held, works = footprint, work
@@ -122,14 +125,17 @@ class Columns:
                     held, works = footprint.recomputed(), work.recomputed()
                 if kind is not None:
                     works = works.at_speed(kind.speed)
-                options = StageOptions(kind=kind)
-                yield from self._replicated(_Stages(state, others, options, number, again, works, held))
+                stages = _Stages(state, others, number, kind, again, works.shared_out(sharded), held)
+                yield from self._replicated(stages, always_shards=known.always_shards)
 
-    def _replicated(self, stages: _Stages) -> Iterator[Column]:
+    def _replicated(self, stages: _Stages, *, always_shards: bool) -> Iterator[Column]:
         """Yield the stages on every number of replicas that is not dominated by a smaller one."""
+        sharded = bool(stages.work.sharded)
         smaller: list[tuple[Floats, Integers]] = []  # times and followers of smaller replica counts
         pinned = bool(self.problem.constraints.gpu_of)  # pins may need more replicas than are fastest
-        for r in range(1, self._most_replicas(stages.options.kind) + 1):
+        for r in range(1, self._most_replicas(stages.kind) + 1):
+            if (sharded and r == 1) or (always_shards and not sharded and r > 1):
+                continue
             sum_s, max_s = self._seconds(stages, r)
             after = self._most_after(stages, r)
             useful = after >= 0
@@ -138,9 +144,9 @@ class Columns:
                     useful &= (sum_s + max_s < seconds) | (after > room)
             smaller.append((sum_s + max_s, after))
             for n in np.flatnonzero(useful):
-                end, options = int(stages.others[n]), replace(stages.options, replicas=r)
+                end, options = int(stages.others[n]), StageOptions(r, sharded, kind=stages.kind)
                 parts = float(sum_s[n]), float(max_s[n])
-                yield Column(stages.state, end, options, stages.kind, *parts, int(after[n]), stages.recomputes)
+                yield Column(stages.state, end, options, stages.number, *parts, int(after[n]), stages.recomputes)
 
     def _most_replicas(self, kind: DeviceKind | None) -> int:
         problem = self.problem
@@ -160,15 +166,17 @@ class Columns:
     def _most_after(self, stages: _Stages, replicas: int) -> Integers:
         """Try how many GPUs may follow at most; -1 if none may, because not even a last stage fits."""
         problem, schedule = self.problem, self.problem.schedule
-        limit = problem.cluster.memory_of(stages.options.kind)
+        limit = problem.cluster.memory_of(stages.kind)
+        footprint = stages.footprint.shared_out(replicas) if stages.work.sharded else stages.footprint
         most = np.full(len(stages.others), -1)
         # More GPUs after a stage mean more in flight, so the first number that does not fit is the last to try.
         for after in range(problem.cluster.gpus - replicas + 1):
             flying = int(schedule.in_flight(replicas, after, problem.microbatches))
             fits: NDArray[np.bool_] = most == after - 1
             fits &= schedule.versions_suffice(problem.microbatches, replicas, flying)
+            fits &= flying <= problem.limits.deepest
             if limit is not None:
-                fits &= stages.footprint.total_bytes(flying, schedule.versions(flying)) <= limit
+                fits &= footprint.total_bytes(flying, schedule.versions(flying)) <= limit
             if not fits.any():
                 break
             most[fits] = after

@@ -210,6 +210,8 @@ class Flow:
         for number, kind in enumerate(self.problem.kinds):
             used = ((x, arc.column.replicas) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kind == number)
             program += _weighted(used) <= self.problem.count(kind)
+        if (most := self.problem.rules.max_stages) is not None:
+            program += _weighted((x, 1.0) for x in chosen) <= most
         return chosen
 
     def _stages(self, columns: Iterable[Column]) -> tuple[Candidate, ...]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions, whole_stage
+from planner.cost.stage_options import StageOptions
 from planner.cost.topology import Loads
-from planner.cost.work import Floats, Integers
+from planner.cost.work import Floats, Integers, Work
 from planner.solver.chain.search import RESOLUTION
+from planner.solver.chain.ways import taken
 from planner.solver.levels.relaxed import Relaxed, Rest, Seconds
 from planner.solver.problem import Problem
 from planner.solver.result import BoundedPath, CutPath
@@ -76,7 +77,7 @@ class BestFirst:
 
     def __init__(self, problem: Problem, relaxed: Relaxed) -> None:
         self.space, self.topology, self.objective = relaxed.space, problem.topology, relaxed.objective
-        self._relaxed, self._deadline = relaxed, problem.deadline
+        self._relaxed, self._deadline, self._numbering = relaxed, problem.deadline, problem.numbering
 
     def best(self, roots: list[Rest], price: Seconds, best: CutPath | None) -> BoundedPath:
         """Extend the partial plan with the least bound, until that is no better than the best plan."""
@@ -123,15 +124,15 @@ class BestFirst:
         ways.taken += 1
         bounds, phase = self._relaxed.bounds[partial.states[-1]], partial.rank % self._relaxed.places.phases
         target = int(bounds.others[column])
-        links, late_s, busy_s = self._linked(partial, target, int(r))
+        if not self._numbering.allows_stage(self.space, len(partial.options), partial.states[-1], target):
+            return None
+        links, late_s, busy_s = self._linked(partial, target, int(r), taken(bounds.ways.work, np.array([column])))
         sum_s = partial.sum_s + float(bounds.sum_s[phase, r - 1, column]) + late_s
         max_s = max(partial.max_s, float(bounds.max_s[phase, r - 1, column]), busy_s)
         rest, rank = partial.rest, partial.rank + int(r)
         bound_s = max(float(bound_s), sum_s + rest.sum_s[target, rank] + max(max_s, rest.max_s[target, rank]))
         states = *partial.states, target
-        layers = self.space.layers(partial.states[-1], target)
-        again = whole_stage(layers, bool(bounds.recompute[column]))
-        options = *partial.options, StageOptions(int(r), recompute=again)
+        options = *partial.options, bounds.ways.options(int(column), int(r))
         return _Partial(bound_s, number, rest, states, options, sum_s, max_s, links)
 
     def _ways(self, partial: _Partial, limit_s: float) -> _Ways:
@@ -146,7 +147,7 @@ class BestFirst:
         order = np.argsort(totals[rows, columns], kind="stable")
         return _Ways(totals[rows, columns][order], replicas[rows[order]], columns[order])
 
-    def _linked(self, partial: _Partial, target: int, r: int) -> tuple[_Links, float, float]:
+    def _linked(self, partial: _Partial, target: int, r: int, work: Work) -> tuple[_Links, float, float]:
         """Return the links with the next stage, the seconds of messages that bounds leave out, and the busiest link."""
         state, rank, stage = partial.states[-1], partial.rank, len(partial.options)
         ranks = range(rank, rank + r)
@@ -160,7 +161,6 @@ class BestFirst:
             # The bounds counted the nearest rank outside; the true distance can only be longer.
             late_s += loads.add_transfer(theirs, ranks, exchange) - self._counted_s(theirs, ranks, exchange)
         model = self.objective
-        work = self.space.work(state, np.array([target]))
         scale, end_s, times = links.scale.copy(), links.end_s.copy(), 1
         if isinstance(model, SynchronousModel):
             placed = SynchronousModel(self.topology.stage_link(ranks), model.schedule, model.microbatches)

@@ -24,11 +24,12 @@ from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.evaluation import priced, priced_path
 from planner.solver.candidates.orders import columns_of, in_columns
+from planner.solver.chain.best_ways import BestWays
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.branches import search_beyond
-from planner.solver.levels.local_search import LocalSearch
+from planner.solver.levels.local_search import Effort, LocalSearch
 from planner.solver.levels.nearest import NearestModel
 from planner.solver.levels.stage_bounds import objective_of
 from planner.solver.problem import Limits, Problem
@@ -46,7 +47,10 @@ class MultiplesModel(Bounds):
 
     def __init__(self, model: Bounds, multiple: int) -> None:
         super().__init__(model.link)
-        self.model, self.multiple = model, multiple
+        self.model, self.multiple, self.prices_shards = model, multiple, model.prices_shards
+
+    def may_have(self, replicas: Integers) -> NDArray[np.bool_]:
+        return np.asarray(replicas % self.multiple == 0)
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
         return self.model.resources_s(work, replicas)
@@ -203,7 +207,7 @@ def _plans(problem: Problem, space: StateSpace, paths: Sequence[CutPath]) -> tup
             return None
         plan = priced_path(problem, space, path)
         laid = (priced(problem, in_columns(plan, columns)) for columns in columns_of(problem, plan))
-        return min(laid, key=lambda each: each.seconds, default=None) if plan.fits(problem.cluster) else None
+        return min(laid, key=lambda each: each.seconds, default=None) if problem.allows(plan) else None
 
     def seconds(path: CutPath) -> float:
         plan = in_best_columns(path)
@@ -212,6 +216,7 @@ def _plans(problem: Problem, space: StateSpace, paths: Sequence[CutPath]) -> tup
     distinct = {(path.states, path.options): path for path in paths}
     ordered = sorted(distinct.values(), key=seconds)
     most = MOST_MOVED * DENSE // max(DENSE, problem.cluster.gpus)
-    moved = LocalSearch(space, problem.cluster.gpus, seconds, problem.deadline, most).from_(ordered[0])
+    effort, options = Effort(most, problem.deadline), BestWays(problem, space).options
+    moved = LocalSearch(space, problem.cluster.gpus, seconds, effort, options).from_(ordered[0])
     plans = [in_best_columns(path) for path in [*([moved] if moved else []), *ordered[:MOST_PLANS]]]
     return tuple(sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds))

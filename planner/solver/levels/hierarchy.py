@@ -25,7 +25,7 @@ class HierarchySearch:
     """Finds the fastest plan on ranks that are not equally far apart."""
 
     def __init__(self, problem: Problem, space: StateSpace) -> None:
-        self.gpus, self.memory_bytes = problem.cluster.gpus, problem.cluster.memory_bytes
+        self.gpus, self.counts_gpus = problem.cluster.gpus, problem.limits.counts_gpus
         self._problem, self._space, self._relaxed = problem, space, Relaxed(problem, space)
 
     @staticmethod
@@ -45,16 +45,17 @@ class HierarchySearch:
             for path in self._relaxed.paths(rest):
                 best = better(best, path, price)
         found = BestFirst(self._problem, self._relaxed).best(roots, price, best)
-        if self.memory_bytes is None or len(counts) == self.gpus:
+        if not self.counts_gpus or len(counts) == self.gpus:
             return found
-        # Not every number of GPUs was tried, so the bound must hold for all of them: it leaves the memory limit out.
+        # Not every number of GPUs was tried, so the bound must hold for all of them: it leaves these limits out.
         without = self._problem.on(self._problem.cluster.model_copy(update={"memory_bytes": None}))
+        without = replace(without, rules=replace(without.rules, max_staleness=None))
         unlimited = Relaxed(without, self._space).rest(self.gpus)
         return replace(found, bound_s=min(found.bound_s, float(unlimited.sum_s[0, 0] + unlimited.max_s[0, 0])))
 
     def _counts(self) -> list[int]:
         """Return numbers of GPUs that a plan may have in all: what a stage holds depends on the GPUs after it."""
-        if self.memory_bytes is None:
+        if not self.counts_gpus:
             return [self.gpus]
         if self.gpus <= MOST_COUNTS:
             return list(range(1, self.gpus + 1))

@@ -16,6 +16,7 @@ from planner.cost.work import Integers
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import priced_path
+from planner.solver.chain.best_ways import BestWays
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import Coarse, StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
@@ -23,7 +24,7 @@ from planner.solver.graph.branches import MOST_DOWNSETS, search_beyond
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.levels.best_first import better
 from planner.solver.levels.hierarchy import HierarchySearch
-from planner.solver.levels.local_search import LocalSearch
+from planner.solver.levels.local_search import Effort, LocalSearch
 from planner.solver.levels.nearest import NearestModel
 from planner.solver.levels.relaxed import Seconds
 from planner.solver.levels.stage_bounds import objective_of
@@ -48,7 +49,7 @@ class PathPrices:
     def seconds(self, path: CutPath) -> float:
         """Return the seconds of a path by the cost model; infinite if it does not fit the memory."""
         plan = priced_path(self.problem, self.space, path)
-        return plan.seconds if plan.fits(self.problem.cluster) else np.inf
+        return plan.seconds if self.problem.allows(plan) else np.inf
 
     def strain(self, path: CutPath) -> float:
         """Return the seconds plus a thousandth for how uneven the stages are.
@@ -57,8 +58,7 @@ class PathPrices:
         stages leads out of such plans.
         """
         problem, cluster = self.problem, self.problem.cluster
-        limited = cluster.memory_bytes is not None
-        if not problem.schedule.stashes or (limited and not np.isfinite(self.seconds(path))):
+        if not problem.schedule.stashes or (problem.limits.any and not np.isfinite(self.seconds(path))):
             return self.seconds(path)
         setting = Setting(cluster, cost_model=problem.setting.cost_model)
         resources = busy_resources(self.space.layer_costs, stages_along(self.space, path), setting)
@@ -110,7 +110,8 @@ def _improved(prices: PathPrices, found: BoundedPath, starts: Sequence[CutPath])
 def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> LocalSearch:
     """Return the local search; more GPUs make a price take longer, so fewer plans are priced."""
     gpus = problem.cluster.gpus
-    return LocalSearch(space, gpus, strain, problem.deadline, MOST_PRICED * PRICED_GPUS // max(PRICED_GPUS, gpus))
+    effort = Effort(MOST_PRICED * PRICED_GPUS // max(PRICED_GPUS, gpus), problem.deadline)
+    return LocalSearch(space, gpus, strain, effort, BestWays(problem, space).options)
 
 
 def search_all_cuts(problem: Problem, space: StateSpace, along: CutPath, nearest: CutPath) -> BoundedPath:

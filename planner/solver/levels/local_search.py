@@ -7,14 +7,14 @@ then found near other plans: by moving a cut, giving a replica to another stage,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import cycle, pairwise
 
 import numpy as np
 
-from planner.cost.stage_options import StageOptions, whole_stage
-from planner.solver.candidates.budget import Deadline
+from planner.cost.stage_options import StageOptions
+from planner.solver.candidates.budget import NO_HURRY, Deadline
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
 from planner.solver.levels.relaxed import Seconds
@@ -24,6 +24,22 @@ KINDS = 4  # of neighbours
 PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # shares of a stage's compute at which it is split
 
 _Stages = tuple[tuple[int, ...], tuple[StageOptions, ...]]  # states, options
+_Shape = tuple[tuple[int, ...], tuple[int, ...]]  # states, replicas
+# The best ways to run the stages between these states, on these replicas.
+OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a local search may take.
+
+    Attributes:
+        most: plans to price: a number, not a time, so that the same problem has the same answer.
+        deadline: when to stop.
+    """
+
+    most: int
+    deadline: Deadline = NO_HURRY
 
 
 class LocalSearch:
@@ -33,12 +49,15 @@ class LocalSearch:
         space: of the paths' states.
         gpus: that a plan may have.
         price: what is minimised; infinite for a path that does not fit the memory.
-        deadline: when to stop.
-        most: plans to price: a number, not a time, so that the same problem has the same answer.
+        effort: how long it may take.
+        options: how stages run; by default without anything special.
     """
 
-    def __init__(self, space: StateSpace, gpus: int, price: Seconds, deadline: Deadline, most: int) -> None:
-        self._space, self._gpus, self._price, self._deadline, self._most = space, gpus, price, deadline, most
+    def __init__(
+        self, space: StateSpace, gpus: int, price: Seconds, effort: Effort, options: OptionsOf | None = None
+    ) -> None:
+        self._space, self._gpus, self._price, self._effort = space, gpus, price, effort
+        self._options = options or (lambda _, replicas: tuple(map(StageOptions, replicas)))
         self._priced: dict[_Stages, float] = {}
 
     def from_(self, path: CutPath) -> CutPath | None:
@@ -48,7 +67,10 @@ class LocalSearch:
         # The kinds take turns, so that a step of one kind can open the way for another.
         for neighbours in cycle((_cuts_moved, self._stages_split, self._replicas_moved, _stages_joined)):
             before = best
-            for stages in map(self._regrouped, neighbours(before)):
+            for states, replicas in neighbours(before):
+                if not _nested(self._space, states):
+                    continue  # on spaces of downsets, neighbouring numbers need not contain each other
+                stages = states, self._options(states, replicas)
                 if (seconds := self._seconds(stages)) < best.seconds * (1 - RESOLUTION):
                     best = CutPath(*stages, seconds)
             stale = stale + 1 if best is before else 0
@@ -59,25 +81,16 @@ class LocalSearch:
     @property
     def over(self) -> bool:
         """Whether no more plans may be priced."""
-        return len(self._priced) >= self._most or self._deadline.passed
-
-    def _regrouped(self, stages: _Stages) -> _Stages:
-        """Return the stages with groups of their own layers where the groups were another stage's."""
-        states, options = stages
-        return states, tuple(
-            replace(each, recompute=whole_stage(self._space.layers(i, j))) if each.recompute else each
-            for (i, j), each in zip(pairwise(states), options, strict=True)
-        )
+        return len(self._priced) >= self._effort.most or self._effort.deadline.passed
 
     def _seconds(self, stages: _Stages) -> float:
         if stages not in self._priced:
-            # On spaces of downsets, neighbouring numbers need not contain each other.
-            if self.over or not _nested(self._space, stages[0]):
+            if self.over:
                 return np.inf
             self._priced[stages] = self._price(CutPath(*stages, np.inf))
         return self._priced[stages]
 
-    def _stages_split(self, path: CutPath) -> Iterator[_Stages]:
+    def _stages_split(self, path: CutPath) -> Iterator[_Shape]:
         """Yield plans with a stage split in two, which have its replicas, or one more if a GPU is left."""
         compute_s = self._space.compute_s
         for stage, (start, end) in enumerate(pairwise(path.states)):
@@ -90,7 +103,7 @@ class LocalSearch:
                         if start < cut < end:
                             yield _with(path, stage, stage + 1, (cut,), (first, replicas - first))
 
-    def _replicas_moved(self, path: CutPath) -> Iterator[_Stages]:
+    def _replicas_moved(self, path: CutPath) -> Iterator[_Shape]:
         """Yield plans with a replica moved to another stage, removed or added, or with two stages' replicas swapped."""
         own = path.replicas
         for giver in range(len(own)):
@@ -104,38 +117,32 @@ class LocalSearch:
                     yield _changed(path, {giver: own[giver] - 1, **more})
 
 
-def _cuts_moved(path: CutPath) -> Iterator[_Stages]:
+def _cuts_moved(path: CutPath) -> Iterator[_Shape]:
     """Yield plans with one cut moved by one state, two, four and so on."""
     states = path.states
     for at in range(1, len(states) - 1):
         for direction in (1, -1):
             distance = 1
             while states[at - 1] < (moved := states[at] + direction * distance) < states[at + 1]:
-                yield (*states[:at], moved, *states[at + 1 :]), path.options
+                yield (*states[:at], moved, *states[at + 1 :]), path.replicas
                 distance *= 2
 
 
-def _stages_joined(path: CutPath) -> Iterator[_Stages]:
+def _stages_joined(path: CutPath) -> Iterator[_Shape]:
     """Yield plans with two adjacent stages joined, which have the replicas of both."""
     for stage, (one, other) in enumerate(pairwise(path.replicas)):
         yield _with(path, stage, stage + 2, (), (one + other,))
 
 
-def _changed(path: CutPath, replicas: dict[int, int]) -> _Stages:
+def _changed(path: CutPath, replicas: dict[int, int]) -> _Shape:
     """Return the path with other replicas of some stages."""
-    changed = {stage: replace(path.options[stage], replicas=r) for stage, r in replicas.items()}
-    return path.states, tuple(changed.get(stage, options) for stage, options in enumerate(path.options))
+    return path.states, tuple(replicas.get(stage, own) for stage, own in enumerate(path.replicas))
 
 
-def _with(path: CutPath, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Stages:
-    """Replace the stages from `first` to before `last`; the new ones recompute if one of the old ones did."""
-    replaced = path.options[first:last]
-    base = replace(replaced[0], recompute=next((each.recompute for each in replaced if each.recompute), ()))
-    options = (replace(base, replicas=r) for r in replicas)
-    return (
-        (*path.states[: first + 1], *cuts, *path.states[last:]),
-        (*path.options[:first], *options, *path.options[last:]),
-    )
+def _with(path: CutPath, first: int, last: int, cuts: tuple[int, ...], replicas: tuple[int, ...]) -> _Shape:
+    """Replace the stages from `first` to before `last`."""
+    states, own = path.states, path.replicas
+    return (*states[: first + 1], *cuts, *states[last:]), (*own[:first], *replicas, *own[last:])
 
 
 def _nested(space: StateSpace, states: tuple[int, ...]) -> bool:

@@ -27,7 +27,7 @@ class NearestModel(Bounds):
     def __init__(self, name: CostModelName, topology: Topology) -> None:
         near = topology.link(0)
         super().__init__(near)
-        self.name = name
+        self.name, self.prices_shards = name, name == "resource"
         self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last group holds all ranks
         # The published models know one bandwidth, which here is that of the all-reduce: cuts are priced by `_near`.
         links = [

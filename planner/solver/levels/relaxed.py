@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.stage_options import StageOptions, whole_stage
+from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.states import StateSpace
@@ -47,7 +47,7 @@ class Relaxed:
     def __init__(self, problem: Problem, space: StateSpace) -> None:
         bounder = StageBounder(problem, space)
         self.space, self.objective, self.places = space, bounder.objective, bounder.places
-        self.gpus, self.memory_bytes = bounder.limits.gpus, bounder.limits.memory_bytes
+        self.gpus, self.counts_gpus = bounder.limits.gpus, bounder.limits.counts_gpus
         self._deadline = problem.deadline
         self.bounds = [bounder.bounds(state) for state in range(len(space) - 1)]
 
@@ -55,8 +55,8 @@ class Relaxed:
         """Run the dynamic programme over (state, rank), for the sum and for the maximum."""
         last = len(self.space) - 1
         sum_s, max_s = np.full((2, last + 1, self.gpus + 1), np.inf)
-        # Where memory is limited, the plan must use exactly this many GPUs, which the stages before rely on.
-        ends = slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)
+        # Where what is in flight is limited, the plan must use exactly this many GPUs: the stages before rely on it.
+        ends = slice(gpus, gpus + 1) if self.counts_gpus else slice(0, gpus + 1)
         sum_s[last, ends] = max_s[last, ends] = 0.0
         for state in range(last - 1, -1, -1):
             self._deadline.check()
@@ -82,14 +82,15 @@ class Relaxed:
             yield rank, self.fits(bounds, gpus, rank, len(replicas)), rank % self.places.phases, rank + replicas
 
     def fits(self, bounds: StageBounds, gpus: int, rank: int, counts: int) -> NDArray[np.bool_]:
-        """Return which (replicas, stage) fit the memory if the plan has so many GPUs in all."""
-        if self.memory_bytes is None:
-            return np.ones((counts, len(bounds.others)), dtype=bool)
+        """Return which (replicas, way) are allowed and fit the memory if the plan has so many GPUs in all."""
+        most = bounds.most[:counts]
+        if not self.counts_gpus:
+            return np.asarray(most > 0)
         r = self.places.replicas[:counts, None]
         after = np.maximum(gpus - rank - r, 0)
         if isinstance(self.objective, SynchronousModel):
-            return np.asarray(self.objective.in_flight(r, after) <= bounds.most)
-        return np.asarray(1 + -(-after // r) <= bounds.most)
+            return np.asarray(self.objective.in_flight(r, after) <= most)
+        return np.asarray(1 + -(-after // r) <= most)
 
     def paths(self, rest: Rest) -> Iterator[CutPath]:
         """Yield paths that are best by the bounds; for synchronous schedules, those that trade sum against maximum.
@@ -124,8 +125,7 @@ class Relaxed:
             )
             row, column = np.argwhere(fits & (peaks <= limit_s))[0]
             states.append(int(bounds.others[column]))
-            again = whole_stage(self.space.layers(*states[-2:]), bool(bounds.recompute[column]))
-            options.append(StageOptions(int(counts[row]), recompute=again))
+            options.append(bounds.ways.options(int(column), int(counts[row])))
             rank += int(counts[row])
         return CutPath(tuple(states), tuple(options), float(limit_s))
 
@@ -133,7 +133,7 @@ class Relaxed:
         """Return the path of least sum whose stages are within the limit, by the bounds, and its maximum."""
         last = len(self.space) - 1
         sums = np.full((last + 1, self.gpus + 1), np.inf)
-        sums[last, slice(gpus, gpus + 1) if self.memory_bytes is not None else slice(0, gpus + 1)] = 0.0
+        sums[last, slice(gpus, gpus + 1) if self.counts_gpus else slice(0, gpus + 1)] = 0.0
         choice = np.zeros((last, self.gpus + 1, 2), dtype=np.int64)
         for state in range(last - 1, -1, -1):
             self._deadline.check()
@@ -153,7 +153,6 @@ class Relaxed:
             bounds, (row, column) = self.bounds[states[-1]], choice[states[-1], rank]
             peak_s = max(peak_s, float(bounds.max_s[rank % self.places.phases, row, column]))
             states.append(int(bounds.others[column]))
-            again = whole_stage(self.space.layers(*states[-2:]), bool(bounds.recompute[column]))
-            options.append(StageOptions(int(row) + 1, recompute=again))
+            options.append(bounds.ways.options(int(column), int(row) + 1))
             rank += int(row) + 1
         return CutPath(tuple(states), tuple(options), float(sums[0, 0])), peak_s

@@ -21,6 +21,7 @@ from planner.cost.topology import Topology
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.cost_model_names import CostModelName
 from planner.solver.chain.states import StateSpace
+from planner.solver.chain.ways import Ways, WaysOf
 from planner.solver.problem import Problem
 
 # What is minimised: a cost model of the asynchronous pipeline, or the model of a synchronous one.
@@ -34,21 +35,24 @@ def objective_of(problem: Problem) -> Objective:
 
 @dataclass(frozen=True)
 class StageBounds:
-    """The stages that begin at one state; bounds have axes (phase of the first rank, replicas - 1, stage).
+    """Ways to run the stages that begin at one state; bounds have axes (phase of the first rank, replicas - 1, way).
 
     Attributes:
-        others: states where they end.
-        recompute: whether they recompute.
+        ways: of the stages.
         sum_s: bound of their part of the sum; zero for the asynchronous pipeline.
         max_s: bound of their part of the maximum.
-        most: per stage, the microbatches in flight that fit the memory.
+        most: by replicas - 1 and way, the microbatches that may be in flight; 0 where the replicas are not allowed.
     """
 
-    others: Integers
-    recompute: NDArray[np.bool_]
+    ways: Ways
     sum_s: Floats
     max_s: Floats
     most: Integers
+
+    @property
+    def others(self) -> Integers:
+        """States where they end."""
+        return self.ways.others
 
 
 class Places:
@@ -120,43 +124,36 @@ class StageBounder:
         self.space, self.limits, self.objective = space, problem.limits, objective_of(problem)
         # More replicas than microbatches would idle, but may let the next stage begin at a server.
         self.places = Places(problem.topology, problem.cluster.gpus)
+        self._ways = WaysOf(space, problem.limits, prices_shards=problem.simulates)
 
     def bounds(self, state: int) -> StageBounds:
-        """Return the bounds of every stage that begins at the state, with recomputation where it may be needed."""
+        """Return the bounds of every way to run every stage that begins at the state."""
         self.limits.deadline.check()
         others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
-        if self.limits.recompute == "always":
-            return self._variant(state, others, recompute=True)
-        plain = self._variant(state, others, recompute=False)
-        tight = np.flatnonzero(plain.most < self.limits.gpus + 1)
-        if self.limits.recompute == "never" or not len(tight):
-            return plain
-        again = self._variant(state, others[tight], recompute=True)
-        return StageBounds(
-            np.concatenate((plain.others, again.others)),
-            np.concatenate((plain.recompute, again.recompute)),
-            np.concatenate((plain.sum_s, again.sum_s), axis=-1),
-            np.concatenate((plain.max_s, again.max_s), axis=-1),
-            np.concatenate((plain.most, again.most)),
-        )
+        plainest = self._bounds(self._ways.all(state, others, np.zeros(len(others), dtype=bool)))
+        if not self._ways.chooses:
+            return plainest
+        # Only stages that do not always fit have a reason to choose what they recompute.
+        limited = (plainest.most < self.limits.gpus + 1).any(axis=0) & ~plainest.ways.sharded
+        tight = np.bincount(plainest.ways.stage, limited, len(others)) > 0
+        return self._bounds(self._ways.all(state, others, tight)) if tight.any() else plainest
 
-    def _variant(self, state: int, others: Integers, *, recompute: bool) -> StageBounds:
-        work = self.space.work(state, others)
-        footprint = self.space.footprint(state, others, work)
-        if recompute:
-            work, footprint = work.recomputed(), footprint.recomputed()
-        sides, objective = self.space.sides(state, others), self.objective
+    def _bounds(self, ways: Ways) -> StageBounds:
+        sides, objective, replicas = self.space.sides(ways.state, ways.others), self.objective, self.places.replicas
+        footprint = ways.footprint_on(replicas[:, None])
         if isinstance(objective, SynchronousModel):
-            sum_s, max_s = _synchronous(work, sides, self.places, objective)
+            sum_s, max_s = _synchronous(ways.work, sides, self.places, objective)
             footprint = footprint.divided(objective.microbatches)
         else:
-            max_s = _asynchronous(work, sides, self.places, objective)
+            max_s = _asynchronous(ways.work, sides, self.places, objective)
             sum_s = np.zeros_like(max_s)
-        most = np.full(len(others), np.iinfo(np.int64).max // 2)
+        shape = (len(replicas), len(ways))
+        most = np.full(shape, self.limits.deepest)
         if self.limits.memory_bytes is not None:
             stashing = not isinstance(objective, SynchronousModel)
-            most = footprint.most_in_flight(self.limits.memory_bytes, stashing)
-        return StageBounds(others, np.full(len(others), recompute), sum_s, max_s, most)
+            most = np.minimum(most, footprint.most_in_flight(self.limits.memory_bytes, stashing))
+        most = np.where(ways.allowed(np.broadcast_to(replicas[:, None], shape)), most, 0)
+        return StageBounds(ways, sum_s, max_s, most)
 
 
 def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name: CostModelName) -> Floats:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import compress, product
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.stage_options import RecomputeRule, StageOptions, whole_stage
+from planner.cost.recomputation import units_of
+from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
 from planner.errors import InputError
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
@@ -20,7 +21,7 @@ RESOLUTION = 1e-11  # relative difference of times that count as equal
 
 
 def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | None:
-    """Return the fastest plan that fits the memory, or None. Constraints are ignored.
+    """Return the fastest plan that fits the memory, or None. Of the constraints only `stage_of` counts.
 
     Among equally fast plans, fewer GPUs win, then fewer stages, then fewer stages that recompute.
 
@@ -37,14 +38,10 @@ def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | Non
             f"{len(layer_costs.profile.layers)} layers are too many to try every plan", hint="use the search"
         )
     best: Evaluation | None = None
-    every = (
-        interleaved_plans(problem, in_order)
-        if schedule.chunked
-        else plans(layer_costs, cluster.gpus, in_order, problem.recompute)
-    )
+    every = interleaved_plans(problem, in_order) if schedule.chunked else plans(problem, cluster.gpus, in_order)
     for stages in every:
         plan = Evaluation(stages, problem.price(stages))
-        if cluster.memory_bytes is not None and max(plan.price.gpu_bytes) > cluster.memory_bytes:
+        if not problem.allows(plan):
             continue
         depths = zip(stages, plan.price.in_flight, strict=True)
         if not all(schedule.versions_suffice(problem.microbatches, stage.replicas, depth) for stage, depth in depths):
@@ -55,10 +52,10 @@ def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | Non
 
 
 def plans(
-    layer_costs: LayerCosts, gpus: int, in_order: bool, recompute: RecomputeRule = "never"
+    problem: Problem, gpus: int, in_order: bool, most_replicas: int | None = None
 ) -> Iterator[tuple[Candidate, ...]]:
-    """Yield all chains of legal cuts with all replica counts that the GPUs allow."""
-    variants = {"auto": (False, True), "never": (False,), "always": (True,), "blocks": ()}[recompute]
+    """Yield all chains of legal cuts in all ways to run each stage, with all replica counts that the GPUs allow."""
+    layer_costs = problem.layer_costs
     cuts = [done for done in downsets(layer_costs) if not in_order or done == frozenset(range(len(done)))]
     everything = frozenset(range(len(layer_costs.profile.layers)))
 
@@ -66,15 +63,33 @@ def plans(
         for after in cuts:
             if not before < after:
                 continue
-            for replicas, again in product(range(1, left + 1), variants):
-                layers = after - before
-                stage = Candidate(before, layers, StageOptions(replicas, recompute=whole_stage(layers, again)))
-                if after == everything:
-                    yield (stage,)
-                else:
-                    yield from ((stage, *rest) for rest in extend(after, left - replicas))
+            for replicas in range(1, min(left, most_replicas or left) + 1):
+                for options in options_of(problem, after - before, replicas):
+                    stage = Candidate(before, after - before, options)
+                    if after == everything:
+                        yield (stage,)
+                    else:
+                        yield from ((stage, *rest) for rest in extend(after, left - replicas))
 
     return extend(frozenset(), gpus)
+
+
+def options_of(problem: Problem, layers: frozenset[int], replicas: int) -> list[StageOptions]:
+    """Return all ways to run a stage of these layers that the rules allow."""
+    units = [frozenset(unit) for unit in units_of(problem.layer_costs, layers)]
+    some = (tuple(compress(units, flags)) for flags in product((False, True), repeat=len(units)))
+    groups: dict[RecomputeRule, list[Groups]] = {
+        "auto": list(dict.fromkeys((*some, whole_stage(layers)))),
+        "never": [()],
+        "always": [whole_stage(layers)],
+        "blocks": [tuple(units)],
+    }
+    sharded: tuple[bool, ...] = (False,)
+    if replicas > 1 and problem.simulates and problem.layer_costs.profile.may_shard_optimizer:
+        sharded = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.rules.shard_optimizer]
+        if replicas > problem.limits.most_sharded:
+            sharded = tuple(each for each in sharded if not each)  # idle replicas get no part
+    return [StageOptions(replicas, each, again) for each in sharded for again in groups[problem.rules.recompute]]
 
 
 def interleaved_plans(problem: Problem, in_order: bool) -> Iterator[tuple[Candidate, ...]]:
@@ -83,12 +98,22 @@ def interleaved_plans(problem: Problem, in_order: bool) -> Iterator[tuple[Candid
     Each copy has at least as many microbatches as workers.
     """
     layer_costs = problem.layer_costs
-    for stages in plans(layer_costs, len(layer_costs.profile.layers), in_order, problem.recompute):
+    for stages in plans(problem, len(layer_costs.profile.layers), in_order, most_replicas=1):
         workers, rest = divmod(len(stages), problem.setting.chunks)
-        if rest == 0 and workers >= 2 and all(stage.replicas == 1 for stage in stages):
+        if rest == 0 and workers >= 2:
             for copies in range(1, problem.cluster.gpus // workers + 1):
                 if problem.microbatches // copies >= workers:
-                    yield tuple(replace(stage, options=replace(stage.options, replicas=copies)) for stage in stages)
+                    yield from _copied(problem, stages, copies)
+
+
+def _copied(problem: Problem, stages: tuple[Candidate, ...], copies: int) -> Iterator[tuple[Candidate, ...]]:
+    """Yield the stages on so many replicas each, sharded in all ways that the rules allow."""
+    ways = [
+        [each for each in options_of(problem, stage.layers, copies) if each.recompute == stage.options.recompute]
+        for stage in stages
+    ]
+    for options in product(*ways):
+        yield tuple(replace(stage, options=each) for stage, each in zip(stages, options, strict=True))
 
 
 def downsets(layer_costs: LayerCosts) -> list[frozenset[int]]:

@@ -15,7 +15,7 @@ from planner.cost.models.interleaved import InterleavedShape
 from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import RecomputeRule
+from planner.cost.stage_options import RecomputeRule, ShardRule
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
@@ -102,6 +102,7 @@ def test_in_flight_are_the_published_counts() -> None:
     latency=latencies,
     memory=memories,
     recompute=rules,
+    shard=st.sampled_from(["never"] * 7 + ["auto"]),  # brute force takes 2^stages times as long where stages may shard
 )
 def test_the_search_finds_what_brute_force_finds(
     model: Profile,
@@ -112,11 +113,12 @@ def test_the_search_finds_what_brute_force_finds(
     latency: float,
     memory: int | None,
     recompute: RecomputeRule,
+    shard: ShardRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(model)
     setting = Setting(cluster, INTERLEAVED, microbatches, chunks)
-    search = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, memory, StageRules(recompute)))
+    search = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, memory, StageRules(recompute, shard)))
     paths, bound_s = search.best()
     expected = brute_force(
         layer_costs,
@@ -125,6 +127,7 @@ def test_the_search_finds_what_brute_force_finds(
         microbatches=microbatches,
         chunks=chunks,
         recompute=recompute,
+        shard=shard,
         in_order=True,
     )
     if expected is None:
@@ -145,9 +148,10 @@ def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
 ) -> None:
     cluster, layer_costs = flat_cluster(gpus, bandwidth), LayerCosts(model)
     setting = Setting(cluster, INTERLEAVED, microbatches, 2)
-    paths, bound_s = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus)).best()
+    rules = StageRules(shard_optimizer="never")
+    paths, bound_s = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, rules=rules)).best()
     expected = brute_force(
-        layer_costs, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, in_order=True
+        layer_costs, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, shard="never", in_order=True
     )
     assert (expected is None) == (not paths)
     if expected is not None:

@@ -27,7 +27,7 @@ from planner.solver.graph.branches import search_beyond
 from planner.solver.graph.downsets import Downsets, enumerate_downsets
 from planner.solver.graph.lattice import Lattice, enumerate_covers
 from planner.solver.graph.relaxation import Relaxation, WorkLeft
-from planner.solver.problem import Limits
+from planner.solver.problem import Limits, Problem
 from planner.solver.reference.brute import plans
 from planner.solver.stage_rules import StageRules
 from planner.units import parse_bytes
@@ -139,8 +139,9 @@ def test_every_cut_of_a_plan_has_the_gpus_that_it_needs(
     after = relaxation.after(target_s)
     before = relaxation.before(target_s, after)
     state_of = {frozenset(space.layers(0, state)): state for state in range(len(space))}
-    for stages in plans(layer_costs, gpus, in_order=False, recompute=recompute):
-        cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches))
+    setting = Setting(cluster, find(schedule), microbatches)
+    for stages in plans(Problem(layer_costs, setting, StageRules(recompute)), gpus, in_order=False):
+        cost = price(layer_costs, stages, setting)
         if cost.seconds_per_minibatch > target_s or any(memory and m.total_bytes > memory for m in cost.memory):
             continue
         replicas = [stage.replicas for stage in stages]

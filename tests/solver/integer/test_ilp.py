@@ -223,7 +223,7 @@ def test_constraints_and_kinds_against_every_plan(
     microbatches = 1 if schedule == "1f1b" else microbatches
     layer_costs = LayerCosts(model)
     setting = Setting(cluster, find(schedule), microbatches)
-    problem = Problem(layer_costs, setting, StageRules("never"), constraints=constraints)
+    problem = Problem(layer_costs, setting, StageRules("never", "never"), constraints=constraints)
     answer = solve_ilp(problem)
     expected = fastest(layer_costs, cluster, constraints, schedule, microbatches)
     if answer is None:

@@ -70,10 +70,10 @@ def in_all_orders(stages: tuple[Candidate, ...]) -> Iterator[tuple[Candidate, ..
 def test_the_search_knows_both_orders(schedule: str, profile: Profile, cluster: Cluster, times: int) -> None:
     layer_costs = LayerCosts(with_activations(profile, times))
     microbatches = 1 if schedule == "1f1b" else 4
-    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches), StageRules("never"))
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches), StageRules("never", "never"))
     every = [
         Evaluation(order, problem.price(order))
-        for stages in plans(layer_costs, cluster.gpus, in_order=True)
+        for stages in plans(problem, cluster.gpus, in_order=True)
         for order in in_all_orders(stages)
     ]
     fitting = [plan.seconds for plan in every if plan.fits(cluster)]

@@ -14,9 +14,8 @@ from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.solver import solve
-from planner.solver.candidates.budget import NO_HURRY
 from planner.solver.chain.states import Chain
-from planner.solver.levels.local_search import LocalSearch
+from planner.solver.levels.local_search import Effort, LocalSearch
 from planner.solver.result import CutPath, stages_along
 from tests.samples import layer, profile
 
@@ -35,7 +34,7 @@ def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath,
         priced[path] = found
         return priced[path]
 
-    return space, priced, LocalSearch(space, cluster.gpus, seconds, NO_HURRY, 500)
+    return space, priced, LocalSearch(space, cluster.gpus, seconds, Effort(500))
 
 
 def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
@@ -68,14 +67,14 @@ def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
     assert second is not None
     assert descents.from_(starts[0]) == first
     assert len(priced) < 500
-    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), NO_HURRY, 3)
+    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), Effort(3))
     assert limited.from_(starts[0]) is not None
     assert limited.over
 
 
 def test_where_nothing_fits_there_is_no_answer() -> None:
     two = profile(layer("a", output_bytes=1), layer("b"))
-    descents = LocalSearch(Chain(LayerCosts(two)), 2, lambda _: np.inf, NO_HURRY, 100)
+    descents = LocalSearch(Chain(LayerCosts(two)), 2, lambda _: np.inf, Effort(100))
     assert descents.from_(CutPath((0, 2), (StageOptions(2),), np.inf)) is None
 
 

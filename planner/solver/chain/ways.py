@@ -1,0 +1,181 @@
+"""The ways to run stages: whether the optimizer's state is sharded, and which layers recompute.
+
+Searches ask for many stages at once, and every way of every stage is a row. For a stage on given replicas with a given
+number of units in flight, the least extra time whose memory fits is that of the fastest row that fits: the rows of a
+stage hold every choice of recomputing layers that some memory limit could make the best one
+(`planner.cost.recomputation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cost.recomputation import Choices, Recomputation
+from planner.cost.stage_options import Groups, StageOptions, whole_stage
+from planner.cost.work import Floats, Footprint, Integers, Work
+from planner.solver.chain.states import StateSpace
+from planner.solver.problem import Limits
+
+Record = TypeVar("Record", Work, Footprint)
+_KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Ways to run the stages from one state to others, a row each; those of a stage stand together.
+
+    Attributes:
+        source: which they come from.
+        state: at which the stages begin.
+        others: at which each row's stage ends.
+        stage: place of each row's stage among those that were asked for.
+        sharded: whether the replicas divide the optimizer's state.
+        choice: of recomputing layers, by its number for the stage; 0 for what the rule says of all stages.
+        work: for one microbatch.
+        footprint: of a replica that has the whole state of the optimizer.
+    """
+
+    source: WaysOf
+    state: int
+    others: Integers
+    stage: Integers
+    sharded: NDArray[np.bool_]
+    choice: Integers
+    work: Work
+    footprint: Footprint
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @property
+    def again(self) -> NDArray[np.bool_]:
+        """Whether any layer recomputes."""
+        return (self.choice > 0) | self.source.recomputes
+
+    def allowed(self, replicas: ArrayLike) -> NDArray[np.bool_]:
+        """Return which rows may run on so many replicas: one replica has nothing to divide, idle ones get no part."""
+        several = np.asarray(replicas) > 1
+        sharded = several & (np.asarray(replicas) <= self.source.most_sharded)
+        return np.where(self.sharded, sharded, ~several | (not self.source.always_shards))
+
+    def footprint_on(self, replicas: ArrayLike) -> Footprint:
+        """Return the footprints on so many replicas each."""
+        if not self.sharded.any():
+            return self.footprint
+        return self.footprint.shared_out(np.where(self.sharded, replicas, 1))
+
+    def options(self, row: int, replicas: int) -> StageOptions:
+        """Return a row as the options of a stage."""
+        groups = self.source.groups(self.state, int(self.others[row]), int(self.choice[row]))
+        return StageOptions(replicas, bool(self.sharded[row]), groups)
+
+
+class WaysOf:
+    """The ways that rules and memory leave to the stages of a space.
+
+    Args:
+        space: of the stages.
+        limits: with the rules.
+        prices_shards: whether the cost model knows sharded stages.
+
+    Attributes:
+        shards: whether stages may be sharded.
+        always_shards: whether all stages with replicas must be.
+        most_sharded: replicas of such a stage.
+        recomputes: whether all stages recompute.
+        chooses: whether stages may choose what to recompute, because memory is limited.
+    """
+
+    def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
+        self._space, self._limits, self._rule = space, limits, limits.rules.recompute
+        profile, rule = space.layer_costs.profile, limits.rules.shard_optimizer
+        limited = limits.memory_bytes is not None
+        gains = limited or any(layer.update_s > 0 for layer in profile.layers)
+        possible = prices_shards and profile.may_shard_optimizer and limits.gpus > 1
+        self.most_sharded = limits.most_sharded
+        self.always_shards = possible and rule == "always"
+        self.shards = self.always_shards or (possible and rule == "auto" and gains)
+        self.recomputes = self._rule in ("always", "blocks")
+        self.chooses = limited and self._rule == "auto"
+        self._recomputation = Recomputation(space.layer_costs, self._rule)
+        self._known: dict[tuple[int, int], Choices] = {}
+
+    def least(self, work: Work) -> Work:
+        """Return work that no way to run the same stages is below."""
+        work = work.recomputed() if self.recomputes else work
+        return replace(work, update_s=work.update_s / self._limits.gpus) if self.shards else work
+
+    def plainest_work(self, work: Work) -> Work:
+        """Return the work of stages that are not sharded and recompute only what the rule says of all stages."""
+        return work.recomputed() if self.recomputes else work
+
+    def plainest_footprint(self, state: int, others: Integers, work: Work) -> Footprint:
+        """Return the footprint of the same."""
+        footprint = self._space.footprint(state, others, work)
+        if self._rule == "always":
+            return footprint.recomputed()
+        if self._rule == "blocks":
+            found = [self._choices(state, int(other)) for other in others]
+            return replace(footprint, **{name: _column(found, name) for name in _KEPT})
+        return footprint
+
+    def all(self, state: int, others: Integers, choosing: NDArray[np.bool_]) -> Ways:
+        """Return all ways to run the stages from the state to each of others; only those `choosing` may choose."""
+        work = self._space.work(state, others)
+        footprint = self.plainest_footprint(state, others, work)
+        work, stage = self.plainest_work(work), np.arange(len(others))
+        choice = np.zeros(len(others), dtype=np.int64)
+        if self.chooses and choosing.any():
+            found = [self._choices(state, int(others[at])) for at in np.flatnonzero(choosing)]
+            counts = np.ones(len(others), dtype=np.int64)
+            counts[choosing] = [len(choices) for choices in found]
+            stage = np.repeat(stage, counts)
+            choice = np.arange(len(stage)) - np.repeat(np.cumsum(counts) - counts, counts)
+            work, footprint = taken(work, stage), taken(footprint, stage)
+            again = choice > 0  # the first choice of each stage recomputes nothing
+            work = _set(work, again, {"recompute_s": _column(found, "recompute_s", 1)})
+            footprint = _set(footprint, again, {name: _column(found, name, 1) for name in _KEPT})
+        sharded = np.zeros(len(stage), dtype=bool)
+        if self.shards:
+            twice = np.repeat(np.arange(len(stage)), 2)
+            sharded = np.arange(len(twice)) % 2 == 1
+            stage, choice = stage[twice], choice[twice]
+            work, footprint = taken(work, twice).shared_out(sharded), taken(footprint, twice)
+        return Ways(self, state, others[stage], stage, sharded, choice, work, footprint)
+
+    def groups(self, state: int, other: int, choice: int) -> Groups:
+        """Return the groups of layers that recompute under a choice of a stage."""
+        if choice > 0 or self._rule == "blocks":
+            return self._choices(state, other).groups(choice)
+        return whole_stage(self._space.layers(state, other), self.recomputes)
+
+    def _choices(self, state: int, other: int) -> Choices:
+        """Return the choices of layers that recompute in a stage; the first one recomputes least."""
+        if (state, other) not in self._known:
+            self._known[state, other] = self._recomputation.choices(self._space.layers(state, other))
+        return self._known[state, other]
+
+
+def taken(record: Record, rows: Integers | slice) -> Record:
+    """Return some rows of work or footprints; what has none is the same for all."""
+    arrays = {each.name: np.asarray(getattr(record, each.name)) for each in fields(record)}
+    return type(record)(**{name: array[rows] if array.ndim else array for name, array in arrays.items()})
+
+
+def _column(choices: Sequence[Choices], name: str, first: int = 0) -> Floats:
+    """Return a column of the choices of several stages, one stage after the other, without the first ones of each."""
+    return np.concatenate([getattr(each, name)[first:] for each in choices])
+
+
+def _set(record: Record, where: NDArray[np.bool_], columns: dict[str, Floats]) -> Record:
+    """Return work or footprints with some columns replaced in some rows."""
+    replaced = {}
+    for name, values in columns.items():
+        replaced[name] = np.array(np.broadcast_to(getattr(record, name), where.shape))
+        replaced[name][where] = values
+    return replace(record, **replaced)

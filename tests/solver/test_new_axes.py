@@ -1,0 +1,97 @@
+"""Search == every plan, with sharded optimizer state, recomputed units, and limits on stages and staleness."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.pricing import price
+from planner.cost.setting import Setting
+from planner.formats.cluster import flat_cluster
+from planner.formats.profile import Profile
+from planner.schedule.registry import find
+from planner.solver.chain.states import Chain
+from planner.solver.pipeline_search import PipelineSearch
+from planner.solver.problem import Problem
+from planner.solver.result import stages_along
+from planner.solver.stage_rules import StageRules
+from tests.samples import layer, profile
+from tests.solver.every_plan import EveryPlan
+
+SCHEDULES = ("1f1b", "1f1b-flush", "gpipe", "2bw")
+
+
+def random_model(rng: np.random.Generator) -> Profile:
+    """Blocks of one or two layers, of few kinds, so that units are equal and ties are common."""
+    count = int(rng.integers(2, 8))
+    kinds = [
+        {
+            "forward_s": float(rng.integers(1, 6)),
+            "backward_s": float(rng.integers(1, 9)),
+            "update_s": float(rng.integers(0, 4)),
+            "weight_bytes": int(rng.integers(0, 9)),
+            "saved_bytes": int(rng.integers(1, 12)),
+        }
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    size = int(rng.integers(1, 3))
+    layers = []
+    for number in range(count):
+        kind = kinds[int(rng.integers(len(kinds)))]
+        state_bytes = kind["weight_bytes"] * int(rng.integers(0, 4))
+        made = layer(f"blocks.{number // size}.{number % size}", output_bytes=int(rng.integers(1, 6)))
+        layers.append(
+            made.model_copy(update=kind | {"gradient_bytes": kind["weight_bytes"], "optimizer_bytes": state_bytes})
+        )
+    works = rng.random() < 0.5
+    if works:  # stages of trainable models keep the order, and their peak is that of the layer at work
+        layers = [each.model_copy(update={"workspace_bytes": int(rng.integers(1, 6))}) for each in layers]
+    return profile(*layers).model_copy(update={"graph_hash": "0123" if works else None, "optimizer_elementwise": True})
+
+
+def random_problem(rng: np.random.Generator) -> Problem:
+    schedule = find(SCHEDULES[int(rng.integers(len(SCHEDULES)))])
+    model, gpus = random_model(rng), int(rng.integers(2, 7))
+    microbatches = int(rng.integers(1, 9)) if schedule.divides else 1
+    names = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
+    everything = sum(getattr(each, name) for each in model.layers for name in names)
+    memory = None if rng.random() < 0.1 else 1 + int(everything * rng.uniform(0.15, 1.2))
+    cluster = flat_cluster(gpus, float(rng.choice([0.5, 2.0, 8.0, 1e4])), memory, float(rng.choice([0.0, 0.0, 0.25])))
+    rules = StageRules(
+        recompute=("auto", "auto", "auto", "never", "always", "blocks")[int(rng.integers(6))],
+        shard_optimizer=("auto", "auto", "never", "always")[int(rng.integers(4))],
+        max_stages=None if rng.random() < 0.7 else int(rng.integers(1, 5)),
+        max_staleness=None if rng.random() < 0.7 else int(rng.integers(schedule.staleness(1), 4)),
+    )
+    return Problem(LayerCosts(model), Setting(cluster, schedule, microbatches), rules)
+
+
+def check(seed: int) -> tuple[bool, bool, bool]:
+    """Compare one instance; return whether there is a plan, and whether it is sharded and recomputes units."""
+    problem = random_problem(np.random.default_rng([16, seed]))
+    space = Chain(problem.layer_costs)
+    path, expected = PipelineSearch(problem, space).best(), EveryPlan(problem).best()
+    assert (path is None) == (expected is None), seed
+    if path is None or expected is None:
+        return False, False, False
+    stages = stages_along(space, path)
+    assert path.seconds == pytest.approx(expected[0], rel=1e-9), seed
+    for plan in (stages, expected[1]):  # the price of the whole plan is that of its stages
+        priced = price(problem.layer_costs, plan, problem.setting)
+        assert priced.seconds_per_minibatch == pytest.approx(expected[0], rel=1e-9), seed
+        assert problem.cluster.memory_bytes is None or max(priced.gpu_bytes) <= problem.cluster.memory_bytes, seed
+    groups = [stage.options.recompute for stage in stages]
+    return True, any(each.options.sharded for each in stages), any(groups)
+
+
+def test_search_finds_what_every_plan_says() -> None:
+    found = np.sum([check(seed) for seed in range(60)], axis=0)
+    assert np.all(found > 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_search_finds_what_every_plan_says_on_a_thousand_models(part: int) -> None:
+    found = np.sum([check(seed) for seed in range(100 * part, 100 * part + 100)], axis=0)
+    assert np.all(found > 10)
