@@ -84,12 +84,14 @@ class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, _weight: Tensor, layer: EmulatedLayer) -> Tensor:
         ctx.layer, ctx.shape = layer, tuple(value.shape)
+        ctx.save_for_backward(value)
         DEVICE.compute(layer.block.forward_s)
         return layer.buffer(len(value), layer.per_sample)
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
         layer: EmulatedLayer = ctx.layer
+        _ = ctx.saved_tensors  # as a real layer does; where it recomputes, this is when its forward runs again
         DEVICE.compute(layer.block.backward_s)
         return layer.buffer(*ctx.shape) if ctx.needs_input_grad[0] else None, layer.weight_gradient, None
 

@@ -1,0 +1,1 @@
+"""Time and memory of sharded and of recomputing stages, predicted and measured."""

@@ -1,0 +1,186 @@
+"""Compare time and memory of sharded and of recomputing stages with what is measured. See README.md in this folder.
+
+python -m benchmarks.stage_options --save
+python -m benchmarks.stage_options --emulated --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from benchmarks.malloc import pages_returned
+from benchmarks.testbed.bed import testbed
+from benchmarks.testbed.emulate import emulate, fitting_scale
+from benchmarks.testbed.measure import train_s
+from planner.analysis.own_plan import price
+from planner.api import profile as measure
+from planner.executor.job import Job
+from planner.executor.launch import launch
+from planner.formats.blocks import blocks_of
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.own_plan import OwnPlan, OwnStage
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+
+HERE = Path(__file__).parent
+MODEL, README, RESULTS = (HERE / name for name in ("model.py", "README.md", "results.json"))
+MARKER = "<!-- result -->"
+BATCH_SIZE, MICROBATCHES = 16, 4
+PROFILE_S = 10.0
+LOOPBACK_BYTES_PER_S = 2e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Stages of equally many blocks."""
+
+    replicas: tuple[int, ...]
+    schedule: str
+    recompute: float = 0.0  # share of each stage's blocks that recompute, each by itself
+    whole: bool = False  # each stage recomputes as one group
+    sharded: bool = False
+
+    def __str__(self) -> str:
+        parts = ["-".join(map(str, self.replicas)), self.schedule]
+        parts += ["sharded"] * self.sharded + ["whole stages recompute"] * self.whole
+        return ", ".join(parts + [f"{self.recompute:.0%} of the blocks recompute"] * (self.recompute > 0))
+
+    def plan(self, profile: Profile, cluster: Cluster) -> Plan:
+        """Return the plan, priced and simulated."""
+        blocks = len(blocks_of(profile)) // len(self.replicas)
+        stages = [
+            OwnStage(
+                blocks=blocks,
+                replicas=r,
+                sharded=self.sharded and r > 1,
+                recompute=self.whole or round(blocks * self.recompute) or False,
+            )
+            for r in self.replicas
+        ]
+        microbatches = 1 if self.schedule == "1f1b" else MICROBATCHES
+        given = {"stages": stages, "schedule": self.schedule, "microbatches": microbatches}
+        return price(profile, cluster, OwnPlan.model_validate(given))
+
+
+SHAPES = (
+    Shape((1, 1), "gpipe"),
+    Shape((1, 1), "gpipe", 0.5),
+    Shape((1, 1), "gpipe", 1.0),
+    Shape((1, 1), "gpipe", whole=True),
+    Shape((1, 1), "1f1b", 0.5),
+    Shape((2,), "1f1b-flush", sharded=True),
+    Shape((2,), "1f1b-flush", 0.5, sharded=True),
+)
+EMULATED = (
+    Shape((1, 1, 1, 1), "1f1b-flush", 0.5),
+    Shape((2, 2), "1f1b-flush", sharded=True),
+    Shape((2, 2), "1f1b-flush", 0.5, sharded=True),
+    Shape((2, 2), "1f1b", 0.5, sharded=True),
+)
+
+
+def main() -> None:
+    """Measure, print the table, and with --save write it into the README."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--emulated", action="store_true", help="four devices on the testbed, which needs root")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each run whose time is measured")
+    parser.add_argument("--plans", type=int, nargs="+", help="only these, by their row")
+    parser.add_argument("--save", action="store_true", help="write results.json, and the tables into the README")
+    arguments = parser.parse_args()
+    kind = "emulated" if arguments.emulated else "measured"
+    shapes = EMULATED if arguments.emulated else SHAPES
+    if arguments.plans:
+        shapes = tuple(shapes[row] for row in arguments.plans)
+    load = os.getloadavg()[0]
+    profile = measure(MODEL, batch_size=BATCH_SIZE, device="cpu", seconds=PROFILE_S, processes=2)
+    rows = []
+    for row in (_emulated if arguments.emulated else _measured)(profile, shapes, arguments.seconds):
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+    about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "load": round(load, 1)}
+    content = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    content[kind] = {"about": about, "rows": rows}
+    print(_tables({kind: content[kind]}))
+    if arguments.save:
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        head = README.read_text(encoding="utf-8").split(MARKER)[0]
+        README.write_text(f"{head}{MARKER}\n\n{_tables(content)}\n", encoding="utf-8")
+
+
+def _measured(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
+    """Train in two workers: for the times, and once more for the memory, where freed pages are given back."""
+    for shape in shapes:
+        plan = shape.plan(profile, flat_cluster(sum(shape.replicas), LOOPBACK_BYTES_PER_S))
+        predicted_s = plan.predicted.seconds_per_minibatch
+        # Every unit in flight, and an update after each.
+        least = 2 if plan.microbatches > 1 else 3 * plan.stages[0].in_flight
+        timed = launch(Job(model=str(MODEL), plan=plan, steps=2 * least + round(seconds / predicted_s)))
+        with pages_returned():
+            peaks = launch(Job(model=str(MODEL), plan=plan, steps=least)).reports
+        yield {
+            "plan": str(shape),
+            "predicted_s": predicted_s,
+            "measured_s": timed.minibatch_size / timed.samples_per_s,
+            "predicted_bytes": [stage.memory.total_bytes for stage in plan.stages],
+            "measured_bytes": [
+                max(report.peak_memory_bytes for report in peaks if report.stage == number)
+                for number in range(len(plan.stages))
+            ],
+        }
+
+
+def _emulated(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
+    """Train in four workers whose layers sleep for their times; forwards that run again sleep again."""
+    there = flat_cluster(4, 1.25e8)
+    scale = fitting_scale(profile, there)
+    with tempfile.TemporaryDirectory(prefix="stage-options-") as folder, testbed(4) as bed:
+        emulated = emulate(profile, scale, Path(folder))
+        links = bed.links(scale.cluster(there))
+        for shape in shapes:
+            plan = shape.plan(emulated.profile, links)
+            measured_s = train_s(bed, emulated, plan, seconds)
+            yield {"plan": str(shape), "predicted_s": plan.predicted.seconds_per_minibatch, "measured_s": measured_s}
+
+
+def _tables(content: dict[str, Any]) -> str:
+    texts = []
+    for kind, part in content.items():
+        about, rows = part["about"], part["rows"]
+        where = "two workers" if kind == "measured" else "four emulated devices"
+        quiet = "" if about["load"] < 1 else f" Load average {about['load']} before it began: not a quiet machine."
+        table = tabulate(
+            [_cells(row) for row in rows],
+            headers=("plan", "predicted, s", "measured, s", "error", "memory, MB", "measured, MB", "error"),
+            tablefmt="github",
+            disable_numparse=True,
+        )
+        texts.append(f"{where.capitalize()}, {about['date']}, torch {about['torch']}.{quiet}\n\n{table}")
+    return "\n\n".join(texts)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    predicted_s, measured_s = row["predicted_s"], row["measured_s"]
+    cells = [row["plan"], f"{predicted_s:.3f}", f"{measured_s:.3f}", f"{predicted_s / measured_s - 1:+.1%}"]
+    pairs = list(zip(row.get("predicted_bytes", ()), row.get("measured_bytes", ()), strict=True))
+    return [
+        *cells,
+        " ".join(f"{predicted / 1e6:.0f}" for predicted, _ in pairs),
+        " ".join(f"{measured / 1e6:.0f}" for _, measured in pairs),
+        " ".join(f"{predicted / measured - 1:+.1%}" for predicted, measured in pairs),
+    ]
+
+
+if __name__ == "__main__":
+    main()
