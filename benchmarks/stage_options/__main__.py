@@ -22,6 +22,7 @@ from tabulate import tabulate
 
 from benchmarks.malloc import pages_returned
 from benchmarks.testbed.bed import testbed
+from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import train_s
 from planner.analysis.own_plan import price
@@ -85,8 +86,10 @@ SHAPES = (
 )
 EMULATED = (
     Shape((1, 1, 1, 1), "1f1b-flush", 0.5),
+    Shape((1, 1, 1, 1), "1f1b-flush", whole=True),
     Shape((2, 2), "1f1b-flush", sharded=True),
     Shape((2, 2), "1f1b-flush", 0.5, sharded=True),
+    Shape((2, 2), "1f1b", sharded=True),
     Shape((2, 2), "1f1b", 0.5, sharded=True),
 )
 
@@ -100,7 +103,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write results.json, and the tables into the README")
     arguments = parser.parse_args()
     kind = "emulated" if arguments.emulated else "measured"
-    shapes = EMULATED if arguments.emulated else SHAPES
+    shapes: tuple[Shape, ...] = EMULATED if arguments.emulated else SHAPES
     if arguments.plans:
         shapes = tuple(shapes[row] for row in arguments.plans)
     load = os.getloadavg()[0]
@@ -149,7 +152,8 @@ def _emulated(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iter
         emulated = emulate(profile, scale, Path(folder))
         links = bed.links(scale.cluster(there))
         for shape in shapes:
-            plan = shape.plan(emulated.profile, links)
+            with scaled_buckets(scale.byte_factor):
+                plan = shape.plan(emulated.profile, links)
             measured_s = train_s(bed, emulated, plan, seconds)
             yield {"plan": str(shape), "predicted_s": plan.predicted.seconds_per_minibatch, "measured_s": measured_s}
 

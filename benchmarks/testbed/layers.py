@@ -97,15 +97,24 @@ class _Emulated(torch.autograd.Function):
 
 
 class SleepingOptimizer(torch.optim.Optimizer):
-    """Sleeps for the update time of the profile, and leaves the weights unchanged."""
+    """Sleeps for the update time of the profile, and leaves the weights unchanged.
+
+    Where replicas divide it, each sleeps for its share of the elements.
+    """
+
+    elementwise = True
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})
-        self._seconds = sum(p.update_s for group in self.param_groups for p in group["params"])
+        whole_s = sum(p.update_s for group in self.param_groups for p in group["params"])
+        self._seconds_per_element = whole_s / max(1, self._elements())
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Sleep."""
-        DEVICE.compute(self._seconds)
+        DEVICE.compute(self._seconds_per_element * self._elements())
+
+    def _elements(self) -> int:
+        return sum(p.numel() for group in self.param_groups for p in group["params"])
 
 
 def build_model(blocks: Iterable[Block], microbatch_size: int) -> nn.Sequential:
