@@ -103,7 +103,7 @@ def even_plan(profile: Profile, schedule: Schedule, replicas: Sequence[int], *, 
         profile: of the model.
         schedule: if it has several chunks per worker, each of the stages has as many.
         replicas: of each stage; one for each worker's under schedules with chunks.
-        recompute: whether all stages recompute.
+        recompute: whether stages recompute: by turns the first half of their layers, and all of them at once.
     """
     chunks = schedule.fixed_chunks or CHUNKS
     workers = sum(replicas)
@@ -118,4 +118,9 @@ def even_plan(profile: Profile, schedule: Schedule, replicas: Sequence[int], *, 
     plan = assemble(problem, Evaluation(tuple(chosen), problem.price(chosen)))
     if not recompute:
         return plan
-    return plan.model_copy(update={"stages": tuple(s.model_copy(update={"recompute": True}) for s in plan.stages)})
+    changes = [
+        {"recompute": True} if number % 2 else {"recompute": (s.layers[: -(-len(s.layers) // 2)],), "recompute_s": 0.0}
+        for number, s in enumerate(plan.stages)
+    ]
+    changed = [stage.model_copy(update=change) for stage, change in zip(plan.stages, changes, strict=True)]
+    return plan.model_copy(update={"stages": tuple(changed)})
