@@ -69,6 +69,11 @@ def format_bytes(count: float) -> str:
     return _scaled(count, "B")
 
 
+def format_flops(count: float) -> str:
+    """Return floating point operations for people: 1_500_000 -> "1.5 MFLOP"."""
+    return _scaled(count, "FLOP")
+
+
 def format_seconds(seconds: float) -> str:
     """Return seconds for people: 0.0123 -> "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

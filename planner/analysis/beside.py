@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.analysis.compare import OWN, Comparison
 from planner.analysis.given_plan import options_of
 from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import Way, usual_ways
@@ -30,6 +31,18 @@ def with_baselines(profile: Profile, plan: Plan, time_limit_s: float | None = No
     budget = Budget(Deadline.after(time_limit_s))
     ways = usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget)
     return plan.model_copy(update={"baselines": tuple(map(_described, ways))})
+
+
+def with_rows(plan: Plan, comparison: Comparison) -> Plan:
+    """Return a plan without baselines with those of its comparison."""
+    if plan.baselines:
+        return plan
+    ways = tuple(
+        OtherWay(**{name: getattr(row, name) for name in OtherWay.model_fields})
+        for row in comparison.rows
+        if row.name not in OWN
+    )
+    return plan.model_copy(update={"baselines": ways})
 
 
 def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, time_limit_s: float | None) -> Plan:

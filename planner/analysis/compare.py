@@ -23,7 +23,7 @@ from planner.solver.reference import baselines
 from planner.solver.result import Evaluation
 
 CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
-_OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
+OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
 
 
 class ComparisonRow(Record):
@@ -82,7 +82,7 @@ def compare(
     ways = _ways(given)
     rows = [_row(given, way) for way in ways]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
-    over = parallel if not parallel.over_memory_bytes else _best([row for row in rows if row.name not in _OWN])
+    over = parallel if not parallel.over_memory_bytes else _best([row for row in rows if row.name not in OWN])
     relative = tuple(_relative(row, over, parallel.communication_bytes) for row in rows)
     return Comparison(
         model=profile.model, cluster=given.plan.cluster, rows=relative, over=None if over is None else over.name

@@ -84,6 +84,7 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Gather, and write the file."""
+    from planner.analysis.beside import with_rows
     from planner.analysis.sweep import MOST_POINTS
     from planner.formats.files import write_bytes, write_text
     from planner.formats.plan import load_plan
@@ -99,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     match style:
         case "html":
             comparison, sweep, why_not = _alternatives(args, plan)
+            if comparison is not None:
+                plan = with_rows(plan, comparison)
             write_text(output, report_page(ReportContent(plan, simulated, measured, comparison, sweep, why_not)))
         case "svg" | "png":
             picture = timeline_svg([simulated] if measured is None else [simulated, measured])

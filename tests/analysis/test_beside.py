@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.beside import time_beside, with_baselines, with_synchronous
+from planner.analysis.beside import time_beside, with_baselines, with_rows, with_synchronous
 from planner.analysis.compare import compare
 from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import load_plan, save_plan
+from planner.report.page.page import ReportContent, report_page
 from planner.report.tables.plan import plan_report
+from planner.simulator.plan import simulate
 from planner.solver import solve
 from tests.samples import layer, profile
 
@@ -61,3 +63,14 @@ def test_no_more_time_is_spent_beside_a_search_than_is_left() -> None:
     assert time_beside(slow, None) == 50
     assert time_beside(slow, 60) == pytest.approx(10)
     assert time_beside(slow, 40) == 0
+
+
+def test_a_report_takes_baselines_from_its_comparison() -> None:
+    plan = solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8))
+    comparison = compare(MODEL, plan=plan)
+    beside = with_rows(plan, comparison)
+    assert [way.name for way in beside.baselines] == [row.name for row in comparison.rows[1:-1]]
+    page = report_page(ReportContent(beside, simulate(plan, 20)))
+    assert "does not fit<small>100 MB too many" in page
+    assert "Baselines: " in page
+    assert with_rows(beside, comparison) is beside

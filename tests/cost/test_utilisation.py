@@ -10,6 +10,7 @@ from planner.formats.profile import Device, Profile
 from planner.profiler.estimated.devices import DEVICES
 from planner.profiler.estimated.names import find_device
 from planner.report.tables.plan import plan_report
+from planner.report.tables.profile import profile_report
 from planner.solver import solve
 from tests.samples import layer, profile
 
@@ -48,6 +49,8 @@ def test_the_peak_is_of_the_precision_trained_in() -> None:
 
 
 def test_a_plan_says_tokens_and_utilisation() -> None:
+    shown = profile_report(counted())
+    assert "90 TFLOP per microbatch, forward and backward, 50 tokens per sample" in shown
     plan = solve(counted(), flat_cluster(1, 1e9))
     assert plan.predicted.seconds_per_minibatch == 3
     assert plan.predicted.tokens_per_s == pytest.approx(4 * 50 / 3)

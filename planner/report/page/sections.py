@@ -45,8 +45,8 @@ def figures(plan: Plan, summary: Summary) -> str:
         ("simulated", *_rate(summary.samples_per_s, summary.seconds_per_minibatch)),
         *([("tokens", format_rate(predicted.tokens_per_s), "per second")] if predicted.tokens_per_s else []),
         *([("utilisation", percent(used), "of the GPUs' peak")] if (used := predicted.flop_utilisation) else []),
-        ("over one GPU", over_one_gpu(plan), ""),
-        ("over data parallel", over_data_parallel(plan), f"on {gpus(plan)}"),
+        ("over one GPU", *_speed_up(over_one_gpu(plan), "")),
+        ("over data parallel", *_speed_up(over_data_parallel(plan), f"on {gpus(plan)}")),
         ("gradients", *_late(plan)),
         ("bubble", percent(summary.bubble_share), bubble_of_run(summary)),
     ]
@@ -62,6 +62,12 @@ def figures(plan: Plan, summary: Summary) -> str:
     beside = [("Baselines", best_baseline_line(plan)), ("Synchronous", synchronous_line(plan))]
     notes = "".join(paragraph(f"{name}: {line}.", "note") for name, line in beside if line is not None)
     return f'<dl class="figures">{items}</dl>{notes}'
+
+
+def _speed_up(text: str, more: str) -> tuple[str, str]:
+    """Divide "does not fit (1 GB too many)" in two; a ratio is followed by `more`."""
+    value, bracket, rest = text.partition(" (")
+    return value, rest.removesuffix(")") if bracket else more
 
 
 def _late(plan: Plan) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from planner.formats.profile import Compiled, Layer, LossMean, Profile
 from planner.report.tables.plan import options_words
 from planner.report.tables.repeats import collapsed
 from planner.report.tables.table import Table, named_values
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_flops, format_seconds
 
 Order = Literal["order", "time", "output", "weights", "saved"]
 _MOST = 3  # layers named in the head
@@ -90,6 +90,9 @@ def _head(profile: Profile) -> str:
         ("numbers", profile.provenance.source),
         ("sum of layers", _step(*sums)),
     ]
+    if profile.flops:
+        tokens = "" if profile.tokens_per_sample is None else f", {profile.tokens_per_sample} tokens per sample"
+        lines.append(("model FLOPs", f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"))
     if words := options_words(profile):
         lines.insert(3, ("stages run", words))
     if (whole := profile.whole_step) is not None:
