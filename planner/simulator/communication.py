@@ -168,8 +168,7 @@ class Communication:
 
     def _ring(self, collective: Collective) -> _Ring:
         ranks, costs = self._costs.shape.ranks[collective.stage], self._costs.stages[collective.stage]
-        moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * costs.gradient_bytes
         path, latency_s = self.links.ring(ranks)
-        if costs.sharded:
-            moved_bytes, latency_s = moved_bytes / 2, latency_s / 2
-        return _Ring(path, latency_s, moved_bytes if collective.gathers else moved_bytes / BUCKETS)
+        reduced_bytes = costs.gathered_bytes * BUCKETS if collective.gathers else costs.reduced_bytes
+        moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * reduced_bytes
+        return _Ring(path, latency_s / 2 if costs.sharded else latency_s, moved_bytes / BUCKETS)

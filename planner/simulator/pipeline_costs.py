@@ -31,6 +31,8 @@ class StageCosts:
         gradient_bytes: that the replicas all-reduce per round.
         sharded: whether they only reduce-scatter these, and gather the weights after the update, of which each does its
             part.
+        whole_bytes: those of them that other stages need, too, because they share the weights: they are all-reduced
+            whole even where the optimizer is sharded.
     """
 
     forward_s: float
@@ -42,6 +44,17 @@ class StageCosts:
     late_s: float = 0.0
     gradient_bytes: int = 0
     sharded: bool = False
+    whole_bytes: int = 0
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Gradients that are all-reduced per round; a reduce-scatter is half of an all-reduce."""
+        return (self.gradient_bytes + self.whole_bytes) / 2 if self.sharded else self.gradient_bytes
+
+    @property
+    def gathered_bytes(self) -> float:
+        """The same for the all-gather after the update, which is the other half."""
+        return self.gradient_bytes / 2 if self.sharded else 0.0
 
     @property
     def backward_weight_s(self) -> float:
@@ -86,6 +99,7 @@ class PipelineCosts:
         On a cluster without overlap, handling messages occupies the processor, so that time is added to the stages.
         """
         topology = Topology(cluster)
+        stages = [_with_shared(costs, number, shared) for number, costs in enumerate(stages)]
         slowest = topology.link(len(topology) - 1)
         return cls(
             shape=shape,
@@ -94,6 +108,11 @@ class PipelineCosts:
             transfer_bytes={(t.source, t.target): (t.output_bytes, t.gradient_bytes) for t in transfers},
             shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
         )
+
+
+def _with_shared(costs: StageCosts, stage: int, shared: Sequence[Shared]) -> StageCosts:
+    sizes = {each.weights: each.gradient_bytes for each in shared if stage in each.stages}  # each weight once
+    return replace(costs, whole_bytes=min(sum(sizes.values()), costs.gradient_bytes))
 
 
 def _with_handling(costs: StageCosts, stage: int, transfers: Sequence[Transfer], link: Link) -> StageCosts:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from planner.analysis.own_plan import price
 from planner.cost.layer_costs import LayerCosts, candidates
 from planner.cost.weight_copies import counted_with_copies, exchanged_bytes
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
+from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.profile import Profile
-from planner.simulator.plan import simulate
+from planner.schedule.registry import find
+from planner.simulator.plan import costs_of, simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
 from tests.samples import layer, profile
@@ -39,6 +42,22 @@ def test_a_copy_is_in_the_plan_and_in_its_memory() -> None:
     head = plan.stages[3].memory
     assert (head.weights_bytes, head.gradients_bytes, head.optimizer_bytes) == (10**6, 2 * 10**6, 2 * 10**6)
     assert plan.stages[2].memory.weights_bytes == 10**6
+
+
+def test_replicas_divide_the_state_of_copies_but_sum_their_gradients_whole() -> None:
+    """The other stage needs all of the gradients; each replica then updates its part, and all gather the weights."""
+    schedule = find("gpipe")
+    stages = (OwnStage(layers=("embedding", "one"), replicas=2), OwnStage(layers=("two", "head"), replicas=2))
+    divided = tuple(stage.model_copy(update={"sharded": True}) for stage in stages)
+    cluster = flat_cluster(4, 1e3)
+    plain, sharded = (
+        price(tied(), cluster, OwnPlan(stages=each, schedule=schedule, microbatches=4)) for each in (stages, divided)
+    )
+    assert [stage.memory.optimizer_bytes for stage in plain.stages] == [4 * 10**6] * 2
+    assert [stage.memory.optimizer_bytes for stage in sharded.stages] == [2 * 10**6] * 2
+    for before, after in zip(costs_of(plain).stages, costs_of(sharded).stages, strict=True):
+        assert (before.reduced_bytes, before.gathered_bytes) == (2 * 10**6, 0)
+        assert (after.reduced_bytes, after.gathered_bytes) == (10**6 + 10**6 // 2, 10**6)
 
 
 def test_messages_with_the_gradients_of_copies_are_in_the_memory() -> None:
