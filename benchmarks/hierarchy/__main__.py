@@ -15,17 +15,22 @@ from tabulate import tabulate
 
 from benchmarks.kept import printed
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.cost_model_names import CostModelName
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
+from planner.report.tables.plan import ranks_line
+from planner.schedule.registry import find
 from planner.solver import solve
+from planner.solver.candidates import orders
 from planner.solver.levels import levels
 from planner.units import format_seconds
 
 ANCHORS = Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream"
 INNER, OUTER = 16e9, 1.25e9
 PROFILES = Path(__file__).parents[2] / "profiles"
-TABLES = ("published", "chains", "local")
+TABLES = ("published", "chains", "local", "orders")
+ORDERED, ORDERED_SERVERS, MICROBATCHES = ("interleaved", "zb-v"), ((4, 4), (8, 2)), 64
 SEARCHED, SERVERS, BETWEEN_MBPS = ("resnet50", "vgg16", "gnmt8", "bert"), ((4, 2), (4, 4)), (100, 200, 500)
 CHAINS = (
     (100, (4, 4)),
@@ -57,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.only in (None, "local"):
             print()
             print(local_table())
+        if args.only in (None, "orders") and ANCHORS.is_dir():
+            print()
+            print(orders_table())
     return 0
 
 
@@ -131,6 +139,38 @@ def local_table() -> str:
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
+def orders_table() -> str:
+    """Return the table of the published profiles in both orders of the workers' ranks."""
+    rows = []
+    for file in sorted(ANCHORS.glob("*.txt")):
+        if file.stem.isupper():  # the licence
+            continue
+        profile = read_profile(file)
+        for schedule in ORDERED:
+            for sizes in ORDERED_SERVERS:
+                cluster = hierarchical_cluster(sizes, (INNER, OUTER))
+                with stage_by_stage():
+                    before, _ = timed(profile, cluster, published=False, schedule=schedule)
+                after, after_s = timed(profile, cluster, published=False, schedule=schedule)
+                one, other = (plan.predicted.seconds_per_minibatch for plan in (before, after))
+                stages = [before.config, format_seconds(one)]
+                any_order = [after.config, ranks_line(after.stages[0]), format_seconds(other), f"{one / other:.2f}"]
+                servers = "x".join(map(str, sizes))
+                rows.append([file.stem, schedule, servers, *stages, *any_order, format_seconds(after_s)])
+    headers = ["profile", "schedule", "servers", "stage by stage", "time", "any order", "first stage's ranks", "time"]
+    return tabulate(rows, headers=[*headers, "faster", "in"], tablefmt="github", disable_numparse=True)
+
+
+@contextlib.contextmanager
+def stage_by_stage() -> Iterator[None]:
+    """Try no other order of ranks within the context."""
+    usual, orders.columns_of = orders.columns_of, lambda _problem, _plan: []
+    try:
+        yield
+    finally:
+        orders.columns_of = usual
+
+
 @contextlib.contextmanager
 def without_local_search() -> Iterator[None]:
     """Give local search a budget of no plans within the context."""
@@ -141,10 +181,11 @@ def without_local_search() -> Iterator[None]:
         levels.MOST_PRICED = usual
 
 
-def timed(profile: Profile, cluster: Cluster, *, published: bool) -> tuple[Plan, float]:
+def timed(profile: Profile, cluster: Cluster, *, published: bool, schedule: str = "1f1b") -> tuple[Plan, float]:
     """Return a plan and the seconds that finding it took, without the start of the process."""
-    start = time.perf_counter()
-    plan = solve(profile, cluster, cost_model="pipedream" if published else "resource")
+    start, microbatches = time.perf_counter(), MICROBATCHES if find(schedule).divides else 1
+    model: CostModelName = "pipedream" if published else "resource"
+    plan = solve(profile, cluster, cost_model=model, schedule=schedule, microbatches=microbatches)
     return plan, time.perf_counter() - start
 
 

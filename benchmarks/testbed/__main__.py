@@ -10,7 +10,6 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import get_args
 
 from tabulate import tabulate
 
@@ -25,6 +24,7 @@ from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.schedule.registry import NAMES
 from planner.solver import solve
 from planner.units import parse_bandwidth
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="devices, each on a link of its own")
     parser.add_argument("--topology", help="GPUxSERVERS instead, with two bandwidths")
     parser.add_argument("--bandwidth", required=True, help="of the links of the devices that are emulated: 10Gbps")
-    parser.add_argument("--schedule", choices=get_args(str), default="1f1b")
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--config", help="replicas per stage, of equal time, instead of the best plan: 2-1-1")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measured run")

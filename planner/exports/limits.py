@@ -28,7 +28,7 @@ def equal_replicas(plan: Plan, system: str) -> int:
     if ranks != list(range(len(ranks))):
         raise PlanError(
             f"{system} numbers workers stage by stage, but the plan's ranks are {ranks}",
-            hint="list the kinds of GPUs in the cluster in the order of the stages",
+            hint="solve for a cluster of one level, or list its kinds of GPUs in the order of the stages",
         )
     return replicas.pop()
 

@@ -12,6 +12,7 @@ from planner.report.tables.ways import best_baseline_line, share_of_speed, speed
 from planner.schedule.defaults import LATE_UPDATES
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
+MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
 _RESOURCES = {
     "compute": "the computation of stage {stage}",
     "link": "the link of stage {stage}",
@@ -136,10 +137,21 @@ def recomputing(stage: Stage) -> str:
 
 
 def ranks_line(stage: Stage) -> str:
-    """Write the ranks as "0-3", or "0, 2" if they are not consecutive."""
-    ranks = stage.ranks
-    consecutive = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
+    """Write the ranks in ascending order: "0-3", "0, 2", or of many runs the first and the last: "0-1, 4-5, ...".
+
+    Two consecutive ranks are a run among several of the same length only: "0, 1" alone.
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(stage.ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    least = 2 if len(runs) > 1 else 3
+    words = [f"{run[0]}-{run[-1]}" if len(run) >= least else ", ".join(map(str, run)) for run in runs]
+    if len(words) > MOST_RUNS:
+        words = [*words[:2], "...", words[-1]]
+    return ", ".join(words)
 
 
 def options_words(record: Profile | Plan) -> str:

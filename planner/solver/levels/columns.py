@@ -22,8 +22,8 @@ from planner.cost.placement import Resource
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for
+from planner.solver.candidates import orders
 from planner.solver.candidates.evaluation import priced, priced_path
-from planner.solver.candidates.orders import columns_of, in_columns
 from planner.solver.chain.best_ways import BestWays
 from planner.solver.chain.search import Search
 from planner.solver.chain.states import StateSpace
@@ -206,7 +206,7 @@ def _plans(problem: Problem, space: StateSpace, paths: Sequence[CutPath]) -> tup
         if path.gpus > problem.cluster.gpus:
             return None
         plan = priced_path(problem, space, path)
-        laid = (priced(problem, in_columns(plan, columns)) for columns in columns_of(problem, plan))
+        laid = (priced(problem, orders.in_columns(plan, columns)) for columns in orders.columns_of(problem, plan))
         return min(laid, key=lambda each: each.seconds, default=None) if problem.allows(plan) else None
 
     def seconds(path: CutPath) -> float:
