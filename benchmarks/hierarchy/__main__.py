@@ -164,7 +164,7 @@ def orders_table() -> str:
 @contextlib.contextmanager
 def stage_by_stage() -> Iterator[None]:
     """Try no other order of ranks within the context."""
-    usual, orders.columns_of = orders.columns_of, lambda _problem, _plan: []
+    usual, orders.columns_of = orders.columns_of, lambda problem, plan: []
     try:
         yield
     finally:
