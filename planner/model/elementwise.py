@@ -22,7 +22,7 @@ from planner.model.spec import TrainingSpec
 
 # What an element becomes depends on its own gradients and on numbers that all elements share. Not so in Adafactor,
 # LAMB, Muon, Shampoo and L-BFGS, which look at rows, norms or products of whole parameters.
-_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -32,7 +32,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     the model file's optimizer() returns. A subclass of one of PyTorch's may do anything, and says so, too.
     """
     said = getattr(optimizer, "elementwise", None)
-    return type(optimizer) in _ELEMENTWISE if said is None else bool(said)
+    return type(optimizer) in ELEMENTWISE if said is None else bool(said)
 
 
 def has_elementwise_optimizer(spec: TrainingSpec, model: nn.Module) -> bool | None:

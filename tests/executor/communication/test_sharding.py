@@ -14,6 +14,7 @@ from torch.optim import Adafactor, Adagrad, AdamW, Optimizer
 from planner.errors import ModelFileError, PlanError
 from planner.executor.communication.sharding import ALIGNMENT, Sharding, divide
 from planner.executor.stage.optimizer import StageOptimizer
+from planner.model.elementwise import ELEMENTWISE
 from planner.model.spec import TrainingSpec, in_memory
 from planner.schedule.instructions import Instruction, Update
 from planner.schedule.streams.check import _Run
@@ -73,6 +74,46 @@ def test_a_replica_holds_its_part_of_the_state(kind: Any, replicas: int) -> None
         held.append(sum(tensor.nbytes for tensor in tensors))
     assert sum(held) == all_bytes
     assert max(held) <= all_bytes / replicas + len(list(module.parameters())) * 2 * ALIGNMENT * 4
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+@pytest.mark.parametrize("shapes", [[(37, 53), (53,), (), (16, 8, 3, 3)], [(2, 2), (2,)]])
+def test_slices_step_as_they_would_inside_their_parameters(kind: Any, shapes: list[tuple[int, ...]]) -> None:
+    """To the bit, with one thread; replicas that own nothing step nothing."""
+    torch.manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    whole[0].data = whole[0].data.t().contiguous().t()  # another order in memory
+    replicas = []
+    for replica in range(3):
+        copies = [nn.Parameter(parameter.detach().clone()) for parameter in whole]
+        optimizer, sharding = kind(copies, lr=0.01), Sharding(copies, (replica, 3), (), CPU)
+        sharding.divide(optimizer)
+        replicas.append((optimizer, sharding, copies))
+    reference = kind(whole, lr=0.01)
+    for step in range(4):
+        gradients = [torch.randn_like(parameter) if step != 1 or parameter.dim() else None for parameter in whole]
+        for parameter, gradient in zip(whole, gradients, strict=True):
+            parameter.grad = gradient
+        reference.step()
+        for optimizer, sharding, copies in replicas:
+            for parameter, gradient in zip(copies, gradients, strict=True):
+                parameter.grad = gradient
+            sharding.take_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    for _, sharding, copies in replicas:
+        for parameter, copy in zip(whole, copies, strict=True):
+            if copy in sharding.shards:
+                shard = sharding.shards[copy]
+                assert torch.equal(shard.of(parameter.data), shard.stepped.data)
+
+
+def test_a_parameter_with_gaps_in_memory_gets_memory_of_its_own() -> None:
+    wide = torch.arange(12.0).reshape(3, 4)
+    parameter = nn.Parameter(wide[:, ::2])
+    Sharding([parameter], (0, 2), (), CPU)
+    assert parameter.tolist() == [[0, 2], [4, 6], [8, 10]]
+    assert parameter.is_contiguous()
 
 
 def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:

@@ -196,7 +196,8 @@ def test_a_divided_update_reads_nothing(clip: float | None) -> None:
         group = dist.new_group([0, 1])
         sharding = Sharding(list(module.parameters()), (0, 2), (), torch.device("cpu"))
         optimizer = StageOptimizer(SPEC, module, clip_grad_norm=clip, sharding=sharding)
-        sharding.connect(group, lambda activity, meeting: None)
+        notes: list[tuple[str, bool]] = []
+        sharding.connect(group, lambda activity, meeting: notes.append((activity, meeting)))
         averager = GradientAverager(sharding.buckets, group)
         for used, expected in ((module, 0), (module[:1], 1)):
             with counted() as reads:
@@ -206,6 +207,9 @@ def test_a_divided_update_reads_nothing(clip: float | None) -> None:
                 optimizer.step(None)
                 optimizer.forget_gradients()
             assert reads() == expected
+        # Whoever waits for replicas is not to blame for a hang, and then works on.
+        assert ("waiting for its replicas' weights", True) in notes
+        assert not notes[-1][1]
 
 
 @pytest.mark.gpu
