@@ -95,7 +95,10 @@ def _assert_equal(graph: LayerGraph, batches: Sequence[Batch], groups: Groups, *
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "choice",
+    ["every third", *(pytest.param(each, marks=pytest.mark.slow) for each in CHOICES if each != "every third")],
+)
 @pytest.mark.parametrize("case", MODELS)
 def test_equal_to_the_bit(case: str, choice: str) -> None:
     """With weights that change while units are in flight, dropout, BatchNorm, recurrent layers and nested graphs."""
@@ -105,7 +108,7 @@ def test_equal_to_the_bit(case: str, choice: str) -> None:
     _assert_equal(graph, batches, CHOICES[choice]([layer.name for layer in graph.layers]))
 
 
-@pytest.mark.parametrize("choice", ["whole", "every third", "each layer"])
+@pytest.mark.parametrize("choice", ["whole", "each layer"])
 @pytest.mark.parametrize(
     ("model", "options"),
     [
