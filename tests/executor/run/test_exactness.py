@@ -66,7 +66,7 @@ def run_cases(
             plan = recomputing(plan, recompute)
         plan = scattered(plan) if number % 2 else plan
         plans = {"": plan}
-        if max(replicas) > 1 and (model, optimizer) in FEW[1:]:
+        if max(replicas) > 1 and (model, optimizer) in FEW[-1:]:
             plans["-sharded"] = sharded(plan)
         for suffix, each in plans.items():
             weights = str(folder / f"{model}-{optimizer}{suffix}.pt")
