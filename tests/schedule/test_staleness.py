@@ -30,7 +30,7 @@ def test_a_late_plan_says_so_loudly() -> None:
     assert "gradients  up to 4 updates late, at the first stage" in plan_report(deep(5))
     message, hint = staleness_warning(deep(6)) or ("", "")
     assert "up to 5 updates late" in message
-    assert "synchronous" in hint
+    assert "`max_staleness=4`" in hint
     assert "MAY NOT CONVERGE" in plan_report(deep(6))
     assert "of the current weights" in plan_report(deep(1))
 

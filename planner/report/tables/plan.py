@@ -65,7 +65,7 @@ def staleness_line(plan: Plan) -> str:
 
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:
     """Return a warning and a hint for a plan whose gradients are late for nothing, or many updates; None for others."""
-    hint = "choose a `schedule` that is synchronous, whose gradients are those of one device"
+    hint = f"bound it with `max_staleness={LATE_UPDATES}`, or choose a synchronous `schedule`"
     if (way := plan.synchronous) is not None and plan.staleness and (share := share_of_speed(plan, way)) > 1:
         return (
             f"the best plan under {way.schedule} is {share:.2f} times as fast, and none of its gradients is late",
