@@ -58,4 +58,4 @@ def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path
     assert "hint: solve with --colocate embedding,head; or leave out --vertical-sync" in refused.stderr
     together = plan(tmp_path, *solve, "--colocate", "embedding,head")
     assert together.returncode == 0, together.stderr
-    assert "share" not in together.stderr
+    assert "share the weight" not in together.stderr
