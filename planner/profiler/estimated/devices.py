@@ -93,7 +93,7 @@ class DeviceSpec:
         return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
 
 
-_GPU_ARITHMETIC: ComputeShares = {"gemm": 0.87, "conv": 0.55, "winograd": 1.2, "recurrent": 0.55, "attention": 0.5}
+_GPU_ARITHMETIC: ComputeShares = {"gemm": 0.87, "conv": 0.71, "winograd": 1.4, "recurrent": 0.55, "attention": 0.5}
 _GPU_BANDWIDTH: Mapping[OpClass, float] = {
     "gemm": 0.85,
     "conv": 0.75,

@@ -52,7 +52,7 @@ class Operation:
     Attributes:
         op_class, flops, bytes, dtype, launches: what decides its time.
         name: of the operation, without namespace and overload.
-        product: of a matrix product: how many of equal size, m, n and k.
+        product: of a matrix product or a convolution: how many of equal size, m, n and k.
         reads, writes: values by number, with their bytes. An operation that changes a value writes a new one.
     """
 
@@ -160,7 +160,7 @@ def operations_of(
         moved,
         dtype,
         name=name.removesuffix("_"),
-        product=_product(name, args),
+        product=_product(name, args, written),
         reads=_values(read),
         writes=_values(written),
     )
@@ -181,13 +181,28 @@ def _values(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((_storage(tensor), _bytes([tensor])) for tensor in tensors)
 
 
-def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
-    """Return the sizes of a matrix product."""
+def _product(name: str, args: tuple[Any, ...], written: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
+    """Return the sizes of a matrix product, or of the one that a convolution is."""
+    if name == "convolution":
+        return _implicit_product(args[1], args[0] if args[6] else written[0], groups=args[8])
+    if name == "convolution_backward":
+        return _implicit_product(args[2], args[1] if args[7] else args[0], groups=args[9])
     if name not in ("mm", "addmm", "bmm", "baddbmm"):
         return None
     left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
     count = left.shape[0] if left.dim() == 3 else 1
     return count, left.shape[-2], right.shape[-1], left.shape[-1]
+
+
+def _implicit_product(weight: Tensor, pixels: Tensor, groups: int) -> tuple[int, int, int, int] | None:
+    """Return the sizes of a convolution: pixels by channels, summed over what one of them sees.
+
+    cuDNN computes it as a product of these sizes (Chetlur et al. 2014, section 3). The backward's two products have the
+    same three sizes in other roles, and as many multiplications. Grouped convolutions have kernels of their own.
+    """
+    if groups > 1:
+        return None
+    return 1, pixels.numel() // max(1, pixels.shape[1]), weight.shape[0], math.prod(weight.shape[1:])
 
 
 def _is_view(func: torch._ops.OpOverload, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:

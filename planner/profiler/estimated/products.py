@@ -1,4 +1,4 @@
-"""The time of matrix products on a GPU by their sizes.
+"""The time of matrix products, and of convolutions, on a GPU by their sizes.
 
 A product of (m, k) by (k, n) is computed in tiles of its result. A processor (SM) computes one tile at a time, so tiles
 run in waves of as many as there are processors, and the last wave may be nearly empty. Products of few tiles divide k

@@ -112,6 +112,20 @@ def test_products_lose_what_the_last_wave_and_the_last_tiles_leave_empty() -> No
     assert share(0, 0, 0, 0) == 1.0  # no product
 
 
+def test_convolutions_are_products_of_their_pixels_and_channels() -> None:
+    def sizes(convolution: nn.Module, x: Tensor) -> list[tuple[int, int, int, int] | None]:
+        with OperationRecorder(gpu=True) as recorder:
+            convolution(x).sum().backward()
+        return [operation.product for operation in recorder.operations if operation.name.startswith("conv")]
+
+    image = torch.randn(2, 3, 8, 8, requires_grad=True)
+    assert sizes(nn.Conv2d(3, 16, 3, stride=2, padding=1), image) == [(1, 2 * 4 * 4, 16, 3 * 9)] * 2
+    # A transposed one goes from few pixels to many, as the other's gradient does.
+    features = torch.randn(2, 16, 4, 4, requires_grad=True)
+    assert sizes(nn.ConvTranspose2d(16, 3, 2, stride=2), features) == [(1, 2 * 4 * 4, 16, 3 * 4)] * 2
+    assert sizes(nn.Conv2d(16, 16, 3, groups=16), features) == [None, None]
+
+
 def chain_of(*names_: str, size: int = 100) -> list[Operation]:
     """Return operations, each of which reads what the one before it wrote."""
     return [
