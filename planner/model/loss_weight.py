@@ -32,12 +32,12 @@ def labels_of(batch: Batch) -> Tensor | None:
 
 
 def with_labels(batch: Batch, labels: Tensor) -> Batch:
-    """Return the batch with other labels."""
+    """Return the batch with other labels. The model's input keeps its values where it is the same tensor."""
     before = labels_of(batch)
-    args, kwargs, target = tree_map(
-        lambda leaf: labels if leaf is before else leaf, (batch.args, batch.kwargs, batch.target)
-    )
-    return Batch(args, kwargs, target)
+    target = tree_map(lambda leaf: labels if leaf is before else leaf, batch.target)
+    in_target = any(leaf is before for leaf in tree_leaves(batch.target))
+    kwargs = batch.kwargs if in_target else {**batch.kwargs, "labels": labels}
+    return Batch(batch.args, kwargs, target)
 
 
 def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:

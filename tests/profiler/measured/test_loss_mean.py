@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from planner.errors import InputError, ModelFileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import LossMean
+from planner.model.batch import Batch
+from planner.model.loss_weight import with_labels
 from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
 from planner.solver import solve
@@ -81,3 +83,14 @@ def test_a_loss_of_the_whole_batch_is_not_divided_unless_accepted() -> None:
     assert "`accept_divided_loss`" in str(error.value)
     assert solve(profile, cluster, schedule="1f1b-flush", microbatches=8, accept_divided_loss=True).loss == profile.loss
     assert solve(profile, cluster).schedule.name == "1f1b"
+
+
+def test_a_tensor_that_is_input_and_target_keeps_its_values_as_input() -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    changed = torch.full_like(tokens, -100)
+    batch = with_labels(Batch((tokens,), {}, tokens), changed)
+    assert batch.args[0] is tokens
+    assert batch.target is changed
+    own = with_labels(Batch((tokens,), {"labels": tokens}, None), changed)
+    assert own.args[0] is tokens
+    assert own.kwargs["labels"] is changed
