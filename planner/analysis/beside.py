@@ -29,7 +29,10 @@ def with_baselines(profile: Profile, plan: Plan, time_limit_s: float | None = No
     if plan.cluster.kinds:
         return plan
     budget = Budget(Deadline.after(time_limit_s))
-    ways = usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget)
+    try:
+        ways = tuple(usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget))
+    except PlannerError:
+        return plan  # a plan is worth more than what stands beside it
     return plan.model_copy(update={"baselines": tuple(map(_described, ways))})
 
 

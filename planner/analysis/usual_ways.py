@@ -47,7 +47,8 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     """Yield data parallelism, one GPU, sharded data parallelism, and pipelines of equal blocks under 1F1B with a flush.
 
     All but the last run under the options' schedule, without chunks. Where that does not divide minibatches, the
-    pipelines of blocks take as many microbatches as `plan solve` would. What does not fit the memory recomputes every
+    pipelines of blocks take as many microbatches as `plan solve` would. Replicas of the whole model have at least one
+    microbatch each. What does not fit the memory recomputes every
     block, unless the options forbid it.
 
     Args:
@@ -58,12 +59,16 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     """
     gpus, schedule = cluster.gpus, options.schedule.unchunked
     problem = replace(replace(options, schedule=schedule).problem(layer_costs, cluster), budget=budget)
+    alone = Way(ONE_GPU, problem, evaluate(problem, baselines.data_parallel(layer_costs, 1)))
+    if schedule.divides:
+        # With fewer microbatches than GPUs some of the replicas would idle.
+        problem = problem.under(schedule, max(problem.microbatches, gpus))
     (replicated,) = baselines.data_parallel(layer_costs, gpus)
     parallel = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated]))
     yield parallel
     if parallel.over_memory_bytes and may_recompute(problem):
         yield _recomputing(parallel)
-    yield Way(ONE_GPU, problem, evaluate(problem, baselines.data_parallel(layer_costs, 1)))
+    yield alone
     # The published cost models know no sharding, and naive schedules no overlap.
     if gpus > 1 and schedule.pipelined and problem.simulates:
         sharded = replace(replicated, options=replace(replicated.options, sharded=True))

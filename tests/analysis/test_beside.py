@@ -74,3 +74,13 @@ def test_a_report_takes_baselines_from_its_comparison() -> None:
     assert "does not fit<small>100 MB too many" in page
     assert "Baselines: " in page
     assert with_rows(beside, comparison) is beside
+
+
+def test_replicas_have_a_microbatch_each() -> None:
+    """Under 2bw, a replica without one would never update."""
+    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4))
+    made = {way.name: way.microbatches for way in plan.baselines}
+    assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 8, 8, 4)
+    ratio = plan.predicted.speedup_over_data_parallel
+    parallel = next(way for way in plan.baselines if way.name == "data parallel")
+    assert parallel.seconds_per_microbatch / (plan.predicted.seconds_per_minibatch / 4) == pytest.approx(ratio)
