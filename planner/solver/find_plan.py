@@ -2,7 +2,8 @@
 
 There are three methods, and the problem decides which of them can solve it:
 
-search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts
+search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts. Also good plans for
+         GPUs that differ, under asynchronous schedules, on any levels
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
 brute    every plan, for up to ten layers
 """
@@ -10,6 +11,7 @@ brute    every plan, for up to ten layers
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Literal
 
 from planner.cost.layer_costs import LayerCosts
@@ -35,6 +37,7 @@ from planner.solver.candidates.depth import TOLERANCE
 from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.candidates.progress import Progress
 from planner.solver.chain.interleaved_plan import solve_interleaved
+from planner.solver.chain.mixed import solve_mixed
 from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.divided_loss import check_divided_loss
@@ -175,12 +178,48 @@ def _found(problem: Problem, solver: SolverName) -> Found:
     if (other := problem.schedule.solved_as) is not problem.schedule:
         problem.budget.seen.clear()  # the same stages are other plans under another schedule
         return solve_zero_bubble(problem, _found(problem.under(other), solver))
+    if _mixed(problem) and solver in ("auto", "search"):
+        return _on_mixed_gpus(problem, exact=solver == "auto" and len(problem.cluster.joined) == 1)
     if (method := _other_method(problem, solver)) is not None:
         return answer(problem, method)
     search = solve_interleaved if problem.schedule.chunked else _searched
     within = problem.with_cuts_forbidden()
     assert within is not None
     return solve_blocks_first(within, search)
+
+
+def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
+    """Find the best plan on GPUs of several kinds by the search, and by the integer program if it is to be `exact`.
+
+    Raises:
+        InfeasibleError: if neither finds a plan that fits the memory.
+    """
+    within = problem.with_cuts_forbidden()
+    assert within is not None
+    try:
+        found = solve_mixed(within)
+    except (InfeasibleError, InputError):
+        if not exact:
+            raise
+        return answer(problem, "ilp")
+    if not exact:
+        return found
+    try:
+        other = answer(problem, "ilp")
+    except PlannerError:  # too many stages for a program, or too little time
+        return found
+    best = min(other, found, key=lambda each: each.best.seconds)
+    return replace(best, bound_s=max(found.bound_s, other.bound_s))
+
+
+def _mixed(problem: Problem) -> bool:
+    """Return whether the search for GPUs of several kinds can take the problem."""
+    constraints, rules = problem.constraints, problem.rules
+    constraints.check(problem.layer_costs.profile, problem.cluster)
+    plain = rules.max_stages is None and rules.max_staleness is None
+    plain &= rules.recompute in ("auto", "never") and rules.shard_optimizer in ("auto", "never")
+    pinned = bool(constraints.stage_of or constraints.gpu_of) or problem.with_cuts_forbidden() is None
+    return bool(problem.cluster.kinds) and problem.schedule.asynchronous and plain and not pinned
 
 
 def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
@@ -210,7 +249,7 @@ def _beyond_the_search(problem: Problem) -> str | None:
     """Return, in words, what the search cannot express; None if it can express the whole problem."""
     constraints = problem.constraints
     if problem.cluster.kinds:
-        return "clusters whose GPUs differ"
+        return f"clusters whose GPUs differ under {problem.schedule} with these constraints and rules"
     if constraints.gpu_of:
         return "layers pinned to a GPU"
     if constraints.stage_of and problem.schedule.chunked:
