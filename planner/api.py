@@ -86,6 +86,7 @@ def estimate(
     compiled: bool = False,
     fused: Literal["apex"] | None = None,
     master_weights: bool = False,
+    cuda_graph: bool = False,
     calibrate: Sequence[str | Path] = (),
 ) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
@@ -102,6 +103,7 @@ def estimate(
             residual, the gate with its SiLU, and the optimizer.
         master_weights: weights and gradients are in `dtype`, and the optimizer updates copies of them in float32; such
             a profile describes another program's run, and cannot be trained here.
+        cuda_graph: the kernels are captured as graphs, so that none waits for the host; another program's run, too.
         calibrate: profiles measured on such a device, each beside its model.py, or files of steps whose times are
             known, to which the table is fitted.
 
@@ -124,6 +126,7 @@ def estimate(
         calibration=[load_calibration(path) for path in calibrate],
         fusion="compiler" if compiled else fused,
         master_weights=master_weights,
+        cuda_graph=cuda_graph,
     )
     return estimate_profile(spec, batch_size, options)
 

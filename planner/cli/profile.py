@@ -42,6 +42,7 @@ _ONLY_ESTIMATES = {
     "--device-file": "device_file",
     "--fused": "fused",
     "--master-weights": "master_weights",
+    "--cuda-graph": "cuda_graph",
 }
 
 
@@ -87,6 +88,12 @@ def add_parser(verbs: Verbs) -> None:
         action="store_true",
         help="weights and gradients are in --dtype, and the optimizer updates copies in float32, as in Megatron: 16 "
         "bytes per parameter with Adam. Such a profile can be solved and priced, but not trained here",
+    )
+    estimates.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="forward and backward are captured as CUDA graphs, so that small kernels do not wait for the host. `plan "
+        "train` runs them one by one",
     )
     effort = parser.add_argument_group("measuring")
     effort.add_argument(
@@ -263,6 +270,7 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
         compiled=args.compile,
         fused=args.fused,
         master_weights=args.master_weights,
+        cuda_graph=args.cuda_graph,
         calibrate=args.calibrate or (),
     )
 

@@ -29,6 +29,8 @@ class EstimateOptions:
         calibration: what was measured on such a device, to fit the achieved shares to first.
         fusion: which operations are fused into one kernel; None as PyTorch runs them.
         master_weights: weights and gradients are in `dtype`, and the optimizer updates copies in float32.
+        cuda_graph: forward and backward are captured once as graphs, which the host launches whole: kernels do not wait
+            for it.
     """
 
     device: str | DeviceSpec
@@ -37,6 +39,7 @@ class EstimateOptions:
     calibration: Sequence[Calibration | KnownTimes] = ()
     fusion: Fusion | None = None
     master_weights: bool = False
+    cuda_graph: bool = False
 
 
 def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: EstimateOptions) -> Profile:
@@ -59,6 +62,8 @@ def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: Esti
     device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
     _check_kind(device, options)
     spec = calibrated(device, options.calibration, dtype)
+    if options.cuda_graph:
+        spec = replace(spec, dispatch_s=0.0)
     execution = Execution(spec.kind, options.fusion, options.master_weights)
     trace = trace_step(training_spec, batch_size, dtype, options.memory_format, execution)
     elementwise = has_elementwise_optimizer(training_spec, trace.graph.model)
@@ -70,6 +75,7 @@ def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
         "`compiled`": options.fusion == "compiler",
         "`fused=apex`": options.fusion == "apex",
         "`master_weights`": options.master_weights,
+        "`cuda_graph`": options.cuda_graph,
     }
     for name, is_given in given.items():
         if is_given and device.kind == "cpu":

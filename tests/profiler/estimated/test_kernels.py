@@ -212,6 +212,18 @@ def test_a_step_takes_no_less_than_its_launches() -> None:
     assert trace.layer_seconds(replace(spec, dispatch_s=1e-12)) == none
 
 
+def test_captured_kernels_do_not_wait_for_the_host() -> None:
+    def step_s(*, cuda_graph: bool) -> float:
+        profile = estimate_profile(attending(), 2, EstimateOptions("h100", cuda_graph=cuda_graph))
+        return sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+
+    forward, backward, _ = traced().layer_seconds(replace(DEVICES["h100"], dispatch_s=0.0))
+    assert step_s(cuda_graph=True) == pytest.approx(sum(forward) + sum(backward))
+    assert step_s(cuda_graph=True) < step_s(cuda_graph=False)
+    with pytest.raises(InputError, match="`cuda_graph` cannot be estimated for a CPU"):
+        estimate_profile(attending(), 2, EstimateOptions("cpu", cuda_graph=True))
+
+
 def test_master_weights_are_sixteen_bytes_per_parameter() -> None:
     half = estimate_profile(attending(), 2, EstimateOptions("a100", "float16", master_weights=True))
     parameters = sum(parameter.numel() for parameter in Attending().parameters())
