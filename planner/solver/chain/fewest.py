@@ -63,7 +63,8 @@ class FewestReplicas:
             r = np.where(r > 1, IMPOSSIBLE, r)
         if not self.ways.shards and not tight.any():
             return r, again
-        low = self.least(state, others, target_s)
+        # What recomputes takes longer than what does not, so no fewer replicas do.
+        low = self.alone(state, others, target_s)
         low = np.where(tight, low, np.maximum(low, 2))  # without limits of memory, only sharding may help
         some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (after + low <= self.limits.gpus))
         if len(some):

@@ -11,18 +11,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import Choices, Recomputation
-from planner.cost.stage_options import Groups, StageOptions, whole_stage
+from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
 
 Record = TypeVar("Record", Work, Footprint)
 _KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
+
+# Choices of the stages of a profile, which many searches over it ask for.
+_KNOWN: WeakKeyDictionary[LayerCosts, dict[RecomputeRule, tuple[Recomputation, dict[tuple[int, ...], Choices]]]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,10 @@ class WaysOf:
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
         self.recomputes = self._rule in ("always", "blocks")
         self.chooses = limited and self._rule == "auto"
-        self._recomputation = Recomputation(space.layer_costs, self._rule)
+        known = _KNOWN.setdefault(space.layer_costs, {})
+        self._recomputation, self._by_layers = known.setdefault(
+            self._rule, (Recomputation(space.layer_costs, self._rule), {})
+        )
         self._known: dict[tuple[int, int], Choices] = {}
 
     def least(self, work: Work) -> Work:
@@ -157,7 +167,10 @@ class WaysOf:
     def _choices(self, state: int, other: int) -> Choices:
         """Return the choices of layers that recompute in a stage; the first one recomputes least."""
         if (state, other) not in self._known:
-            self._known[state, other] = self._recomputation.choices(self._space.layers(state, other))
+            layers = self._space.layers(state, other)
+            if layers not in self._by_layers:
+                self._by_layers[layers] = self._recomputation.choices(layers)
+            self._known[state, other] = self._by_layers[layers]
         return self._known[state, other]
 
 
