@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.link import BUCKETS
+from planner.cost.link import BUCKETS, Link
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.rounding import SLACK
 from planner.cost.work import Floats, Work
@@ -15,6 +15,10 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
     """See `AsynchronousModel` for the formulas."""
 
     prices_shards = True
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self.more_is_faster = link.latency_s == 0
 
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         bandwidth, latency = self.link.bandwidth_bytes_per_s, self.link.latency_s

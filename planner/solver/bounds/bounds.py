@@ -18,6 +18,7 @@ class Bounds(StageModel):
     microbatches = 1  # per minibatch
     most_replicas = IMPOSSIBLE  # of a stage
     prices_shards = False  # whether it knows stages whose replicas divide the optimizer's state
+    more_is_faster = False  # whether from two replicas on more never make a stage slower
     counts_gpus_after = False  # whether a stage's replicas depend on how many GPUs follow it, memory apart
 
     def may_have(self, replicas: Integers) -> NDArray[np.bool_]:

@@ -21,6 +21,7 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
     def __init__(self, link: Link, microbatches: int) -> None:
         super().__init__(link, microbatches)
         self.most_replicas = microbatches
+        self.more_is_faster = False  # with one more, the busiest may have as many microbatches
 
     def least_s(self, work: Work) -> Floats:
         """Return m·(F + R + Bw) + U: r replicas with n >= m / r microbatches each take at least the r-th part.

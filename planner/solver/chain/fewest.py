@@ -23,7 +23,8 @@ from planner.solver.problem import Limits
 from planner.solver.stage_rules import UNLIMITED
 
 FEW_STATES = 300  # up to which the replicas of all stages are tabulated
-# Replica counts that are tried one by one. Beyond, more replicas are taken to be faster, as they are without latency.
+# Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are
+# without latency.
 _ONE_BY_ONE = 64
 
 
@@ -144,15 +145,16 @@ class _Trial:
             found[settled], again[settled] = r[settled], ~plain[settled]
             return any_
 
-        for step in range(min(_ONE_BY_ONE, int((high - low).max()) + 1)):
+        tried = 2 if self._model.more_is_faster else _ONE_BY_ONE
+        for step in range(min(tried, int((high - low).max()) + 1)):
             r = low + step
             open_ = (found >= IMPOSSIBLE) & (r <= high)
             if not open_.any():
                 return found, again
             settle(r, open_)
-        open_ = (found >= IMPOSSIBLE) & (low + _ONE_BY_ONE <= high)
+        open_ = (found >= IMPOSSIBLE) & (low + tried <= high)
         if open_.any():
-            below, enough = np.where(open_, low + _ONE_BY_ONE - 1, high), high.copy()
+            below, enough = np.where(open_, low + tried - 1, high), high.copy()
             open_ &= settle(high, open_)
             while np.any(open_ & (enough - below > 1)):
                 middle = (below + enough) // 2
