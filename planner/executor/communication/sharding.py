@@ -31,9 +31,6 @@ from planner.executor.communication.gradients import Bucket, chunks, whole_bucke
 ALIGNMENT = 64
 
 
-Note = Callable[[str, bool], object]
-
-
 class Piece(NamedTuple):
     """Consecutive elements of one parameter, in the order of its memory, that belong to one replica."""
 
@@ -212,7 +209,8 @@ class Sharding:
         self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
         self.groups: list[list[nn.Parameter]] = []  # whole parameters of the optimizer's groups, on all replicas
         self._group: dist.ProcessGroup | None = None
-        self._note: Note = lambda activity, meeting: None
+        # Told what comes next, and whether that is to wait for the other replicas.
+        self.note: Callable[[str, bool], object] = lambda activity, waits: None
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -237,14 +235,9 @@ class Sharding:
             if state and parameter in self.shards:
                 optimizer.state[self.shards[parameter].stepped] = divided(state, self.shards[parameter])
 
-    def connect(self, group: dist.ProcessGroup, note: Note) -> None:
-        """Exchange with the other replicas over `group`.
-
-        Args:
-            group: of the stage's replicas.
-            note: is told what comes next, and whether it is to wait for others: not who waits is to blame for a hang.
-        """
-        self._group, self._note = group, note
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Exchange with the other replicas over `group`."""
+        self._group = group
         exchange = Exchange.over(group)
         for bucket in self._divided:
             bucket.connect(exchange)
@@ -252,9 +245,9 @@ class Sharding:
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of all replicas' `value`, a number."""
         total = value.clone()
-        self._note("waiting for its replicas' norm", True)
+        self.note("waiting for its replicas' norm", True)
         dist.all_reduce(total, group=self._group)
-        self._note("updating its weights", False)
+        self.note("updating its weights", False)
         return total
 
     def take_gradients(self) -> None:
@@ -268,13 +261,13 @@ class Sharding:
         for shard in self.shards.values():
             shard.stepped.data = shard.of(shard.parameter.data)
         step()
-        self._note("waiting for its replicas' weights", True)
+        self.note("waiting for its replicas' weights", True)
         # One after the other: the next bucket is on its way while this one is copied.
         under_way = [(bucket, bucket.hand_on()) for bucket in self._divided]
         for bucket, wait in under_way:
             wait()
             bucket.take()
-        self._note("finishing its update", False)
+        self.note("finishing its update", False)
 
 
 def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:

@@ -53,8 +53,7 @@ class StageReplica:
             buckets = whole_buckets(parameters) if sharding is None else sharding.buckets
             self._averager = GradientAverager(buckets, replicas)
             if sharding is not None:
-                enter = context.heartbeat.enter
-                sharding.connect(replicas, lambda activity, meeting: enter(activity, meeting=meeting))
+                sharding.connect(replicas)
         self._data = context.data
         self._device = context.place.compute
         self._seed = context.job.seed

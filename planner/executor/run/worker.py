@@ -153,6 +153,9 @@ class PipelineWorker(Worker):
         self._links = links
         self._joint_norm = joint_norm
         self.gradient_norm: float | None = None  # of the newest update, where the stages clip or scale together
+        for stage in stages.values():
+            if stage.optimizer.sharding is not None:
+                stage.optimizer.sharding.note = self._note_wait
         self._due: list[Update] = []  # updates of this worker's stages that wait for those of its other stages
 
     def restart(self) -> None:
@@ -204,6 +207,17 @@ class PipelineWorker(Worker):
                 self._update(instruction)
             case _:
                 assert_never(instruction)
+
+    def _note_wait(self, activity: str, waits: bool) -> None:
+        """Take note that an update waits for other replicas, or does no more: a wait is no hang of this worker's own.
+
+        Nor is it computing time. On a GPU the stream waits, between the same calls.
+        """
+        self._observers.heartbeat.enter(activity, meeting=waits)
+        if waits:
+            self._busy.end(completes=False)
+        else:
+            self._busy.begin()
 
     def _update(self, instruction: Update) -> None:
         """Update the stage, or all of this worker's stages at once when their gradients are complete."""

@@ -197,7 +197,8 @@ def test_a_divided_update_reads_nothing(clip: float | None) -> None:
         sharding = Sharding(list(module.parameters()), (0, 2), (), torch.device("cpu"))
         optimizer = StageOptimizer(SPEC, module, clip_grad_norm=clip, sharding=sharding)
         notes: list[tuple[str, bool]] = []
-        sharding.connect(group, lambda activity, meeting: notes.append((activity, meeting)))
+        sharding.connect(group)
+        sharding.note = lambda activity, waits: notes.append((activity, waits))
         averager = GradientAverager(sharding.buckets, group)
         for used, expected in ((module, 0), (module[:1], 1)):
             with counted() as reads:
