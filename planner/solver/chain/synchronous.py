@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.stage_options import StageOptions
@@ -61,8 +62,7 @@ class SynchronousSearch:
         self.gpus = min(limits.gpus, most * (len(space) - 1))
         self._replicas = np.arange(1, most + 1)
         self._ways = WaysOf(space, limits)
-        later = (np.arange(state + 1, len(space)) for state in range(len(space) - 1))
-        self._ends = [space.among_later(state, others) for state, others in enumerate(later)]
+        self._ends = [self._possible(state) for state in range(len(space) - 1)]
         self._stages = [self._from(state) for state in range(len(space) - 1)]
 
     def best(self, precision: float = RESOLUTION) -> CutPath | None:
@@ -168,6 +168,19 @@ class SynchronousSearch:
         for start in range(0, len(rows), batch):
             yield columns[start : start + batch], self._replicas[rows[start : start + batch]]
 
+    def _possible(self, state: int) -> Integers:
+        """Return where a stage from this state may end so that what it holds in any case fits the memory."""
+        others = self.space.among_later(state, np.arange(state + 1, len(self.space)))
+        if self.memory_bytes is None or not len(others):
+            return others
+        footprint = self.space.footprint(state, others, self.space.work(state, others))
+        shards = min(self.gpus, self._ways.most_sharded) if self._ways.shards else 1
+        held = footprint.weight_bytes + footprint.fixed_weight_bytes + footprint.optimizer_bytes / shards
+        held = held + (footprint.gradient_bytes if self.model.microbatches > 1 else 0.0)
+        fits = np.array(np.broadcast_to(held, others.shape) <= self.memory_bytes)
+        fits[0] = True  # no state is without any stage
+        return others[fits]
+
     def _from(self, state: int) -> _Stages:
         self.deadline.check()
         others = self._ends[state]
@@ -192,6 +205,7 @@ class SynchronousSearch:
             most = footprint.most_in_flight(self.memory_bytes, stashing=False)
             least_room = self.model.in_flight(self._replicas, self.gpus)[:, None] > most
             after = np.where(least_room, np.maximum(most - 1, 0) * replicas, after)
+            max_s[_of_no_use(ways, max_s, after)] = np.nan
         sum_s = np.broadcast_to(self.model.sum_s(ways.work), len(ways))
         return _Stages(ways, sum_s, max_s, after)
 
@@ -209,3 +223,17 @@ class SynchronousSearch:
             most_s = max(most_s, float(stages.max_s[r - 1, way]))
             gpus = min(gpus - r, int(stages.after[r - 1, way]))
         return CutPath(tuple(states), tuple(options), sums + most_s), sums, most_s
+
+
+def _of_no_use(ways: Ways, max_s: Floats, after: Integers) -> NDArray[np.bool_]:
+    """Return which ways, by replicas, allow no more GPUs after the stage than one that recomputes less."""
+    useless = np.zeros(max_s.shape, dtype=bool)
+    allowed = np.where(np.isnan(max_s), -1, after)
+    starts = np.flatnonzero(np.diff(ways.stage, prepend=-1))
+    for first, end in zip(starts, [*starts[1:], len(ways)], strict=True):
+        for sharded in (False, True):
+            rows = first + np.flatnonzero(ways.sharded[first:end] == sharded)
+            if len(rows) > 1:
+                most = np.maximum.accumulate(allowed[:, rows], axis=1)
+                useless[:, rows[1:]] = most[:, 1:] <= most[:, :-1]
+    return useless

@@ -10,6 +10,7 @@ moving cuts improves the best.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,10 @@ from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for
 from planner.solver.candidates import orders
+from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import priced, priced_path
 from planner.solver.chain.best_ways import BestWays
-from planner.solver.chain.search import Search
+from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import StateSpace
 from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.graph.branches import search_beyond
@@ -124,7 +126,7 @@ def search_columns(problem: Problem, space: StateSpace, nearest: CutPath, best: 
     if gpus > MOST_COLUMNED:
         return Columned((), nearest.seconds)
     bound_s, paths, hopeless = np.inf, [nearest], set[int]()
-    for multiple in _multiples(gpus):
+    for multiple in _multiples(gpus) if problem.precision == 0 else _divisors(gpus):
         if any(multiple % each == 0 for each in hopeless):
             continue
         if problem.deadline.passed:
@@ -134,7 +136,12 @@ def search_columns(problem: Problem, space: StateSpace, nearest: CutPath, best: 
             hopeless.add(multiple)
         bound_s = min([bound_s, *(path.seconds * (1 - PRECISION) for path in found)])
         paths += found
-    return Columned(_plans(problem, space, paths), max(bound_s, nearest.seconds))
+    bound_s = nearest.seconds if problem.precision > 0 else max(bound_s, nearest.seconds)
+    return Columned(_plans(problem, space, paths), bound_s)
+
+
+def _divisors(gpus: int) -> list[int]:
+    return [number for number in range(2, gpus // 2 + 1) if gpus % number == 0]
 
 
 def _multiples(gpus: int) -> list[int]:
@@ -180,8 +187,10 @@ def _flat(problem: Problem, space: StateSpace, multiple: int, below_s: float) ->
         return
     for link, limits in _links(problem):
         model = _SynchronousMultiples(problem.synchronous(link), multiple)
-        if (path := SynchronousSearch(space, model, limits).best()) is not None:
-            yield path
+        with contextlib.suppress(OutOfTimeError):
+            path = SynchronousSearch(space, model, limits).best(max(problem.precision, RESOLUTION))
+            if path is not None:
+                yield path
 
 
 def _models(problem: Problem, multiple: int) -> Iterator[tuple[MultiplesModel, Limits]]:

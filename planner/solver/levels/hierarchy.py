@@ -18,7 +18,6 @@ from planner.solver.result import BoundedPath, CutPath
 
 MOST_ENTRIES = 12_000_000  # in the tables of bounds
 MOST_COUNTS = 16  # numbers of GPUs that are tried one by one where memory is limited
-FEW_COUNTS = 2  # the same where a search need not be precise
 
 
 class HierarchySearch:
@@ -59,6 +58,4 @@ class HierarchySearch:
             return [self.gpus]
         if self.gpus <= MOST_COUNTS:
             return list(range(1, self.gpus + 1))
-        if self._problem.precision > 0:
-            return [self.gpus >> power for power in reversed(range(FEW_COUNTS))]
         return sorted({int(count) for count in np.geomspace(1, self.gpus, MOST_COUNTS)} | {self.gpus})

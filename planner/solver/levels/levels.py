@@ -34,6 +34,7 @@ from planner.solver.result import BoundedPath, CutPath, stages_along, with_repli
 MOST_PLACED = 256  # GPUs up to which every place is tried
 MOST_BOUNDED = 64  # GPUs up to which all cuts of a branching model are searched
 MOST_PRICED, PRICED_GPUS = 3_000, 16  # plans that local search prices for so many GPUs; for more GPUs, fewer plans
+FEW_PRICED = 1_000  # the same where a search need not be precise
 MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
 PRECISION = 4e-3  # of the bound for clusters of several levels over more states than that
 ROUNDS = 3
@@ -86,11 +87,12 @@ def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> Boun
     for path in starts:
         best = better(best, path, prices.seconds)
     few = problem.cluster.gpus <= MOST_PLACED and not problem.deadline.passed
+    precise = few and problem.precision == 0  # the bounds of every stage in every place take long to tabulate
     found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds), space)
     with contextlib.suppress(OutOfTimeError):  # then it is what was found before
-        if few and len(space) <= HierarchySearch.states_that_fit(problem):
+        if precise and len(space) <= HierarchySearch.states_that_fit(problem):
             found = HierarchySearch(problem, space).best(prices.seconds, best)
-        elif few and (refined := _refined(prices, best)) is not None:
+        elif precise and (refined := _refined(prices, best)) is not None:
             found = replace(found, path=refined, bound_s=min(found.bound_s, refined.seconds))
     if few and (found.path is None or found.bound_s < found.path.seconds * (1 - RESOLUTION)):
         found = _improved(prices, found, starts)
@@ -110,7 +112,8 @@ def _improved(prices: PathPrices, found: BoundedPath, starts: Sequence[CutPath])
 def local_search_for(problem: Problem, space: StateSpace, strain: Seconds) -> LocalSearch:
     """Return the local search; more GPUs make a price take longer, so fewer plans are priced."""
     gpus = problem.cluster.gpus
-    effort = Effort(MOST_PRICED * PRICED_GPUS // max(PRICED_GPUS, gpus), problem.deadline)
+    most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
+    effort = Effort(most * PRICED_GPUS // max(PRICED_GPUS, gpus), problem.deadline)
     return LocalSearch(space, gpus, strain, effort, BestWays(problem, space).options)
 
 
