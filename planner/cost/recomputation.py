@@ -15,6 +15,8 @@ greedy solution of a knapsack (Dantzig 1957), whose extra time is above the leas
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,6 +120,18 @@ class Recomputation:
         if layers not in self._units:
             self._units[layers] = _Unit.of(self._costs, layers)
         return self._units[layers]
+
+
+def exact_everywhere(layer_costs: LayerCosts) -> bool:
+    """Return whether the choices of every stage hold its best ones: it has few units, or few kinds of equal ones."""
+    parts = units_of(layer_costs, range(len(layer_costs.profile.layers)))
+    units = [_Unit.of(layer_costs, part) for part in parts]
+    if 2 ** len(units) <= MOST_SUBSETS:
+        return True
+    equal = Counter(unit.costs for unit in units)
+    kinds = {unit.kind for unit in units}
+    # A stage may begin and end inside a unit, which makes two more kinds.
+    return len(equal) == len(kinds) and 4 * math.prod(count + 1 for count in equal.values()) <= MOST_CHOICES
 
 
 def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[int, ...], ...]:

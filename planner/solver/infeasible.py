@@ -46,7 +46,10 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     config = short_config(config_of(tuple(stage.replicas for stage in stages)))
     whole = problem.reserve.whole
     over = whole(totals[worst]) - whole(cluster.memory_bytes)
-    again = ", recomputing its activations," if stages[worst].options.recompute else ""
+    how = ("sharded", "recomputing its activations")
+    said = zip(how, (stages[worst].options.sharded, stages[worst].options.recompute), strict=True)
+    again = "".join(f", {each}" for each, true in said if true)
+    again += "," if again else ""
     hint = f"the smallest memory that would do is `memory_bytes={round_up(whole(totals[worst]))}`"
     for argument, allows in others.items():
         if allows(cluster.gpus, cluster.memory_bytes) is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from planner.cost.recomputation import exact_everywhere
 from planner.cost.rounding import SLACK
 from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.evaluation import priced_path
@@ -30,6 +31,7 @@ from planner.solver.levels.levels import (
 )
 from planner.solver.problem import Limits, Problem
 from planner.solver.result import BoundedPath, CutPath, Evaluation
+from planner.solver.stage_rules import StageRules
 
 MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
 MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits
@@ -64,7 +66,20 @@ class PipelineSearch:
         if self.interrupted:
             return BoundedPath(path, self.relaxed_s(), self.space)
         extended = self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
-        return replace(extended, bound_s=extended.bound_s * (1 - self.problem.precision))
+        bound_s = extended.bound_s * (1 - self.problem.precision)
+        if self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto":
+            bound_s = min(bound_s, self._whatever_recomputes_s())
+        return replace(extended, bound_s=bound_s)
+
+    def _whatever_recomputes_s(self) -> float:
+        """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""
+        problem = self.problem
+        if exact_everywhere(problem.layer_costs):
+            return np.inf
+        roomy = problem.on(problem.cluster.model_copy(update={"memory_bytes": None}))
+        search = PipelineSearch(roomy, self.space)
+        path = None if problem.deadline.passed else search.best()
+        return self.relaxed_s() if path is None else search.extended(path).bound_s
 
     def _beyond_the_order(self, path: CutPath) -> BoundedPath:
         """Extend the best path along the order to all cuts, on a flat cluster."""
@@ -126,12 +141,24 @@ class PipelineSearch:
     def leaner(self) -> dict[str, Fits]:
         """Return searches that need less memory, by the arguments that ask for them."""
         problem, found = self.problem, dict[str, Fits]()
-        if problem.recompute == "never":
-            rules = replace(problem.rules, recompute="auto")
-            found["`recompute=auto`"] = PipelineSearch(replace(problem, rules=rules), self.space).fits
+        rules, may_shard = problem.rules, problem.layer_costs.profile.may_shard_optimizer
+        others: list[tuple[str, StageRules]] = []
+        if rules.recompute != "auto":
+            others.append(("`recompute=auto`", replace(rules, recompute="auto")))
+        if rules.shard_optimizer == "never" and may_shard and problem.simulates:
+            others.append(("`shard_optimizer=auto`", replace(rules, shard_optimizer="auto")))
+        if rules.max_stages is not None:
+            others.append(("a larger `max_stages`", replace(rules, max_stages=None)))
+        if rules.max_staleness is not None:
+            others.append(("a larger `max_staleness`", replace(rules, max_staleness=None)))
+        for argument, other in others:
+            found[argument] = PipelineSearch(replace(problem, rules=other), self.space).fits
         if problem.simulates and problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
             microbatches = max(problem.microbatches, problem.cluster.gpus)
+            most = rules.max_staleness
             for schedule in problem.schedule.leaner:
+                if most is not None and schedule.staleness(1) > most:
+                    continue
                 leaner = PipelineSearch(problem.under(schedule, microbatches), self.space)
                 found[f"`schedule={schedule}` `microbatches={microbatches}`"] = leaner.fits
         return found

@@ -8,9 +8,11 @@ import pytest
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
+from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
+from planner.solver import solve
 from planner.solver.chain.states import Chain
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Problem
@@ -95,3 +97,32 @@ def test_search_finds_what_every_plan_says() -> None:
 def test_search_finds_what_every_plan_says_on_a_thousand_models(part: int) -> None:
     found = np.sum([check(seed) for seed in range(100 * part, 100 * part + 100)], axis=0)
     assert np.all(found > 10)
+
+
+def deep() -> Profile:
+    layers = [layer(f"{n}", 1, 2, output_bytes=1, weight_bytes=10**9) for n in range(6)]
+    return profile(*layers).model_copy(update={"optimizer_elementwise": True})
+
+
+def test_limits_on_stages_and_staleness_are_kept() -> None:
+    cluster = flat_cluster(6, 1e8)
+    assert len(solve(deep(), cluster).stages) == 6
+    assert len(solve(deep(), cluster, max_stages=3).stages) <= 3
+    fresh = solve(deep(), cluster, max_staleness=2)
+    assert 0 < fresh.staleness <= 2
+    assert solve(deep(), cluster, max_staleness=0).staleness == 0
+    with pytest.raises(InputError, match="`max_staleness=0` is less than the 1 update"):
+        solve(deep(), cluster, schedule="2bw", microbatches=6, max_staleness=0)
+    with pytest.raises(InputError, match="`max_stages=0` leaves no stage"):
+        solve(deep(), cluster, max_stages=0)
+
+
+def test_sharding_that_would_do_is_named() -> None:
+    """Two replicas of one layer hold half of 400 bytes each, beside 100 of weights and 100 of gradients."""
+    heavy = layer("a", weight_bytes=100).model_copy(update={"optimizer_bytes": 400})
+    model = profile(heavy).model_copy(update={"optimizer_elementwise": True})
+    with pytest.raises(InfeasibleError) as caught:
+        solve(model, flat_cluster(2, 1e9, 450), shard_optimizer="never")
+    assert "so would `shard_optimizer=auto`" in caught.value.hint
+    plan = solve(model, flat_cluster(2, 1e9, 450))
+    assert [stage.sharded for stage in plan.stages] == [True]
