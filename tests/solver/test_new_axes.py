@@ -9,13 +9,15 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError, InputError
-from planner.formats.cluster import flat_cluster
+from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.chain.states import Chain
+from planner.solver.levels.levels import nearest_search, search_levels
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Problem
+from planner.solver.reference.brute import brute_force
 from planner.solver.result import stages_along
 from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
@@ -97,6 +99,33 @@ def test_search_finds_what_every_plan_says() -> None:
 def test_search_finds_what_every_plan_says_on_a_thousand_models(part: int) -> None:
     found = np.sum([check(seed) for seed in range(100 * part, 100 * part + 100)], axis=0)
     assert np.all(found > 10)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "1f1b-flush"])
+def test_on_levels_the_answer_is_in_its_bounds_and_mostly_the_best(schedule: str) -> None:
+    plans = sharded = best = 0
+    for seed in range(12):
+        rng = np.random.default_rng([7, seed])
+        model = random_model(rng)
+        model = model.model_copy(update={"layers": model.layers[:3], "edges": model.edges[:2]})
+        names = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
+        memory = 1 + int(sum(getattr(each, name) for each in model.layers for name in names) * rng.uniform(0.3, 1.2))
+        cluster = hierarchical_cluster((2, 2), (4.0, float(rng.choice([0.5, 2.0]))), memory_bytes=memory)
+        microbatches = int(rng.integers(1, 5)) if find(schedule).divides else 1
+        problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
+        space, expected = Chain(problem.layer_costs), brute_force(problem, in_order=True)
+        nearest = nearest_search(problem, space, problem.limits).best()
+        if expected is None or nearest is None:
+            assert expected is None
+            continue
+        found = search_levels(problem, space, nearest)
+        assert found.path is not None
+        assert found.bound_s <= expected.seconds * (1 + 1e-9)
+        assert found.path.seconds >= expected.seconds * (1 - 1e-9)
+        plans, sharded = plans + 1, sharded + any(each.sharded for each in found.path.options)
+        best += found.path.seconds <= expected.seconds * (1 + 1e-9)
+    assert sharded > 1
+    assert best >= 0.8 * plans > 3
 
 
 def deep() -> Profile:

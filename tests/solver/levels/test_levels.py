@@ -66,7 +66,7 @@ def check(
         space = Downsets(layer_costs, words, complete=True)
 
     setting = Setting(cluster, find(schedule), microbatches, cost_model=model)
-    problem = Problem(layer_costs, setting, StageRules(recompute))
+    problem = Problem(layer_costs, setting, StageRules(recompute, "never"))
     nearest = nearest_search(problem, space, problem.limits).best()
     expected = brute_force(
         layer_costs,
@@ -76,6 +76,7 @@ def check(
         microbatches=microbatches,
         in_order=in_order,
         recompute=recompute,
+        shard="never",
     )
     if expected is None:
         assert nearest is None
