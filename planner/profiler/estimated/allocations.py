@@ -27,7 +27,10 @@ class Allocations:
         """Count the new storages among the tensors that an operation returned; what it was given is none."""
         given = {address_of(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
         for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and (address := address_of(tensor)) not in given | self._sizes.keys():
+            if not isinstance(tensor, Tensor):
+                continue
+            address = address_of(tensor)
+            if address not in given and address not in self._sizes:
                 self._made(address, tensor.untyped_storage())
 
     def _made(self, address: int, storage: UntypedStorage) -> None:
