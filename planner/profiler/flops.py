@@ -8,6 +8,7 @@ changed point by point.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+_VECTORS = ("mv", "addmv", "dot")
+_FUSED_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
+_OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT)  # beside those that PyTorch counts
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
@@ -43,9 +48,17 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a b
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload):
+        if _counts(func):
             self.total += model_flops(func, args, kwargs, out)
         return out
+
+
+@cache
+def _counts(func: Any) -> bool:
+    """Return whether calls of an operation may have FLOPs: most operations of a step have none."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return func._overloadpacket in flop_registry or func._schema.name.partition("::")[2].startswith(_OTHERS)
 
 
 def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -59,9 +72,9 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     registered: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
     if registered is not None:
         return int(registered(*args, **kwargs, out_val=out))
-    if name in ("mv", "addmv", "dot"):
+    if name in _VECTORS:
         return 2 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    if name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn")) and "flatten" not in name and "init" not in name:
+    if name.startswith(_FUSED_RECURRENT) and "flatten" not in name and "init" not in name:
         return _recurrent(name, args)
     return 0
 
