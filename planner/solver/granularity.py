@@ -18,8 +18,9 @@ from planner.solver.result import Evaluation, Found
 
 PAYS = 0.02  # share of the time that cuts inside blocks must save
 PRECISION = 2e-3  # of searches over blocks: less than timings vary
-# Cuts up to which a search looks inside blocks. Synchronous schedules take longer, with the number of GPUs, too.
-MOST_CUTS, MOST_SYNCHRONOUS_CUTS = 400, 160
+# Cuts up to which a search looks inside blocks. It takes longer under synchronous schedules, and where the memory is
+# limited: then every stage may recompute any of its blocks.
+MOST_CUTS, MOST_LIMITED_CUTS = 400, 160
 
 
 def solve_blocks_first(problem: Problem, answer: Callable[[Problem], Found]) -> Found:
@@ -70,7 +71,8 @@ def _looked_inside(problem: Problem, ends: frozenset[int], found: Found, answer:
 
 
 def _most_cuts(problem: Problem) -> int:
-    return MOST_CUTS if problem.schedule.asynchronous else MOST_SYNCHRONOUS_CUTS
+    many = problem.schedule.asynchronous and problem.cluster.memory_bytes is None
+    return MOST_CUTS if many else MOST_LIMITED_CUTS
 
 
 def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
