@@ -38,6 +38,7 @@ from planner.solver.problem import Limits, Problem
 from planner.solver.result import BoundedPath, CutPath, Evaluation
 
 MOST_COLUMNED = 64  # GPUs up to which columns are searched; beyond, those of good plans are priced
+MOST_STATES = 600  # likewise: with more cuts, the bound for consecutive ranks is the nearest flat cluster's, too
 DENSE = 16  # GPUs up to which every number of columns is tried
 MOST_MOVED = 300  # plans to price while cuts move
 MOST_PLANS = 4  # to propose
@@ -123,7 +124,7 @@ def search_columns(problem: Problem, space: StateSpace, nearest: CutPath, best: 
         best: on consecutive ranks.
     """
     gpus = problem.cluster.gpus
-    if gpus > MOST_COLUMNED:
+    if gpus > MOST_COLUMNED or len(space) > MOST_STATES:
         return Columned((), nearest.seconds)
     bound_s, paths, hopeless = np.inf, [nearest], set[int]()
     for multiple in _multiples(gpus) if problem.precision == 0 else _divisors(gpus):
