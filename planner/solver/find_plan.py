@@ -30,7 +30,6 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver.assemble import complete
-from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.alternatives import fastest_simulated
 from planner.solver.candidates.budget import Budget, Deadline, OutOfTimeError
 from planner.solver.candidates.depth import TOLERANCE
@@ -133,7 +132,7 @@ def solve(
     problem = Problem(LayerCosts(profile), setting, rules, depth, constraints or Constraints(), budget)
     if vertical_sync:
         _check_vertical_sync(schedule)
-    budget.progress.begin(budget.deadline.at_s, balanced_s(problem.layer_costs.everything, setting))
+    budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
 
     def answer_of(other: Problem) -> Found:
         return solve_synced(other, lambda each: _found(each, solver)) if vertical_sync else _found(other, solver)
