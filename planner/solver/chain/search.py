@@ -48,6 +48,7 @@ class Search:
     def __init__(self, space: StateSpace, model: Bounds, limits: Limits) -> None:
         self.space, self.model, self.limits = space, model, limits
         self.gpus = limits.gpus
+        self._must_hurry = False  # whether a walk ends at the deadline, because there is no answer yet
         self.interrupted = False  # by the deadline: there may be faster plans
         self._fewest = FewestReplicas(space, model, limits)
         self._before_s = self._fewest.before_s
@@ -64,11 +65,16 @@ class Search:
         Returns:
             A plan that is optimal over the space, up to `precision`; None if no plan fits the memory, or none is fast
             enough.
+
+        Raises:
+            OutOfTimeError: if the deadline passes before there is any plan, and all plans are looked for.
         """
         start_s = self.any_time_s() if below_s is None else below_s * (1 - RESOLUTION)
         if (rough := self._rough(below_s)) is not None:
             start_s = rough.seconds
+        self._must_hurry = below_s is None
         best = self.within(start_s)
+        self._must_hurry = False
         if best is None:
             return None
         if rough is not None:
@@ -165,6 +171,8 @@ class Search:
         reached[last] = last
         start = last
         for state in range(last - 1, -1, -1):
+            if self._must_hurry:
+                self.limits.deadline.check()
             # The layers before this state need all GPUs, so no plan that meets the target has a cut here.
             if room[state] < 1:
                 continue

@@ -267,9 +267,9 @@ def _alike(problem: Problem, space: StateSpace) -> Iterator[CutPath]:
 
 def _best(problem: Problem, search: Search | SynchronousSearch) -> CutPath | None:
     """Return the best plan, as precisely as the problem asks; None if there is none, or no time for one."""
-    if isinstance(search, Search):
-        return search.best()
     try:
+        if isinstance(search, Search):
+            return search.best()
         return search.best(max(problem.precision, RESOLUTION))
     except OutOfTimeError:
         return None
