@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate
 from planner.cost.link import Link
@@ -39,13 +38,8 @@ FEW = 8
 class FrontSearch(Search):
     """Finds plans in which only the first stage has replicas."""
 
-    def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers
-    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        total, replicas, again = super().suffixes(state, others, target_s, after)
-        if state == 0:
-            return total, replicas, again
-        return np.where(replicas > 1, IMPOSSIBLE, total), replicas, again
+    def most_replicas(self, state: int, others: Integers) -> Integers:
+        return np.full(len(others), IMPOSSIBLE if state == 0 else 1)
 
     def _rough(self, below_s: float | None) -> CutPath | None:
         """Return None: plans of the unrestricted search are no start for this one."""
@@ -55,23 +49,15 @@ class FrontSearch(Search):
 class EndsSearch(FrontSearch):
     """Finds plans in which only the first stage and the last, with the scores of a large vocabulary, have replicas."""
 
-    def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers
-    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        total, replicas, again = Search.suffixes(self, state, others, target_s, after)
-        if state == 0:
-            return total, replicas, again
-        return np.where((replicas > 1) & (others < len(self.space) - 1), IMPOSSIBLE, total), replicas, again
+    def most_replicas(self, state: int, others: Integers) -> Integers:
+        return np.where((state == 0) | (others == len(self.space) - 1), IMPOSSIBLE, 1)
 
 
 class StraightSearch(FrontSearch):
     """Finds plans without replicas."""
 
-    def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers
-    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        total, replicas, again = super().suffixes(state, others, target_s, after)
-        return np.where(replicas > 1, IMPOSSIBLE, total), replicas, again
+    def most_replicas(self, state: int, others: Integers) -> Integers:
+        return np.ones(len(others), dtype=np.int64)
 
     def _data_parallel(self, replicas: Integers) -> CutPath | None:
         """Return the single stage without replicas."""

@@ -8,17 +8,20 @@ units in flight are known, and a way either fits and meets the time or does not.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions
-from planner.cost.work import IMPOSSIBLE, Floats, Integers, fewest_to_hold
+from planner.cost.work import IMPOSSIBLE, Integers, Work, fewest_to_hold
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.bounds.bounds import Bounds
+from planner.solver.chain.least import QuickestThatFit, Stages
 from planner.solver.chain.states import StateSpace
 from planner.solver.chain.tables import StageTables
-from planner.solver.chain.ways import Ways, WaysOf
+from planner.solver.chain.ways import WaysOf, taken
 from planner.solver.problem import Limits
 from planner.solver.stage_rules import UNLIMITED
 
@@ -35,6 +38,9 @@ class FewestReplicas:
         self._space, self.model, self.limits = space, model, limits
         self.ways = WaysOf(space, limits, prices_shards=model.prices_shards)
         self.tables = StageTables(space, model, limits, self.ways) if len(space) <= FEW_STATES else None
+        self.quickest_that_fit = (
+            None if limits.memory_bytes is None else QuickestThatFit(space, self.ways, model, limits.memory_bytes)
+        )
         # GPU seconds of the layers before each state, at least.
         self.before_s = model.least_s(self.ways.least(space.work(0, np.arange(len(space)))))
 
@@ -52,11 +58,16 @@ class FewestReplicas:
         return self.model.fewest_replicas(self._space.work(state, others), target_s)
 
     def fewest(
-        self, state: int, others: Integers, target_s: float, after: Integers
+        self, state: int, others: Integers, target_s: float, after: Integers, most: Integers
     ) -> tuple[Integers, NDArray[np.bool_]]:
         """Return the fewest replicas that meet the target and fit the memory, and whether they must recompute.
 
-        `after`: GPUs after each stage. Where a stage needs more GPUs than there are, the answer is a lower bound.
+        Args:
+            state: at which the stages begin.
+            others: at which they end.
+            target_s: to meet.
+            after: GPUs after each stage.
+            most: replicas of each stage. Where it needs more, the answer is any larger number.
         """
         r, tight = self._plainest(state, others, target_s, after)
         again = np.full(len(others), self.ways.recomputes)
@@ -67,11 +78,10 @@ class FewestReplicas:
         # What recomputes takes longer than what does not, so no fewer replicas do.
         low = self.alone(state, others, target_s)
         low = np.where(tight, low, np.maximum(low, 2))  # without limits of memory, only sharding may help
-        some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (after + low <= self.limits.gpus))
+        some = np.flatnonzero((tight | self.ways.shards) & (low < r) & (low <= most))
         if len(some):
-            ways = self.ways.all(state, others[some], tight[some])
-            most = np.minimum(r[some] - 1, self.limits.gpus - after[some])
-            fewer, recomputes = _Trial(self, ways, target_s, after[some]).fewest(low[some], most)
+            trial = _Trial(self, state, others[some], tight[some], after[some])
+            fewer, recomputes = trial.fewest(low[some], np.minimum(r - 1, most)[some], target_s)
             better = fewer < r[some]
             r[some] = np.where(better, fewer, r[some])
             again[some] = np.where(better, recomputes, again[some])
@@ -86,14 +96,30 @@ class FewestReplicas:
         """
         stages = np.full(len(replicas), other)
         ways = self.ways.all(state, stages, np.full(len(replicas), self.ways.chooses))
-        trial = _Trial(self, ways, target_s, np.full(len(replicas), after))
-        fits = np.flatnonzero(trial.fits(replicas))
+        r = replicas[ways.stage]
+        allowed, flying = self.allowed(ways.sharded, r, np.full(len(r), after))
+        if self.limits.memory_bytes is not None:
+            allowed &= self.model.held_bytes(ways.footprint_on(r), flying) <= self.limits.memory_bytes
+        fits = np.flatnonzero(allowed)
         if not len(fits):
             return None
-        seconds = trial.seconds(replicas)[fits]
+        all_s = np.broadcast_to(self.model.stage_s(ways.work, r), r.shape)
+        seconds = all_s[fits]
         again = ways.again[fits] & self.ways.chooses & np.isfinite(target_s)
         row = int(fits[np.lexsort((ways.sharded[fits], seconds, again, seconds > target_s))[0]])
-        return ways.options(row, int(replicas[ways.stage[row]])), float(trial.seconds(replicas)[row])
+        return ways.options(row, int(r[row])), float(all_s[row])
+
+    def allowed(
+        self, sharded: NDArray[np.bool_], replicas: Integers, after: Integers
+    ) -> tuple[NDArray[np.bool_], Integers]:
+        """Return which stages are allowed on so many replicas, whatever they hold, and their units in flight."""
+        flying = np.asarray(warm_up_depth(replicas, after))
+        allowed = self.ways.allowed(sharded, replicas) & (flying <= self.limits.deepest) & self.model.may_have(replicas)
+        return allowed & self.model.enough_before(np.minimum(replicas, self.model.most_replicas), after), flying
+
+    def work(self, state: int, others: Integers) -> Work:
+        """Return the work of the stages from the state to each of others."""
+        return self._space.work(state, others)
 
     def _plainest(
         self, state: int, others: Integers, target_s: float, after: Integers
@@ -119,68 +145,67 @@ class FewestReplicas:
 
 
 class _Trial:
-    """Ways to run stages, tried on given replicas.
+    """Stages from one state, tried on given replicas, in the quickest ways that fit the memory.
 
     Args:
         parent: with model and limits.
-        ways: of the stages.
-        target_s: to meet.
+        state: at which the stages begin.
+        others: at which they end.
+        tight: which may choose what to recompute.
         after: GPUs after each stage.
     """
 
-    def __init__(self, parent: FewestReplicas, ways: Ways, target_s: float, after: Integers) -> None:
-        self._model, self._limits = parent.model, parent.limits
-        self._ways, self._target_s, self._after = ways, target_s, after
-        self._plain = ~ways.again
+    def __init__(
+        self, parent: FewestReplicas, state: int, others: Integers, tight: NDArray[np.bool_], after: Integers
+    ) -> None:
+        self._parent, self._state = parent, state
+        self._others, self._tight, self._after = others, tight, after
+        self._work = parent.ways.plainest_work(parent.work(state, others))
 
-    def fewest(self, low: Integers, high: Integers) -> tuple[Integers, NDArray[np.bool_]]:
+    def fewest(self, low: Integers, high: Integers, target_s: float) -> tuple[Integers, NDArray[np.bool_]]:
         """Return the fewest replicas of each stage within bounds, and whether all ways with so many recompute."""
         found = np.full(len(low), IMPOSSIBLE, dtype=np.int64)
         again = np.zeros(len(low), dtype=bool)
 
-        def settle(r: Integers, open_: NDArray[np.bool_]) -> NDArray[np.bool_]:
-            meets = self._meets(r)
-            any_, plain = self._by_stage(meets), self._by_stage(meets & self._plain)
-            settled = open_ & any_
-            found[settled], again[settled] = r[settled], ~plain[settled]
-            return any_
+        def settle(stage: Integers, r: Integers) -> NDArray[np.bool_]:
+            meets, plain = self._meets(stage, r, target_s)
+            rows = np.flatnonzero(meets)
+            settled, first = np.unique(stage[rows], return_index=True)
+            found[settled], again[settled] = r[rows[first]], ~plain[rows[first]]
+            return meets
 
-        tried = 2 if self._model.more_is_faster else _ONE_BY_ONE
-        for step in range(min(tried, int((high - low).max()) + 1)):
-            r = low + step
-            open_ = (found >= IMPOSSIBLE) & (r <= high)
-            if not open_.any():
-                return found, again
-            settle(r, open_)
-        open_ = (found >= IMPOSSIBLE) & (low + tried <= high)
-        if open_.any():
-            below, enough = np.where(open_, low + tried - 1, high), high.copy()
-            open_ &= settle(high, open_)
-            while np.any(open_ & (enough - below > 1)):
-                middle = (below + enough) // 2
-                meets = settle(middle, open_ & (enough - below > 1))
-                enough, below = np.where(meets, middle, enough), np.where(meets, below, middle)
+        tried = 2 if self._parent.model.more_is_faster else _ONE_BY_ONE
+        counts = np.minimum(high - low + 1, tried)
+        stage = np.repeat(np.arange(len(low)), counts)
+        settle(stage, low[stage] + np.arange(len(stage)) - np.repeat(np.cumsum(counts) - counts, counts))
+        open_ = np.flatnonzero((found >= IMPOSSIBLE) & (low + tried <= high))
+        open_ = open_[settle(open_, high[open_])]
+        below, enough = low + tried - 1, high.copy()
+        while len(open_ := open_[enough[open_] - below[open_] > 1]):
+            middle = (below[open_] + enough[open_]) // 2
+            meets = settle(open_, middle)
+            enough[open_], below[open_] = (
+                np.where(meets, middle, enough[open_]),
+                np.where(meets, below[open_], middle),
+            )
         return found, again
 
-    def seconds(self, replicas: Integers) -> Floats:
-        """Return the seconds of each way with so many replicas of each stage."""
-        r = replicas[self._ways.stage]
-        return np.broadcast_to(self._model.stage_s(self._ways.work, r), r.shape)
-
-    def fits(self, replicas: Integers) -> NDArray[np.bool_]:
-        """Return which ways are allowed and fit the memory with so many replicas of each stage."""
-        r, after = replicas[self._ways.stage], self._after[self._ways.stage]
-        flying = np.asarray(warm_up_depth(r, after))
-        fits = self._ways.allowed(r) & (flying <= self._limits.deepest) & self._model.may_have(r)
-        fits &= self._model.enough_before(np.minimum(r, self._model.most_replicas), after)
-        if self._limits.memory_bytes is not None:
-            held = self._model.held_bytes(self._ways.footprint_on(r), flying)
-            fits &= held <= self._limits.memory_bytes
-        return fits
-
-    def _meets(self, replicas: Integers) -> NDArray[np.bool_]:
-        return self.fits(replicas) & (self.seconds(replicas) <= self._target_s)
-
-    def _by_stage(self, rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return for which stages any row is true."""
-        return np.bincount(self._ways.stage, rows, len(self._after)) > 0
+    def _meets(self, stage: Integers, r: Integers, target_s: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return whether stages on so many replicas meet the target in any way, and whether in one without R."""
+        parent, copies = self._parent, 2 if self._parent.ways.shards else 1
+        # All of them follow again as sharded ones.
+        sharded = np.repeat(np.arange(copies) > 0, len(r))
+        stage, r = np.tile(stage, copies), np.tile(r, copies)
+        work = taken(self._work, stage)
+        work = work.shared_out(sharded) if copies > 1 else work
+        fits, flying = parent.allowed(sharded, r, self._after[stage])
+        plain = np.full(len(r), not parent.ways.recomputes)
+        if parent.quickest_that_fit is not None:
+            stages = Stages(self._state, self._others[stage], self._tight[stage])
+            choice, recompute_s = parent.quickest_that_fit.find(stages, np.where(sharded, r, 1), flying)
+            work = replace(work, recompute_s=recompute_s)
+            fits &= choice >= 0
+            plain &= choice == 0
+        meets = fits & (parent.model.stage_s(work, r) <= target_s)
+        any_, any_plain = (np.any(each.reshape(copies, -1), axis=0) for each in (meets, meets & plain))
+        return np.asarray(any_), np.asarray(any_plain)

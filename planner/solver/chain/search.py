@@ -148,10 +148,11 @@ class Search:
         if path is None or self.limits.numbering.allows_path(self.space, path.states):
             return path
 
-        def suffixes(state: int, others: Integers, after: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-            return self.suffixes(state, others, target_s, after)
-
         room = np.minimum(np.floor(self.gpus - self._before_s / target_s + SLACK).astype(np.int64), self._room)
+
+        def suffixes(state: int, others: Integers, after: Integers) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+            return self.suffixes(state, others, target_s, after, int(room[state]))
+
         known = Unnumbered(self._suffix, room, self.gpus)
         found = numbered_walk(self.space, self.limits.numbering, known, suffixes)
         return None if found is None else self._trace(*found, target_s)
@@ -184,7 +185,7 @@ class Search:
             others = space.among_later(state, others)
             if not len(others):
                 continue
-            total, r, again = self.suffixes(state, others, target_s, gpus[others])
+            total, r, again = self.suffixes(state, others, target_s, gpus[others], int(room[state]))
             # One number orders by GPUs, then stages, then recomputing stages. Taking the first of equals makes the
             # choice deterministic.
             order = np.minimum(total, self.gpus + 1) * (last + 2) + stages[others]
@@ -227,11 +228,24 @@ class Search:
         self._room = np.minimum(self._room, self.gpus - prefix)
 
     def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers
+        self, state: int, others: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes."""
-        r, again = self._fewest.fewest(state, others, target_s, after)
-        return after + r, r, again
+        """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes.
+
+        Args:
+            state: at which the stages begin.
+            others: at which they end.
+            target_s: to meet.
+            after: GPUs after each stage.
+            room: GPUs of a suffix, at most. Where one needs more, the answer is any larger number.
+        """
+        most = np.minimum(room - after, self.most_replicas(state, others))
+        r, again = self._fewest.fewest(state, others, target_s, after, most)
+        return np.where(r > self.most_replicas(state, others), IMPOSSIBLE, after + r), r, again
+
+    def most_replicas(self, state: int, others: Integers) -> Integers:
+        """Return the most replicas that the kind of plans allows the stages from the state to each of others."""
+        return np.full(len(others), IMPOSSIBLE)
 
     def _trace(self, states: Sequence[int], replicas: Sequence[int], target_s: float) -> CutPath:
         after, options, seconds = sum(replicas), list[StageOptions](), 0.0

@@ -65,10 +65,8 @@ class Ways:
         return (self.choice > 0) | self.source.recomputes
 
     def allowed(self, replicas: ArrayLike) -> NDArray[np.bool_]:
-        """Return which rows may run on so many replicas: one replica has nothing to divide, idle ones get no part."""
-        several = np.asarray(replicas) > 1
-        sharded = several & (np.asarray(replicas) <= self.source.most_sharded)
-        return np.where(self.sharded, sharded, ~several | (not self.source.always_shards))
+        """Return which rows may run on so many replicas."""
+        return self.source.allowed(self.sharded, replicas)
 
     def footprint_on(self, replicas: ArrayLike) -> Footprint:
         """Return the footprints on so many replicas each."""
@@ -93,13 +91,14 @@ class WaysOf:
     Attributes:
         shards: whether stages may be sharded.
         always_shards: whether all stages with replicas must be.
+        rule: which layers may recompute.
         most_sharded: replicas of such a stage.
         recomputes: whether all stages recompute.
         chooses: whether stages may choose what to recompute, because memory is limited.
     """
 
     def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
-        self._space, self._limits, self._rule = space, limits, limits.rules.recompute
+        self._space, self._limits, self.rule = space, limits, limits.rules.recompute
         profile, rule = space.layer_costs.profile, limits.rules.shard_optimizer
         limited = limits.memory_bytes is not None
         gains = limited or any(layer.update_s > 0 for layer in profile.layers)
@@ -107,13 +106,19 @@ class WaysOf:
         self.most_sharded = limits.most_sharded
         self.always_shards = possible and rule == "always"
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
-        self.recomputes = self._rule in ("always", "blocks")
-        self.chooses = limited and self._rule == "auto"
+        self.recomputes = self.rule in ("always", "blocks")
+        self.chooses = limited and self.rule == "auto"
         known = _KNOWN.setdefault(space.layer_costs, {})
         self._recomputation, self._by_layers = known.setdefault(
-            self._rule, (Recomputation(space.layer_costs, self._rule), {})
+            self.rule, (Recomputation(space.layer_costs, self.rule), {})
         )
         self._known: dict[tuple[int, int], Choices] = {}
+
+    def allowed(self, sharded: NDArray[np.bool_], replicas: ArrayLike) -> NDArray[np.bool_]:
+        """Return which stages may run on so many replicas: one has nothing to divide, idle ones get no part."""
+        several = np.asarray(replicas) > 1
+        enough = several & (np.asarray(replicas) <= self.most_sharded)
+        return np.where(sharded, enough, ~several | (not self.always_shards))
 
     def least(self, work: Work) -> Work:
         """Return work that no way to run the same stages is below."""
@@ -127,9 +132,9 @@ class WaysOf:
     def plainest_footprint(self, state: int, others: Integers, work: Work) -> Footprint:
         """Return the footprint of the same."""
         footprint = self._space.footprint(state, others, work)
-        if self._rule == "always":
+        if self.rule == "always":
             return footprint.recomputed()
-        if self._rule == "blocks":
+        if self.rule == "blocks":
             found = [self._choices(state, int(other)) for other in others]
             return replace(footprint, **{name: _column(found, name) for name in _KEPT})
         return footprint
@@ -160,7 +165,7 @@ class WaysOf:
 
     def groups(self, state: int, other: int, choice: int) -> Groups:
         """Return the groups of layers that recompute under a choice of a stage."""
-        if choice > 0 or self._rule == "blocks":
+        if choice > 0 or self.rule == "blocks":
             return self._choices(state, other).groups(choice)
         return whole_stage(self._space.layers(state, other), self.recomputes)
 

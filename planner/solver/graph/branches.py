@@ -168,7 +168,7 @@ class _Bracket:
             if not len(others):
                 return False
             self.relaxation.left.spend(len(others) * (_PER_PAIR if self.limits.memory_bytes is None else _PER_FIT))
-            total, replicas, _ = self.pairs.suffixes(state, others, target_s, after[others])
+            total, replicas, _ = self.pairs.suffixes(state, others, target_s, after[others], room)
             for choice in np.argsort(total, kind="stable")[:_BREADTH]:
                 if total[choice] > room or left <= 0:
                     break
