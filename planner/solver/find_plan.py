@@ -41,7 +41,7 @@ from planner.solver.chain.vertical_sync import solve_synced
 from planner.solver.chain.zero_bubble import solve_zero_bubble
 from planner.solver.divided_loss import check_divided_loss
 from planner.solver.granularity import solve_blocks_first
-from planner.solver.infeasible import PLENTY, against_constraints, explain
+from planner.solver.infeasible import PLENTY, against_constraints, explain, out_of_time
 from planner.solver.minibatch import microbatches_in
 from planner.solver.other_methods import OtherMethod, answer
 from planner.solver.pipeline_search import PipelineSearch
@@ -207,7 +207,7 @@ def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
         other = answer(problem, "ilp")
     except PlannerError:  # too many stages for a program, or too little time
         return found
-    best = min(other, found, key=lambda each: each.best.seconds)
+    best = other if other.best.saves(found.best) else found
     return replace(best, bound_s=max(found.bound_s, other.bound_s))
 
 
@@ -271,13 +271,11 @@ def _searched(problem: Problem) -> Found:
     try:
         found = _by_search(problem)
     except OutOfTimeError:
-        if first.best is None:
-            raise PlannerError(
-                "the time limit passed before any plan was found",
-                hint="give a longer `time_limit_s`, or leave it out",
-            ) from None
+        last_resort = first.last_resort()
+        if last_resort is None:
+            raise out_of_time(problem, first.leanest()) from None
         problem.budget.exhausted = False
-        found = Found(first.best, PipelineSearch(problem).relaxed_s())
+        found = Found(last_resort, PipelineSearch(problem).relaxed_s())
     except InfeasibleError:
         first.evaluate()  # these have stages that the search does not
         if first.best is None or not problem.simulates:

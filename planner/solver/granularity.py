@@ -65,7 +65,7 @@ def _looked_inside(problem: Problem, ends: frozenset[int], found: Found, answer:
             inside = answer(finer)
             if finer is problem:
                 bound_s = inside.bound_s
-            if inside.best.seconds < goal_s:
+            if inside.best.saves(found.best, PAYS):
                 return replace(inside, bound_s=min(bound_s, inside.best.seconds))
     return replace(found, bound_s=min(bound_s, found.best.seconds))
 

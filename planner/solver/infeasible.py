@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from planner.errors import InfeasibleError
+from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import config_of, short_config
+from planner.solver.candidates.budget import Deadline
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 from planner.units import format_bytes
@@ -28,6 +29,24 @@ def against_constraints(problem: Problem) -> InfeasibleError:
     )
 
 
+def out_of_time(problem: Problem, leanest: Evaluation | None) -> PlannerError:
+    """Return the error for a time limit that passed before any plan was found.
+
+    Args:
+        problem: for which no plan was found in time.
+        leanest: the plan that takes no search and needs least memory.
+    """
+    message, hint = "the time limit passed before any plan was found", "give a longer `time_limit_s`, or leave it out"
+    memory_bytes, whole = problem.cluster.memory_bytes, problem.reserve.whole
+    if leanest is None or memory_bytes is None or (needed := max(leanest.price.gpu_bytes)) <= memory_bytes:
+        return PlannerError(message, hint=hint)
+    return PlannerError(
+        f"{message}, and no simple plan fits {format_bytes(whole(memory_bytes))}: the leanest, "
+        f"{_config(leanest)}, needs {format_bytes(whole(needed))}",
+        hint=f"{hint}; `memory_bytes={round_up(whole(needed))}` would do, and more GPUs or another schedule may",
+    )
+
+
 def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
     """Return the error for a cluster whose memory no plan fits: which stage does not, and which changes would help.
 
@@ -36,32 +55,35 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
         fits: the search.
         others: searches that allow more, by the arguments that ask for them; the first that helps is named.
     """
-    cluster = problem.cluster
+    cluster, deadline = problem.cluster, problem.budget.deadline
     assert cluster.memory_bytes is not None
-    leanest = _leanest(cluster, fits)
+    leanest, proven = _leanest(cluster, fits, deadline)
     stages, totals = leanest.stages, leanest.price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)
     layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stages[worst].layers)]
-    place = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
-    config = short_config(config_of(tuple(stage.replicas for stage in stages)))
+    names = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
+    place = f"stage {worst} ({names})"
     whole = problem.reserve.whole
     over = whole(totals[worst]) - whole(cluster.memory_bytes)
     how = ("sharded", "recomputing its activations")
     said = zip(how, (stages[worst].options.sharded, stages[worst].options.recompute), strict=True)
     again = "".join(f", {each}" for each, true in said if true)
     again += "," if again else ""
-    hint = f"the smallest memory that would do is `memory_bytes={round_up(whole(totals[worst]))}`"
+    enough = f"`memory_bytes={round_up(whole(totals[worst]))}`"
+    hint = f"the smallest memory that would do is {enough}" if proven else f"{enough} would do, if not less"
     for argument, allows in others.items():
+        if deadline.passed:
+            break
         if allows(cluster.gpus, cluster.memory_bytes) is not None:
             hint += f"; so would {argument}"
             break
-    more = _fewest_gpus(cluster, fits)
+    more = _fewest_gpus(cluster, fits, deadline)
     if more is not None:
         hint += f"; so would `gpus={more}`"
+    place = f"in the plan that needs least{'' if proven else ' of those found in time'}, {_config(leanest)}, {place}"
     return InfeasibleError(
-        f"no plan fits {cluster.gpus} GPUs of {format_bytes(whole(cluster.memory_bytes))}: in the plan that needs "
-        f"least, {config}, stage {worst} ({place}){again} needs {format_bytes(whole(totals[worst]))}, "
-        f"{format_bytes(over)} too many",
+        f"no plan fits {cluster.gpus} GPUs of {format_bytes(whole(cluster.memory_bytes))}: {place}{again} needs "
+        f"{format_bytes(whole(totals[worst]))}, {format_bytes(over)} too many",
         hint=hint,
     )
 
@@ -75,32 +97,43 @@ def round_up(count: int) -> str:
     return f"{count}B"
 
 
-def _leanest(cluster: Cluster, fits: Fits) -> Evaluation:
-    """Return the plan whose largest stage is smallest."""
+def _config(plan: Evaluation) -> str:
+    return short_config(config_of(tuple(stage.replicas for stage in plan.stages)))
+
+
+def _leanest(cluster: Cluster, fits: Fits, deadline: Deadline) -> tuple[Evaluation, bool]:
+    """Return the plan whose largest stage is smallest; False if the deadline passed before that is proven."""
     assert cluster.memory_bytes is not None
     low, high = cluster.memory_bytes, 2 * cluster.memory_bytes
     # Double until something fits, then bisect: the answer is within a factor of two of the last failure.
     while (found := fits(cluster.gpus, high)) is None:
         low, high = high, 2 * high
     while high - low > max(1, high * _PRECISION):
+        if deadline.passed:
+            return found, False
         middle = (low + high) // 2
         if (better := fits(cluster.gpus, middle)) is None:
             low = middle
         else:
             found = better
             high = max(found.price.gpu_bytes)
-    return found
+    return found, True
 
 
-def _fewest_gpus(cluster: Cluster, fits: Fits) -> int | None:
-    """Return the fewest GPUs of the same memory that some plan fits; None if not even many times as many suffice."""
+def _fewest_gpus(cluster: Cluster, fits: Fits, deadline: Deadline) -> int | None:
+    """Return the fewest GPUs of the same memory that some plan fits.
+
+    None if not even many times as many suffice, or if the deadline passes before the fewest are known.
+    """
     assert cluster.memory_bytes is not None
     low, high = cluster.gpus, 2 * cluster.gpus
-    while fits(high, cluster.memory_bytes) is None:
+    while deadline.passed or fits(high, cluster.memory_bytes) is None:
         low, high = high, 2 * high
-        if high > _MOST_GPUS_FACTOR * cluster.gpus:
+        if deadline.passed or high > _MOST_GPUS_FACTOR * cluster.gpus:
             return None
     while high - low > 1:
+        if deadline.passed:
+            return None
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle, cluster.memory_bytes) is None else (low, middle)
     return high

@@ -9,6 +9,7 @@ from itertools import pairwise
 from planner.cost.layer_costs import Candidate
 from planner.cost.placement import ranks_of
 from planner.cost.price import Price
+from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
 from planner.solver.chain.states import StateSpace
@@ -84,6 +85,21 @@ class Evaluation:
     def simulated(self) -> bool:
         """Whether the seconds are those of a simulation."""
         return self.price.cost_model_s is not None
+
+    @property
+    def formula_s(self) -> float:
+        """Seconds per minibatch by the cost model, which every candidate has."""
+        return self.seconds if self.price.cost_model_s is None else self.price.cost_model_s
+
+    def saves(self, other: Evaluation, share: float = SLACK) -> bool:
+        """Return whether this takes less time than the other candidate, by this share of it.
+
+        Like is compared with like: simulated times if both have one, and otherwise both by the cost model, which knows
+        no waiting.
+        """
+        if self.simulated and other.simulated:
+            return self.seconds < other.seconds * (1 - share)
+        return self.formula_s < other.formula_s * (1 - share)
 
     @property
     def gpus(self) -> int:

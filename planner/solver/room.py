@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from planner.cost.communicators import communicators, with_overheads
 from planner.errors import InfeasibleError
+from planner.solver.candidates.first_plans import Leaner
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation, Found
 from planner.units import format_bytes
@@ -44,9 +45,12 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Fou
     relaxed = found = with_room_for(0)
     count = 0
     while not found.best.fits(problem.cluster):
+        if problem.deadline.passed and (lean := Leaner(problem).lean_enough(found.best.stages)) is not None:
+            return found.with_best(lean)
         most = _most_communicators(problem, found.best)
         assert most > count, "a plan that left room for its communicators fits"
-        count = count + 1 if count < _USUAL else min(most, 2 * count)
+        more = count + 1 if count < _USUAL else min(most, 2 * count)
+        count = most if problem.deadline.passed else more  # there is no time to find out whether less room does
         try:
             found = with_room_for(count)
         except InfeasibleError as cause:

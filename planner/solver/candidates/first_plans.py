@@ -2,7 +2,9 @@
 
 They are what people use without a planner: data parallelism, and pipelines of equal blocks or equal times with the same
 number of replicas for every stage, on all GPUs and on a half, a quarter and so on of them, with the optimizer's state
-whole or divided over the replicas. A stage that does not fit the memory recomputes as little as makes it fit.
+whole or divided over the replicas. A stage that does not fit the memory recomputes as little as makes it fit. Under
+1f1b the first of equal stages may hold too many versions of its weights all the same. Where none of these plans fits,
+one walk over some of the cuts finds a plan that does, of stages that are as large as their memory allows.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ from planner.cost.layer_costs import Candidate
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import Groups, StageOptions
+from planner.cost.work import Floats
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import priced, simulated
+from planner.solver.chain.states import Chain, Coarse
+from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Problem
 from planner.solver.reference.baselines import equal_blocks, equal_time
 from planner.solver.result import Evaluation, Found
 
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
-WAITING = 0.1  # share of the time of a plan that is not simulated, beside one that is
+MOST_CUTS = 100  # among which any plan that fits is sought
+MORE_MEMORY = 1.25  # how much is tried where none fits
 
 
 class FirstPlans:
@@ -39,10 +45,28 @@ class FirstPlans:
         """Find the fastest of them, of which the best by the cost model are simulated."""
         self._consider(self.fitting[:MOST_SIMULATED])
 
+    def last_resort(self) -> Evaluation | None:
+        """Return the best of them; where none fits the memory, any plan that does, or None if no such plan is found."""
+        if self.best is None and (found := _any_that_fits(self._problem)) is not None:
+            self._consider([Leaner(self._problem).lean_enough(found.stages) or found])
+        return self.best
+
+    def leanest(self) -> Evaluation | None:
+        """Return the one that needs least memory, whether it fits or not."""
+        problem, leaner = self._problem, Leaner(self._problem)
+        plans = [leaner.leanest(stages) for stages in _all_stages(problem)]
+        if problem.cluster.memory_bytes is not None:
+            more = {"memory_bytes": int(problem.cluster.memory_bytes * MORE_MEMORY)}
+            plans += filter(None, [_any_that_fits(problem.on(problem.cluster.model_copy(update=more)))])
+        return min(plans, key=lambda plan: max(plan.price.gpu_bytes), default=None)
+
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
+        if not found.best.simulated:  # then all are compared by the cost model
+            best = min(self.fitting, key=lambda plan: plan.seconds, default=found.best)
+            return found.with_best(best) if best.saves(found.best) else found
         self._consider([plan for plan in self.fitting if plan.seconds < found.best.seconds * (1 - SLACK)])
-        return found if self.best is None or not self._beats(self.best, found.best) else found.with_best(self.best)
+        return found if self.best is None or not self.best.saves(found.best) else found.with_best(self.best)
 
     def _consider(self, plans: Sequence[Evaluation]) -> None:
         """Simulate plans, the fastest by the cost model first, as long as one may be the best."""
@@ -50,19 +74,14 @@ class FirstPlans:
             if self.best is not None and plan.seconds >= self.best.seconds:
                 break  # simulating only adds waiting
             evaluation = simulated(self._problem, plan) if self._problem.simulates else plan
-            if self.best is None or self._beats(evaluation, self.best):
+            if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
-
-    def _beats(self, one: Evaluation, other: Evaluation) -> bool:
-        # A plan that is too large to simulate, or for which no time was left, would wait, too.
-        allowance = {True: 1.0, False: 1 / (1 - WAITING)}
-        return one.seconds * allowance[one.simulated] < other.seconds * allowance[other.simulated] * (1 - SLACK)
 
     @property
     def fitting(self) -> list[Evaluation]:
         """The plans that fit the memory, the fastest by the cost model first."""
         if self._fitting is None:
-            leaner = _Leaner(self._problem)
+            leaner = Leaner(self._problem)
             plans = (leaner.lean_enough(stages) for stages in _all_stages(self._problem))
             self._fitting = sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds)
         return self._fitting
@@ -88,7 +107,20 @@ def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:
                     yield [replace(stage, options=options) for stage in cut]
 
 
-class _Leaner:
+def _any_that_fits(problem: Problem) -> Evaluation | None:
+    """Return a plan on few GPUs that fits the memory, whatever its time, with cuts that are spread over the model."""
+    cluster, chain = problem.cluster, Chain(problem.layer_costs)
+    if cluster.memory_bytes is None:
+        return None
+    states = np.unique(np.linspace(0, len(chain) - 1, MOST_CUTS).astype(np.int64))
+    # This is what is left to do when the time is over, so it must not end with it, and has no time for choices.
+    rules = replace(problem.rules, recompute="always") if problem.recompute == "auto" else problem.rules
+    unhurried = replace(problem, budget=Budget(progress=problem.budget.progress), rules=rules)
+    found = PipelineSearch(unhurried, Coarse(chain, states)).fits(cluster.gpus, cluster.memory_bytes)
+    return found if found is not None and problem.allows(found) else None
+
+
+class Leaner:
     """Lets stages that do not fit the memory recompute as little as makes them fit."""
 
     def __init__(self, problem: Problem) -> None:
@@ -112,10 +144,24 @@ class _Leaner:
             if any(row == len(each) for row, each in zip(rows, choices, strict=True)):
                 return None
 
+    def leanest(self, stages: Sequence[Candidate]) -> Evaluation:
+        """Return the priced plan with stages that recompute so that they need least."""
+        stages_and_counts = zip(stages, priced(self._problem, stages).price.in_flight, strict=True)
+        recomputing = []
+        for stage, in_flight in stages_and_counts:
+            choices = self._recomputation.choices(stage.layers)
+            recomputing.append(_with(stage, choices.groups(int(np.argmin(_held(choices, in_flight))))))
+        return priced(self._problem, recomputing)
+
+
+def _held(choices: Choices, in_flight: int) -> Floats:
+    """Return the bytes of activations under each choice."""
+    return np.asarray(in_flight * choices.saved_bytes + choices.working_bytes)
+
 
 def _leaner_row(choices: Choices, row: int, in_flight: int, over_bytes: int) -> int:
     """Return the quickest choice after `row` that should save these bytes; the number of choices if none does."""
-    held = in_flight * choices.saved_bytes + choices.working_bytes
+    held = _held(choices, in_flight)
     enough = np.flatnonzero(held[row + 1 :] <= held[row] - over_bytes)
     # The bytes at work depend on the microbatches, too, so a choice that seems too large may just do.
     return row + 1 + int(enough[0]) if len(enough) else max(row + 1, len(choices) - 1)

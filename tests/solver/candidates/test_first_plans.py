@@ -77,3 +77,28 @@ def test_stages_recompute_and_share_the_optimizer_as_memory_demands() -> None:
     assert held == sorted(held, reverse=True)
     unlimited = FirstPlans(Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3), find("1f1b-flush"), 8)))
     assert not any(stage.options.recompute for plan in unlimited.fitting for stage in plan.stages)
+
+
+def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
+    # Under 1f1b the first of equal stages holds most versions of the weights.
+    heavy = [each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100}) for each in MODEL.layers]
+    model, setting = MODEL.model_copy(update={"layers": tuple(heavy)}), Setting(flat_cluster(16, 1e3), find("1f1b"))
+    leanest = FirstPlans(Problem(LayerCosts(model), setting)).leanest()
+    assert leanest is not None
+    tight = flat_cluster(16, 1e3, memory_bytes=max(leanest.price.gpu_bytes) - 1)
+    assert not FirstPlans(Problem(LayerCosts(model), replace(setting, cluster=tight))).fitting
+    plan = solve(model, tight, schedule="1f1b", time_limit_s=1e-9)
+    assert all(plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages)))
+
+
+def test_like_is_compared_with_like() -> None:
+    problem = Problem(LayerCosts(MODEL), Setting(FLAT, find("1f1b-flush"), 32))
+    unsimulated = priced(problem, equal_blocks(problem.layer_costs, 4))
+    slower = replace(unsimulated, price=replace(unsimulated.price, seconds_per_minibatch=unsimulated.seconds * 1.05))
+    waits = replace(unsimulated, price=unsimulated.price.simulated(unsimulated.seconds * 1.5))
+    assert waits.saves(slower)  # by the cost model, whatever it waits
+    assert not slower.saves(waits)
+    assert unsimulated.saves(slower, share=0.04)
+    assert not unsimulated.saves(slower, share=0.05)
+    assert slower.price.cost_model_s is None
+    assert replace(slower, price=slower.price.simulated(slower.seconds * 1.2)).saves(waits)  # both by simulation
