@@ -45,6 +45,7 @@ class Limits:
         numbering: how many stages there may be, and which numbers they may have.
         deepest: the most units in flight that a stage may have, for its gradients' sake.
         most_sharded: replicas of a sharded stage, none of which may idle.
+        whole_stages: whether stages that may choose recompute all of their layers at once, or none.
     """
 
     gpus: int
@@ -54,6 +55,7 @@ class Limits:
     numbering: Numbering = field(default_factory=Numbering)
     deepest: int = UNLIMITED
     most_sharded: int = UNLIMITED
+    whole_stages: bool = False
 
     @property
     def recompute(self) -> RecomputeRule:

@@ -17,7 +17,15 @@ from planner.cost.rounding import SLACK
 from planner.cost.weight_copies import counted_with_copies
 from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import SETTLED, fastest, simulated
-from planner.solver.candidates.kinds import KINDS, DataParallelSearch, Kind, counts_to_try, kinds_of_plans, slowed
+from planner.solver.candidates.kinds import (
+    KINDS,
+    DataParallelSearch,
+    Kind,
+    counts_to_try,
+    families,
+    kinds_of_plans,
+    slowed,
+)
 from planner.solver.candidates.orders import in_every_order
 from planner.solver.candidates.pipelines import MOST_WORKERS, too_large
 from planner.solver.chain.search import RESOLUTION, Search
@@ -146,13 +154,15 @@ class _Alternatives:
         everything = layer_costs.footprint(layer_costs.single_stage)
         memory_unit = int(everything.weight_bytes + everything.saved_bytes) or 1
         link_unit = memory_unit / float(search.space.compute_s[-1])
-        kinds = [*kinds_of_plans(problem, link_unit, memory_unit)]
-        if problem.placed:  # some messages cross faster links than the slowest
-            most = replace(problem.limits, gpus=min(problem.limits.gpus, MOST_WORKERS))
-            kinds += [(Search, slowed(problem.link, 1 / faster), most) for faster in FASTER_LINKS]
-        spaces = [(search.space, kind) for kind in kinds]
-        if copies is not None:
-            spaces = [(copies.space, kind) for kind in kinds[: len(KINDS)]] + spaces
+        spaces: list[tuple[StateSpace, Kind]] = []
+        for limits in families(problem.limits):
+            kinds = [*kinds_of_plans(problem.link, limits, link_unit, memory_unit)]
+            if problem.placed:  # some messages cross faster links than the slowest
+                most = replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
+                kinds += [(Search, slowed(problem.link, 1 / faster), most) for faster in FASTER_LINKS]
+            if copies is not None:
+                spaces += [(copies.space, kind) for kind in kinds[: len(KINDS)]]
+            spaces += [(search.space, kind) for kind in kinds]
         found = [(self._best_of(space, kind), kind[2].gpus) for space, kind in spaces]
         # The kinds above are found for flat clusters; this one knows levels and copies at once.
         if copies is not None and problem.placed and problem.cluster.gpus <= MOST_WORKERS:

@@ -20,6 +20,7 @@ import numpy as np
 from planner.cost.layer_costs import Candidate
 from planner.cost.link import Link
 from planner.cost.rounding import SLACK
+from planner.cost.stage_options import ShardRule
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.candidates.pipelines import MOST_WORKERS
 from planner.solver.chain.search import RESOLUTION, Search
@@ -79,16 +80,28 @@ KINDS: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSear
 Kind = tuple[type[Search], Link, Limits]
 
 
-def kinds_of_plans(problem: Problem, link_unit: float, memory_unit: int) -> Iterator[Kind]:
+def families(limits: Limits) -> list[Limits]:
+    """Return the limits within which to look for every kind of plans.
+
+    Choosing what to recompute, and sharding, fills the memory of each GPU with as many layers as the published depths
+    allow. Plans of simpler stages are less full, and leave room for the deeper pipelines that wait less.
+    """
+    if limits.memory_bytes is None or limits.rules.recompute != "auto":
+        return [limits]
+    unsharded: ShardRule = "never" if limits.rules.shard_optimizer == "auto" else limits.rules.shard_optimizer
+    return [replace(limits, rules=replace(limits.rules, shard_optimizer=unsharded), whole_stages=True), limits]
+
+
+def kinds_of_plans(link: Link, limits: Limits, link_unit: float, memory_unit: int) -> Iterator[Kind]:
     """Yield kinds of plans to propose, each with the most GPUs to propose it for.
 
     Args:
-        problem: with the cluster's own link and memory.
+        link: the cluster's own.
+        limits: with the cluster's own memory.
         link_unit: bandwidth from which slower links are counted. It and the next belong to the model, so that similar
             clusters get the same proposals.
         memory_unit: memory from which smaller memories are counted.
     """
-    link, limits = problem.link, problem.limits
     for kind in KINDS:
         yield kind, link, replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
     few = replace(limits, gpus=min(limits.gpus, FEW))

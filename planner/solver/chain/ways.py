@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.recomputation import Choices, Recomputation
-from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
+from planner.cost.recomputation import ChoiceRule, Choices, Recomputation
+from planner.cost.stage_options import Groups, StageOptions, whole_stage
 from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.solver.chain.states import StateSpace
 from planner.solver.problem import Limits
@@ -27,7 +27,7 @@ Record = TypeVar("Record", Work, Footprint)
 _KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
 
 # Choices of the stages of a profile, which many searches over it ask for.
-_KNOWN: WeakKeyDictionary[LayerCosts, dict[RecomputeRule, tuple[Recomputation, dict[tuple[int, ...], Choices]]]] = (
+_KNOWN: WeakKeyDictionary[LayerCosts, dict[ChoiceRule, tuple[Recomputation, dict[tuple[int, ...], Choices]]]] = (
     WeakKeyDictionary()
 )
 
@@ -98,8 +98,9 @@ class WaysOf:
     """
 
     def __init__(self, space: StateSpace, limits: Limits, *, prices_shards: bool = True) -> None:
-        self._space, self._limits, self.rule = space, limits, limits.rules.recompute
-        profile, rule = space.layer_costs.profile, limits.rules.shard_optimizer
+        self._space, self._limits, rules = space, limits, limits.rules
+        self.rule: ChoiceRule = "stages" if limits.whole_stages and rules.recompute == "auto" else rules.recompute
+        profile, rule = space.layer_costs.profile, rules.shard_optimizer
         limited = limits.memory_bytes is not None
         gains = limited or any(layer.update_s > 0 for layer in profile.layers)
         possible = prices_shards and profile.may_shard_optimizer and limits.gpus > 1
@@ -107,7 +108,7 @@ class WaysOf:
         self.always_shards = possible and rule == "always"
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
         self.recomputes = self.rule in ("always", "blocks")
-        self.chooses = limited and self.rule == "auto"
+        self.chooses = limited and self.rule in ("auto", "stages")
         known = _KNOWN.setdefault(space.layer_costs, {})
         self._recomputation, self._by_layers = known.setdefault(
             self.rule, (Recomputation(space.layer_costs, self.rule), {})
