@@ -24,21 +24,33 @@ class BestWays:
     space: StateSpace
 
     @cached_property
+    def _known(self) -> dict[tuple[int, int, int, int], StageOptions]:
+        """Options that were found before: local search asks for the same stages again and again."""
+        return {}
+
+    @cached_property
     def _ways(self) -> WaysOf:
         return WaysOf(self.space, self.problem.limits, prices_shards=self.problem.simulates)
 
     def options(self, states: Sequence[int], replicas: Sequence[int]) -> tuple[StageOptions, ...]:
         """Return how each stage is quickest among the ways that fit the memory; the plainest way where none does."""
         after, found = sum(replicas), list[StageOptions]()
+        limited = self.problem.cluster.memory_bytes is not None
         for (state, other), r in zip(pairwise(states), replicas, strict=True):
             after -= r
-            ways = self._ways.all(state, np.array([other]), np.array([False]))
-            row = self._best(ways, r, after)
-            if row is None and self._ways.chooses:
-                ways = self._ways.all(state, np.array([other]), np.array([True]))
-                row = self._best(ways, r, after)
-            found.append(ways.options(row or 0, r))
+            key = (state, other, r, after if limited else 0)
+            if key not in self._known:
+                self._known[key] = self._stage(state, other, r, after)
+            found.append(self._known[key])
         return tuple(found)
+
+    def _stage(self, state: int, other: int, r: int, after: int) -> StageOptions:
+        ways = self._ways.all(state, np.array([other]), np.array([False]))
+        row = self._best(ways, r, after)
+        if row is None and self._ways.chooses:
+            ways = self._ways.all(state, np.array([other]), np.array([True]))
+            row = self._best(ways, r, after)
+        return ways.options(row or 0, r)
 
     def _best(self, ways: Ways, replicas: int, after: int) -> int | None:
         problem, memory_bytes = self.problem, self.problem.cluster.memory_bytes

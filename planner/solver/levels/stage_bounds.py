@@ -139,13 +139,13 @@ class StageBounder:
         return self._bounds(self._ways.all(state, others, tight)) if tight.any() else plainest
 
     def _bounds(self, ways: Ways) -> StageBounds:
-        sides, objective, replicas = self.space.sides(ways.state, ways.others), self.objective, self.places.replicas
+        links, objective, replicas = _Links(ways, self.space, self.places), self.objective, self.places.replicas
         footprint = ways.footprint_on(replicas[:, None])
         if isinstance(objective, SynchronousModel):
-            sum_s, max_s = _synchronous(ways.work, sides, self.places, objective)
+            sum_s, max_s = _synchronous(ways.work, links, objective)
             footprint = footprint.divided(objective.microbatches)
         else:
-            max_s = _asynchronous(ways.work, sides, self.places, objective)
+            max_s = _asynchronous(ways.work, links, objective)
             sum_s = np.zeros_like(max_s)
         shape = (len(replicas), len(ways))
         most = np.full(shape, self.limits.deepest)
@@ -156,7 +156,8 @@ class StageBounder:
         return StageBounds(ways, sum_s, max_s, most)
 
 
-def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name: CostModelName) -> Floats:
+def _asynchronous(work: Work, links: _Links, name: CostModelName) -> Floats:
+    places = links.places
     topology, r = places.topology, places.replicas[:, None]
     if name != "resource":
         models = [asynchronous_model(name, topology.link(level)) for level in range(len(topology))]
@@ -172,14 +173,14 @@ def _asynchronous(work: Work, sides: tuple[Floats, Floats], places: Places, name
         asynchronous_model(name, topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
         for size in topology.groups
     ]
-    ring = 2 * (r - 1) / (r * r) * work.trainable_bytes
-    link_s = _own_links(sides, places) + (1 / topology.ring_bytes_per_s)[places.span][..., None] * ring
-    return np.maximum(np.maximum(places.at(computes, places.span), link_s), _shared_links(sides, places, ring))
+    ring = 2 * (r - 1) / (r * r) * links.once(work.trainable_bytes)
+    own_s = links.own_s() + (1 / topology.ring_bytes_per_s)[places.span][..., None] * ring
+    link_s = np.maximum(own_s, links.shared_s(ring))
+    return np.maximum(places.at(computes, places.span), links.of_ways(link_s))
 
 
-def _synchronous(
-    work: Work, sides: tuple[Floats, Floats], places: Places, model: SynchronousModel
-) -> tuple[Floats, Floats]:
+def _synchronous(work: Work, links: _Links, model: SynchronousModel) -> tuple[Floats, Floats]:
+    places, sides = links.places, links.sides
     topology, r = places.topology, places.replicas[:, None]
     shape = (len(r), len(work.forward_s))
     placed = [
@@ -193,46 +194,66 @@ def _synchronous(
         (sides[1], places.path_right, places.latency_right),
     ):
         moved_s = (side[0] + side[1]) * path_s[..., None] + (side[2] + side[3]) * latency_s[..., None]
-        sums = sums + moved_s / 2  # each end counts half of a message
+        sums = sums + links.of_ways(moved_s / 2)  # each end counts half of a message
     computes = [np.broadcast_to(each.resources_s(work, r)["compute"], shape) for each in placed]
     bound = places.at(computes, places.span)
     if model.schedule.pipelined:
         ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
         more = (np.ceil(model.microbatches / r) - 1) * r
-        bound = np.maximum(bound, more * _own_links(sides, places) + ends)
-        bound = np.maximum(bound, (model.microbatches - 1) * _shared_links(sides, places, np.zeros(shape)))
+        bound = np.maximum(bound, more * links.of_ways(links.own_s()) + ends)
+        shared_s = links.shared_s(np.zeros((len(r), 1)))
+        bound = np.maximum(bound, (model.microbatches - 1) * links.of_ways(shared_s))
     return sums, bound
 
 
-def _own_links(sides: tuple[Floats, Floats], places: Places) -> Floats:
-    """Return the busy time of the first or last replica's link, in its busier direction, without all-reduces."""
-    left, right = sides
-    slowness, latency = 1 / places.topology.path_bytes_per_s, places.topology.latency_s
-    busiest = np.zeros(1)
-    for to_left, to_right in places.sides:
-        for incoming, outgoing in (
-            (0, 1),
-            (1, 0),
-        ):  # activations come from earlier stages, gradients from later
-            seconds = (
-                left[incoming] * slowness[to_left][..., None]
-                + left[incoming + 2] * latency[to_left][..., None]
-                + right[outgoing] * slowness[to_right][..., None]
-                + right[outgoing + 2] * latency[to_right][..., None]
-            )
-            busiest = np.maximum(busiest, seconds)
-    return busiest / places.replicas[:, None]
+class _Links:
+    """The links of stages, in every place. All ways to run a stage send the same, so each stage is computed once."""
 
+    def __init__(self, ways: Ways, space: StateSpace, places: Places) -> None:
+        self.places = places
+        self._stage, self._first = ways.stage, np.flatnonzero(np.diff(ways.stage, prepend=-1))
+        self.sides = space.sides(ways.state, ways.others[self._first])
 
-def _shared_links(sides: tuple[Floats, Floats], places: Places, ring: Floats) -> Floats:
-    """Return the busy time of the busiest shared link of a group that holds part of the stage."""
-    (left, right), r = sides, places.replicas
-    busiest = np.zeros(1)
-    for level, size, bandwidth, ring_bandwidth in places.topology.shared:
-        crossing = (places.span >= level)[..., None] * ring / ring_bandwidth
-        for inside, from_left, from_right in places.groups_inside(size):
-            share_left = (inside * from_left / r / bandwidth)[..., None]
-            share_right = (inside * from_right / r / bandwidth)[..., None]
-            for incoming, outgoing in ((0, 1), (1, 0)):
-                busiest = np.maximum(busiest, left[incoming] * share_left + right[outgoing] * share_right + crossing)
-    return busiest
+    def once(self, values: Floats) -> Floats:
+        """Return one of the equal values of each stage's ways."""
+        return np.broadcast_to(values, self._stage.shape)[self._first]
+
+    def of_ways(self, values: Floats) -> Floats:
+        """Return what holds for each stage, along the last axis, for each of its ways."""
+        if len(self._first) == len(self._stage):
+            return values
+        return np.asarray(np.broadcast_to(values, (*values.shape[:-1], len(self._first)))[..., self._stage])
+
+    def own_s(self) -> Floats:
+        """Return the busy time of the first or last replica's link, in its busier direction, without all-reduces."""
+        (left, right), places = self.sides, self.places
+        slowness, latency = 1 / places.topology.path_bytes_per_s, places.topology.latency_s
+        busiest = np.zeros(1)
+        for to_left, to_right in places.sides:
+            for incoming, outgoing in (
+                (0, 1),
+                (1, 0),
+            ):  # activations come from earlier stages, gradients from later
+                seconds = (
+                    left[incoming] * slowness[to_left][..., None]
+                    + left[incoming + 2] * latency[to_left][..., None]
+                    + right[outgoing] * slowness[to_right][..., None]
+                    + right[outgoing + 2] * latency[to_right][..., None]
+                )
+                busiest = np.maximum(busiest, seconds)
+        return busiest / places.replicas[:, None]
+
+    def shared_s(self, ring: Floats) -> Floats:
+        """Return the busy time of the busiest shared link of a group that holds part of the stage."""
+        (left, right), places = self.sides, self.places
+        busiest = np.zeros(1)
+        for level, size, bandwidth, ring_bandwidth in places.topology.shared:
+            crossing = (places.span >= level)[..., None] * ring / ring_bandwidth
+            for inside, from_left, from_right in places.groups_inside(size):
+                share_left = (inside * from_left / places.replicas / bandwidth)[..., None]
+                share_right = (inside * from_right / places.replicas / bandwidth)[..., None]
+                for incoming, outgoing in ((0, 1), (1, 0)):
+                    busiest = np.maximum(
+                        busiest, left[incoming] * share_left + right[outgoing] * share_right + crossing
+                    )
+        return busiest
