@@ -90,7 +90,8 @@ class FirstPlans:
 def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:
     """Yield the stages of each plan, which may not fit the memory, with a whole and with a sharded optimizer."""
     gpus, rule = problem.cluster.gpus, problem.rules.shard_optimizer
-    may_shard = rule != "never" and problem.layer_costs.profile.may_shard_optimizer
+    # The published cost models know no sharded optimizers.
+    may_shard = rule != "never" and problem.layer_costs.profile.may_shard_optimizer and problem.simulates
     most_replicas = problem.microbatches if problem.schedule.divides else gpus
     most_stages = min(gpus, problem.rules.max_stages or gpus)
     for stages in (2**power for power in range(most_stages.bit_length())):

@@ -91,6 +91,13 @@ def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
     assert all(plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages)))
 
 
+def test_published_cost_models_have_first_plans_without_sharded_optimizers() -> None:
+    model = MODEL.model_copy(update={"graph_hash": None})
+    assert model.may_shard_optimizer
+    plan = solve(model, FLAT, cost_model="pipedream", time_limit_s=1e-9)
+    assert not any(stage.sharded for stage in plan.stages)
+
+
 def test_like_is_compared_with_like() -> None:
     problem = Problem(LayerCosts(MODEL), Setting(FLAT, find("1f1b-flush"), 32))
     unsimulated = priced(problem, equal_blocks(problem.layer_costs, 4))
