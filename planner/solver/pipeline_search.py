@@ -7,6 +7,7 @@ and to clusters of several levels, and bounds what no plan can beat.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -67,15 +68,19 @@ class PipelineSearch:
             return BoundedPath(path, self.relaxed_s(), self.space)
         extended = self._over_levels(path) if self.problem.placed else self._beyond_the_order(path)
         bound_s = extended.bound_s * (1 - self.problem.precision)
-        if self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto":
+        if self._misses_choices:
             bound_s = min(bound_s, self._whatever_recomputes_s())
         return replace(extended, bound_s=bound_s)
+
+    @cached_property
+    def _misses_choices(self) -> bool:
+        """Whether stages may have better choices of what recomputes than those that are known."""
+        limited = self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto"
+        return limited and not exact_everywhere(self.problem.layer_costs)
 
     def _whatever_recomputes_s(self) -> float:
         """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""
         problem = self.problem
-        if exact_everywhere(problem.layer_costs):
-            return np.inf
         roomy = problem.on(problem.cluster.model_copy(update={"memory_bytes": None}))
         search = PipelineSearch(roomy, self.space)
         path = None if problem.deadline.passed else search.best()
@@ -84,7 +89,8 @@ class PipelineSearch:
     def _beyond_the_order(self, path: CutPath) -> BoundedPath:
         """Extend the best path along the order to all cuts, on a flat cluster."""
         problem, space = self.problem, self.space
-        if space.complete:
+        # Where other cuts only bound, and the bound will be one without limits of memory, they tell nothing more.
+        if space.complete or (problem.keeps_order and self._misses_choices):
             return BoundedPath(path, path.seconds, space)
         if problem.schedule.asynchronous:
             order = problem.keeps_order

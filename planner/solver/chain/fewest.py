@@ -198,14 +198,16 @@ class _Trial:
         stage, r = np.tile(stage, copies), np.tile(r, copies)
         work = taken(self._work, stage)
         work = work.shared_out(sharded) if copies > 1 else work
-        fits, flying = parent.allowed(sharded, r, self._after[stage])
+        meets, flying = parent.allowed(sharded, r, self._after[stage])
+        meets &= parent.model.stage_s(work, r) <= target_s
         plain = np.full(len(r), not parent.ways.recomputes)
-        if parent.quickest_that_fit is not None:
-            stages = Stages(self._state, self._others[stage], self._tight[stage])
-            choice, recompute_s = parent.quickest_that_fit.find(stages, np.where(sharded, r, 1), flying)
-            work = replace(work, recompute_s=recompute_s)
-            fits &= choice >= 0
-            plain &= choice == 0
-        meets = fits & (parent.model.stage_s(work, r) <= target_s)
+        # What recomputes takes longer than what does not, so most stages need no choice to be found.
+        if parent.quickest_that_fit is not None and len(rows := np.flatnonzero(meets)):
+            stages = Stages(self._state, self._others[stage[rows]], self._tight[stage[rows]])
+            parts = np.where(sharded, r, 1)[rows]
+            choice, recompute_s = parent.quickest_that_fit.find(stages, parts, flying[rows])
+            seconds = parent.model.stage_s(replace(taken(work, rows), recompute_s=recompute_s), r[rows])
+            meets[rows] = (choice >= 0) & (seconds <= target_s)
+            plain[rows] &= choice == 0
         any_, any_plain = (np.any(each.reshape(copies, -1), axis=0) for each in (meets, meets & plain))
         return np.asarray(any_), np.asarray(any_plain)
