@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PlannerError as error:
-        if as_json:
+        if as_json and "RANK" not in os.environ:  # the answer of workers is that of all, after restarts
             print_failure(error)
         return _fail(error.message, error.hint, error.exit_code, verbose)
     except KeyboardInterrupt:

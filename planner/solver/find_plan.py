@@ -129,7 +129,9 @@ def solve(
     budget = Budget(Deadline.after(time_limit_s), progress=progress or Progress())
     rules = StageRules(recompute, shard_optimizer, max_stages, max_staleness, granularity)
     rules.check(profile, setting)
-    problem = Problem(LayerCosts(profile), setting, rules, depth, constraints or Constraints(), budget)
+    constraints = constraints or Constraints()
+    constraints.check(profile, cluster)
+    problem = Problem(LayerCosts(profile), setting, rules, depth, constraints, budget)
     if vertical_sync:
         _check_vertical_sync(schedule)
     budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
@@ -214,7 +216,6 @@ def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
 def _mixed(problem: Problem) -> bool:
     """Return whether the search for GPUs of several kinds can take the problem."""
     constraints, rules = problem.constraints, problem.rules
-    constraints.check(problem.layer_costs.profile, problem.cluster)
     plain = rules.max_stages is None and rules.max_staleness is None
     plain &= rules.recompute in ("auto", "never") and rules.shard_optimizer in ("auto", "never")
     pinned = bool(constraints.stage_of or constraints.gpu_of) or problem.with_cuts_forbidden() is None
@@ -227,7 +228,6 @@ def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
     Raises:
         InputError: if the solver that was asked for cannot solve it.
     """
-    problem.constraints.check(problem.layer_costs.profile, problem.cluster)
     wants = _beyond_the_search(problem)
     if problem.schedule.chunked and (wants is not None or solver in ("ilp", "brute")):
         wanted = wants or f"`solver={solver}`"

@@ -106,7 +106,7 @@ def test_faults_put_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, tokens = _traced("llama")
     graph = observed(trace, ModuleOptions(device="cuda"))
     with monkeypatch.context() as patch:
-        patch.setattr("planner.model.stage.stage.movable", lambda nested: nested)
+        patch.setattr("planner.model.stage.graph_stage.movable", lambda nested: nested)
         assert any("Expected" in each for each in mismatches(graph, tokens))
     for name, dtype in (("gnmt", torch.float16), ("convnext", torch.bfloat16), ("group norm", torch.bfloat16)):
         trace, batch = _traced(name)
