@@ -36,14 +36,18 @@ class NextWorker:
         # gloo, whose connections break with the process, and of its own: when an operation on a group runs out of
         # time, gloo closes all the group's connections.
         self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
+        self._thread = threading.Thread(target=self._wait, name="next worker", daemon=True)
         if self._workers > 1:
-            threading.Thread(target=self._wait, name="next worker", daemon=True).start()
+            self._thread.start()
 
     def say_goodbye(self) -> None:
         """Tell the previous worker that this one ends as it should, and watch no longer."""
         self._left = True
         if self._workers > 1:
             within(ABORT_S, lambda: dist.send(torch.zeros(1), self._previous, self._group))
+            # Until the next one has said goodbye, too: an interpreter that ends while a thread is in a library's call
+            # aborts the process.
+            self._thread.join(ABORT_S)
 
     def leave(self) -> None:
         """Watch no longer, because this worker ends with an error that the others learn otherwise."""

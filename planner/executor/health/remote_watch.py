@@ -66,8 +66,10 @@ class RemoteWatch:
         self._next: NextWorker | None = None
         self._reached = 0  # number of the last exchange with the store
         self._last_sequence: dict[int, tuple[int, float]] = {}
-        for target in (self._exchange, self._supervise):
-            threading.Thread(target=target, name="hang watch", daemon=True).start()
+        targets = (self._exchange, self._supervise)
+        self._threads = [threading.Thread(target=target, name="hang watch", daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
 
     def watch_next(self) -> None:
         """Watch the next worker's process from now on; all workers call it once they have joined."""
@@ -83,6 +85,9 @@ class RemoteWatch:
         self._stopped.set()
         if self._next is not None:
             self._next.leave()
+        for thread in self._threads:  # they are in the store's calls for moments only, but must not be when Python ends
+            if thread is not threading.current_thread():
+                thread.join(ABORT_S)
 
     def post(self, failure: Failure) -> None:
         """Report to the others why this worker ends; from now on no other thread ends it."""
