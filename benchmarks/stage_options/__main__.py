@@ -163,7 +163,7 @@ def _tables(content: dict[str, Any]) -> str:
     for kind, part in content.items():
         about, rows = part["about"], part["rows"]
         where = "two workers" if kind == "measured" else "four emulated devices"
-        quiet = "" if about["load"] < 1 else f" Load average {about['load']} before it began: not a quiet machine."
+        quiet = "" if about["load"] < 1 else f" Load average {about['load']} before it began, not quiet."
         table = tabulate(
             [_cells(row) for row in rows],
             headers=("plan", "predicted, s", "measured, s", "error", "memory, MB", "measured, MB", "error"),
