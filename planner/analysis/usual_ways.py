@@ -48,8 +48,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
 
     All but the last run under the options' schedule, without chunks. Where that does not divide minibatches, the
     pipelines of blocks take as many microbatches as `plan solve` would. Replicas of the whole model have at least one
-    microbatch each. What does not fit the memory recomputes every
-    block, unless the options forbid it.
+    microbatch each. What does not fit the memory recomputes every block, unless the options forbid it.
 
     Args:
         options: of the plan that is compared.

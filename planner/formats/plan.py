@@ -266,6 +266,14 @@ class Plan(GrownRecord):
         """How many updates late the gradients are, at the stage where they are latest; 0 as on one device."""
         return max(self.schedule.staleness(stage.in_flight) for stage in self.stages)
 
+    def computing_s(self, stage: Stage) -> float:
+        """Return the seconds per minibatch that all replicas of a stage compute together."""
+        return (
+            self.microbatches * (stage.compute_s - stage.update_s)
+            + stage.update_s * (stage.replicas if self.schedule.divides else 1)
+            + stage.accumulate_s * max(0, self.microbatches - stage.replicas)
+        )
+
     @property
     def minibatch_size(self) -> int | None:
         """Samples of a minibatch; None if the profile does not know its batch size."""

@@ -67,12 +67,7 @@ class Option:
     def idle_share(self) -> float:
         """Share of time in which the plan's GPUs do not compute: bubbles, messages and uneven work."""
         assert self.plan is not None
-        busy_s = sum(
-            self.microbatches * (stage.compute_s - stage.update_s)
-            + stage.update_s * (stage.replicas if self.schedule.divides else 1)
-            + stage.accumulate_s * max(0, self.microbatches - stage.replicas)
-            for stage in self.plan.stages
-        )
+        busy_s = sum(map(self.plan.computing_s, self.plan.stages))
         return max(0.0, 1 - busy_s / (self.plan.workers * self.plan.predicted.seconds_per_minibatch))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.executor.job import WorkerReport
-from planner.formats.plan import Plan, Stage
+from planner.formats.plan import Plan
 
 WORTH_SAYING = 0.15  # a run this much slower than predicted wants a reason
 _SLOWER = 1.1  # computing this much slower than profiled is a reason
@@ -44,11 +44,4 @@ def likely_cause(
 
 def _compute_s(plan: Plan, rank: int) -> float:
     """Return the seconds that a worker computes per minibatch by the profile."""
-    return sum(_stage_s(plan, stage) for stage in plan.stages if rank in stage.ranks)
-
-
-def _stage_s(plan: Plan, stage: Stage) -> float:
-    units = plan.microbatches / stage.replicas
-    more_s = stage.accumulate_s * max(0.0, units - 1)
-    updates = 1.0 if plan.schedule.divides else units
-    return units * (stage.compute_s - stage.update_s) + more_s + updates * stage.update_s
+    return sum(plan.computing_s(stage) / stage.replicas for stage in plan.stages if rank in stage.ranks)

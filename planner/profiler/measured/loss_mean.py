@@ -70,14 +70,15 @@ class _Losses:
     def found(self, batch: Batch) -> LossMean:
         """Return what explains the losses of the batch, and of the batch with ignored labels."""
         simple = [LossMean(over="samples"), LossMean(over="sum")]
-        best = self._best(batch, [*simple, *(mean for _, mean in self._by_labels(batch))])
-        for ignoring, mean in self._by_labels(batch) if best is None or best.over != "sum" else ():
-            if self._best(ignoring, [mean, *simple]) == mean:
-                return mean
+        by_labels = list(self._by_labels(batch))
+        best = self._best(batch, [*simple, *(mean for _, means in by_labels for mean in means)])
+        for ignoring, means in by_labels if best is None or best.over != "sum" else ():
+            if (found := self._best(ignoring, [*means, *simple])) in means:
+                return found
         return best or LossMean(over="batch")
 
-    def _by_labels(self, batch: Batch) -> Iterator[tuple[Batch, LossMean]]:
-        """Yield means over labels that may explain the loss, each with a batch that has ignored labels in one half."""
+    def _by_labels(self, batch: Batch) -> Iterator[tuple[Batch, list[LossMean]]]:
+        """Yield a batch with ignored labels in one half, and the means over labels that may explain its loss."""
         labels = labels_of(batch)
         ignored = _ignored_labels(self._graph)
         if labels is None or labels.shape[1] < 4:
@@ -85,8 +86,8 @@ class _Losses:
         for label in sorted(ignored):
             changed = labels.clone()
             changed[: -(-batch.size // 2), : labels.shape[1] // 2] = label
-            for shifted in (False, True):
-                yield with_labels(batch, changed), LossMean(over="labels", ignored=label, shifted=shifted)
+            means = [LossMean(over="labels", ignored=label, shifted=shifted) for shifted in (False, True)]
+            yield with_labels(batch, changed), means
 
     def _best(self, batch: Batch, means: list[LossMean]) -> LossMean | None:
         """Return the mean that explains the batch's loss best, the first of equals; None if none does."""
