@@ -4,6 +4,8 @@ A device has a clock. A layer starts when the one before it on the same device h
 the layer's time is over. Python's time between layers and the delay of a late sleep thus shorten the next sleep, as on
 a GPU whose kernels are launched ahead. After a wait longer than `SLACK_S` the clock starts again.
 
+A layer's backward has a part for its input and one for its weight, because zero-bubble schedules run them apart.
+
 Nothing is computed: outputs and gradients are buffers, allocated once. Messages and all-reduces are real.
 """
 
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from planner.cost.work import WEIGHT_SHARE
 
 SLACK_S = 0.005
 ELEMENT_BYTES = 4
@@ -70,7 +74,10 @@ class EmulatedLayer(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         """Sleep, and return the output."""
-        result: Tensor = _Emulated.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
+        # Made before the rest: autograd runs what was made last first, so the weight's gradient comes at the end.
+        weight = _OfWeight.apply(self.weight, self, value.requires_grad)  # type: ignore[no-untyped-call]
+        output = _OfInput.apply(value, self)  # type: ignore[no-untyped-call]
+        result: Tensor = _Joined.apply(output, weight, value.detach(), self)  # type: ignore[no-untyped-call]
         return result
 
     def buffer(self, *shape: int) -> Tensor:
@@ -80,20 +87,49 @@ class EmulatedLayer(nn.Module):
         return self._buffers_of[shape].detach()
 
 
-class _Emulated(torch.autograd.Function):
+class _OfInput(torch.autograd.Function):
+    """The forward, and the part of the backward that earlier layers wait for."""
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, _weight: Tensor, layer: EmulatedLayer) -> Tensor:
+    def forward(ctx: Any, value: Tensor, layer: EmulatedLayer) -> Tensor:
         ctx.layer, ctx.shape = layer, tuple(value.shape)
-        ctx.save_for_backward(value)
         DEVICE.compute(layer.block.forward_s)
         return layer.buffer(len(value), layer.per_sample)
 
     @staticmethod
-    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor, None]:
         layer: EmulatedLayer = ctx.layer
+        DEVICE.compute((1 - WEIGHT_SHARE) * layer.block.backward_s)
+        return layer.buffer(*ctx.shape), None
+
+
+class _OfWeight(torch.autograd.Function):
+    """The part of the backward for the weight: all of it, where the input has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, _weight: Tensor, layer: EmulatedLayer, after_input: bool) -> Tensor:
+        ctx.layer, ctx.share = layer, WEIGHT_SHARE if after_input else 1.0
+        return torch.zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor, None, None]:
+        layer: EmulatedLayer = ctx.layer
+        DEVICE.compute(ctx.share * layer.block.backward_s)
+        return layer.weight_gradient, None, None
+
+
+class _Joined(torch.autograd.Function):
+    """Where both parts meet: a backward that is split begins here twice, and so this takes no time."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, _weight: Tensor, value: Tensor, layer: EmulatedLayer) -> Tensor:
+        ctx.save_for_backward(value)
+        return layer.buffer(*output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         _ = ctx.saved_tensors  # as a real layer does; where it recomputes, this is when its forward runs again
-        DEVICE.compute(layer.block.backward_s)
-        return layer.buffer(*ctx.shape) if ctx.needs_input_grad[0] else None, layer.weight_gradient, None
+        return gradient, torch.zeros(1), None, None
 
 
 class SleepingOptimizer(torch.optim.Optimizer):

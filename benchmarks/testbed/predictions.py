@@ -6,13 +6,15 @@ python -m benchmarks.testbed.predictions --save
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from tabulate import tabulate
 
@@ -23,9 +25,11 @@ from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan
 from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan, in_proportion
-from planner.formats.cluster import hierarchical_cluster
+from planner.formats.cluster import Cluster, hierarchical_cluster
+from planner.formats.constraints import Constraints
 from planner.formats.importers import read_profile
 from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 from planner.solver import solve
 from planner.units import parse_bandwidth
 
@@ -50,6 +54,9 @@ class Case:
         schedule: of the plan.
         microbatches: per minibatch.
         link_bytes_per_s: of the slowest link of the testbed.
+        max_stages: at most so many stages in the solver's plan.
+        chunks: stages per worker in the solver's plan, for schedules with several.
+        seed: of the cuts that the solver's plan may not use, half of all; None for none.
     """
 
     model: str
@@ -60,6 +67,13 @@ class Case:
     microbatches: int = 1
     link_bytes_per_s: float = LINK_BYTES_PER_S
     layers: tuple[float, ...] | None = None
+    max_stages: int | None = None
+    chunks: int = 1
+    seed: int | None = None
+
+    def given(self, **changes: Any) -> Case:
+        """Return the case with other values."""
+        return replace(self, **changes)
 
 
 CASES = (
@@ -114,27 +128,50 @@ def measure(cases: Sequence[Case], seconds: float) -> list[Measured]:
     runs: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(most) as bed:
         for number, case in enumerate(cases):
-            runs.append(_run(bed, case, seconds, Path(folder) / str(number)))
+            runs.append(run_case(bed, case, seconds, Path(folder) / str(number)))
             print(f"{number + 1}/{len(cases)}: {_row(runs[-1])}", file=sys.stderr, flush=True)
     return runs
 
 
-def _run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Measured:
+def run_case(bed: Testbed, case: Case, seconds: float, folder: Path, message_bytes: int | None = None) -> Measured:
+    """Emulate the case's model in `folder`, and train a plan for about `seconds` after the start-up.
+
+    `message_bytes`: of messages that the links are measured with, as in `Testbed.links`.
+
+    Raises:
+        PlannerError: where there is no plan, or it cannot be trained.
+    """
     profile = read_profile(ROOT / "profiles" / case.model / "cpu.json")
     there = hierarchical_cluster(case.sizes, [parse_bandwidth(rate) for rate in case.bandwidths])
     scale = fitting_scale(profile, there, case.link_bytes_per_s)
     emulated = emulate(profile, scale, folder)
-    links = bed.links(scale.cluster(there))
-    plan: Plan
+    links = bed.links(scale.cluster(there), message_bytes)
     with scaled_buckets(scale.byte_factor):
-        if case.config is None:
-            plan = solve(emulated.profile, links, schedule=case.schedule, microbatches=case.microbatches)
-        else:
-            stages = balanced_stages(emulated.profile, len(case.config))
-            if case.layers is not None:
-                stages = in_proportion(len(emulated.profile.layers), case.layers)
-            plan = given_plan(emulated.profile, links, stages, case.config, case.schedule, case.microbatches)
+        plan = plan_of(case, emulated.profile, links)
     return run_plan(bed, emulated, plan, _devices(case, described(links)), seconds)
+
+
+def plan_of(case: Case, profile: Profile, links: Cluster) -> Plan:
+    """Return the plan of a case for its emulated profile."""
+    if case.config is not None:
+        stages = balanced_stages(profile, len(case.config))
+        if case.layers is not None:
+            stages = in_proportion(len(profile.layers), case.layers)
+        return given_plan(profile, links, stages, case.config, case.schedule, case.microbatches)
+    constraints = None
+    if case.seed is not None:
+        rng = random.Random(case.seed)
+        names = [layer.name for layer in profile.layers[:-1]]
+        constraints = Constraints(no_cut_after=tuple(rng.sample(names, len(names) // 2)))
+    return solve(
+        profile,
+        links,
+        schedule=case.schedule,
+        microbatches=case.microbatches,
+        chunks=case.chunks,
+        max_stages=case.max_stages,
+        constraints=constraints,
+    )
 
 
 def _devices(case: Case, links: str) -> str:

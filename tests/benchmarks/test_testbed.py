@@ -10,9 +10,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.kept import between_marks
 from benchmarks.netns import shaped_network
+from benchmarks.testbed import layers
 from benchmarks.testbed.__main__ import main as run_command
 from benchmarks.testbed.bed import ROOT, testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
@@ -21,6 +24,7 @@ from benchmarks.testbed.picture import scatter_svg
 from benchmarks.testbed.predict import balanced_stages, data_parallel_s, given_plan, simulated_s
 from benchmarks.testbed.predictions import MARKS, PAGE, report
 from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
+from planner.executor.stage.split_backward import input_gradients
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from tests.benchmarks.test_netns import NAMESPACES, transfer_s
@@ -205,3 +209,26 @@ def test_wrong_input_is_a_sentence(
     assert error.startswith("error: ")
     assert complaint in error
     assert hint.startswith("hint: ")
+
+
+def test_a_split_backward_takes_as_long_as_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+    monkeypatch.setattr(layers.DEVICE, "compute", taken.append)
+    model = layers.build_model([layers.Block(1.0, 8.0, 0.0, 40, 40), layers.Block(2.0, 20.0, 0.0, 40, 40)], 1)
+    received = torch.zeros(1, 10, requires_grad=True)
+    whole = model(received)
+    assert taken == [1.0, 2.0]
+    taken.clear()
+    whole.sum().backward()
+    assert taken == [10.0, 10.0, 4.0, 4.0]  # each layer's weight before the next layer, as buckets expect
+    taken.clear()
+    received = torch.zeros(1, 10, requires_grad=True)
+    output = model(received)
+    rest = input_gradients([get_gradient_edge(output)], [torch.ones_like(output)], [received], model.parameters())
+    assert taken[2:] == [10.0, 4.0]
+    taken.clear()
+    rest.run()
+    assert taken == [10.0, 4.0]
+    taken.clear()
+    model(torch.zeros(1, 10)).sum().backward()  # the first layer has no gradient of its input
+    assert taken[2:] == [10.0, 10.0, 8.0]

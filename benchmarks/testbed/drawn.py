@@ -1,0 +1,204 @@
+"""Compare predictions with measurements of cases that nobody chose. See README.md in this folder.
+
+python -m benchmarks.testbed.drawn --seed 1 --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from tabulate import tabulate
+
+from benchmarks.kept import ROOT, Results, between_marks
+from benchmarks.testbed.bed import TestbedError, testbed
+from benchmarks.testbed.emulate import LINK_BYTES_PER_S, as_chain
+from benchmarks.testbed.predictions import Case, run_case
+from planner.errors import PlannerError, first_line
+from planner.formats.cluster import hierarchical_cluster
+from planner.formats.importers import read_profile
+from planner.schedule.registry import SCHEDULES, find
+
+FOLDER = Path(__file__).parent
+TABLE = FOLDER / "drawn.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
+MARKS = "<!-- drawn: written by benchmarks.testbed.drawn -->", "<!-- end of drawn -->"
+HEADERS = ("model", "devices", "plan", "predicted, s", "measured, s", "error")
+FORMATS = ("", "", "", ".4f", ".4f", "+.1%")
+
+FLAT = (2, 3, 4, 4, 5, 6, 8, 8, 16)  # devices
+LEVELS = ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (4, 4))  # devices per server, servers
+RATES = ("200Mbps", "300Mbps", "500Mbps", "1Gbps", "1Gbps", "2Gbps", "4Gbps", "10Gbps")
+FASTER = (2, 4)  # links within servers, as a multiple of those between them
+MESSAGE_BYTES = 500_000  # of messages that links are measured with: many clusters are
+
+
+@dataclass(frozen=True)
+class Row:
+    """A drawn case and what became of it; `failure` where it did not run."""
+
+    model: str
+    devices: str
+    plan: str
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    schedule: str = ""
+    levels: int = 1
+    replicated: bool = False
+    failure: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def main() -> None:
+    """Draw cases, run them, print the table, and save it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="another one draws other cases")
+    parser.add_argument("--cases", type=int, default=30, help="how many are drawn (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="continue with this one, counted from 0")
+    parser.add_argument("--until", type=int, help="stop before this one")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each run, after its start-up")
+    parser.add_argument("--list", action="store_true", help="show the cases, and run none")
+    parser.add_argument("--save", action="store_true", help=f"keep each run, and write {TABLE.name} and docs/")
+    arguments = parser.parse_args()
+    cases = draw(arguments.seed, arguments.cases)
+    if arguments.list:
+        print(tabulate([[number, *_described(case)] for number, case in enumerate(cases)]))
+        return
+    results, part = Results(FOLDER, save=arguments.save), f"drawn, seed {arguments.seed}"
+    chosen = range(arguments.first, len(cases) if arguments.until is None else min(arguments.until, len(cases)))
+    for number, row in _measured(cases, chosen, arguments.seconds):
+        results.add(part, str(number), row)
+        print(f"{number + 1}/{len(cases)}: {_cells(row)}", file=sys.stderr, flush=True)
+    kept = results.records(part, Row)
+    text = report([kept[key] for key in sorted(kept, key=int)], f"{results.about(part)}, seed {arguments.seed}")
+    print(text)
+    if arguments.save and len(kept) == len(cases):
+        TABLE.write_text(text + "\n", encoding="utf-8")
+        PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), MARKS, text), encoding="utf-8")
+
+
+def draw(seed: int, count: int) -> list[Case]:
+    """Return random cases: the same ones for the same seed, and the first ones of a longer list."""
+    rng = random.Random(seed)
+    paths = sorted((ROOT / "profiles").glob("*/cpu.json"))
+    blocks = {path.parent.name: len(as_chain(read_profile(path))) for path in paths}
+    return [_draw(rng, blocks) for _ in range(count)]
+
+
+def _draw(rng: random.Random, blocks: Mapping[str, int]) -> Case:
+    """Draw a case; `blocks`: of each model, the number of its emulated layers."""
+    model = rng.choice(list(blocks))
+    if rng.random() < 2 / 3:
+        sizes: tuple[int, ...] = (rng.choice(FLAT),)
+        rates: tuple[str, ...] = (rng.choice(RATES),)
+        link_bytes_per_s = LINK_BYTES_PER_S
+    else:
+        sizes, faster, outer = rng.choice(LEVELS), rng.choice(FASTER), rng.choice(RATES)
+        value = float(outer.removesuffix("Mbps").removesuffix("Gbps")) * faster
+        rates, link_bytes_per_s = (f"{value:g}{outer[-4:]}", outer), 2 * LINK_BYTES_PER_S / faster
+    schedule = rng.choice(SCHEDULES)
+    microbatches = rng.choice((2, 4, 8)) if schedule.divides else 1
+    case = Case(model, sizes, rates, None, schedule.name, microbatches, link_bytes_per_s)
+    gpus = hierarchical_cluster(sizes, [1.0] * len(sizes)).gpus
+    if schedule.chunked:
+        # Each of the GPUs has several stages, which only a search places.
+        return case.given(chunks=schedule.fixed_chunks or 2, seed=rng.randrange(2**31))
+    if rng.random() < 0.4:
+        return case.given(max_stages=rng.randint(1, min(gpus, 4)), seed=rng.randrange(2**31))
+    config = _config(rng, gpus, min(gpus, 5, blocks[model] // 2))
+    if not schedule.pipelined:
+        config = tuple(1 for _ in config)  # replicas would take turns, one minibatch each
+    depths = schedule.depths(config, microbatches)
+    if not all(schedule.versions_suffice(microbatches, r, d) for r, d in zip(config, depths, strict=True)):
+        return case.given(max_stages=len(config), seed=rng.randrange(2**31))
+    # Of a number of layers in proportion to these, or else of equal time.
+    uneven = tuple(rng.uniform(0.7, 1.4) for _ in config) if rng.random() < 0.5 else None
+    return case.given(config=config, layers=uneven)
+
+
+def _config(rng: random.Random, gpus: int, most: int) -> tuple[int, ...]:
+    """Return the replicas of up to `most` stages, on all GPUs; each way to divide them is as likely."""
+    stages = rng.randint(1, most)
+    ends = [0, *sorted(rng.sample(range(1, gpus), stages - 1)), gpus]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> Iterable[tuple[int, Row]]:
+    """Run the cases of these numbers on one set of hosts; after a failure on a new one."""
+    left = list(chosen)
+    most = max(hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in left)
+    while left:
+        with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(most) as bed:
+            while left:
+                number = left.pop(0)
+                case, (model, devices, plan) = cases[number], _described(cases[number])
+                row = Row(model, devices, plan, schedule=case.schedule, levels=len(case.sizes))
+                try:
+                    run = run_case(bed, case, seconds, Path(folder) / str(number), MESSAGE_BYTES)
+                except PlannerError as error:
+                    yield number, _failed(row, error)
+                    if isinstance(error, TestbedError):
+                        break  # its workers may hang
+                    continue
+                yield number, _ran(row, run.cluster, f"{run.config} {run.schedule}", run.predicted_s, run.measured_s)
+
+
+def _ran(row: Row, devices: str, plan: str, predicted_s: float, measured_s: float) -> Row:
+    replicated = any(count != "1" for count in plan.split()[0].split("-"))
+    said = asdict(row) | {"devices": devices, "plan": plan, "replicated": replicated}
+    return Row(**said | {"predicted_s": predicted_s, "measured_s": measured_s})
+
+
+def _failed(row: Row, error: PlannerError) -> Row:
+    return Row(**asdict(row) | {"failure": f"{type(error).__name__}: {first_line(error)}"})
+
+
+def _described(case: Case) -> tuple[str, str, str]:
+    plan = "solved" if case.config is None else "-".join(map(str, case.config))
+    if case.max_stages is not None:
+        plan += f" for {case.max_stages} stages"
+    schedule = case.schedule + (f" x{case.microbatches}" if find(case.schedule).divides else "")
+    return case.model, f"{'x'.join(map(str, case.sizes))}, {', '.join(case.bandwidths)}", f"{plan} {schedule}"
+
+
+def report(rows: Sequence[Row], about: str) -> str:
+    """Return the table, its summary, and summaries of the rows with something in common."""
+    ran = [row for row in rows if not row.failure]
+    table = tabulate([_cells(row) for row in rows], HEADERS, tablefmt="github", floatfmt=FORMATS)
+    lines = [f"Cases drawn at random, on emulated devices, {about}:", "", table, ""]
+    if ran:
+        lines.append(f"predicted: {_errors(ran)} over {len(ran)} runs; {len(rows) - len(ran)} did not start")
+        groups: defaultdict[str, list[Row]] = defaultdict(list)
+        for row in ran:
+            groups["on one level" if row.levels == 1 else "on two levels"].append(row)
+            groups["with replicas" if row.replicated else "without replicas"].append(row)
+            groups[row.schedule].append(row)
+        lines += ["", *(f"- {name}: {_errors(some)} over {len(some)}" for name, some in sorted(groups.items()))]
+    return "\n".join(lines)
+
+
+def _errors(rows: Sequence[Row]) -> str:
+    errors = [abs(row.error) for row in rows]
+    return f"median error {median(errors):.1%}, worst {max(errors):.1%}"
+
+
+def _cells(row: Row) -> list[object]:
+    if row.failure:
+        return [row.model, row.devices, row.plan, None, None, row.failure]
+    return [row.model, row.devices, row.plan, row.predicted_s, row.measured_s, row.error]
+
+
+if __name__ == "__main__":
+    main()
