@@ -197,7 +197,12 @@ def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
 
 
 def _warn_of_company(plan: Plan, profile: Profile) -> None:
-    """Say where workers that share a host will be slower than a process was that had it for itself."""
+    """Say where workers will be faster or slower than the process that was measured."""
+    from planner.report.tables.profile import disturbance_words
+
+    if words := disturbance_words(profile):
+        hint = "profile again while nothing else runs"
+        print_complaint("note", f"the profile was taken on a busy machine ({words}): its times may be too long", hint)
     device, measured = profile.device, profile.provenance.source == "measured"
     if device.kind == "cpu" and measured and (device.processes or 1) == 1 and plan.workers > 1:
         print_complaint(

@@ -127,6 +127,14 @@ class LossMean(Record):
     shifted: bool = False  # with "labels": each sample's first label does not count
 
 
+class Disturbance(Record):
+    """What disturbed a measurement on a CPU: then times are longer than an idle machine's."""
+
+    waited_share: Annotated[float, Field(ge=0, le=1)] | None = None  # of the steps, in which they had no core
+    others_cores: Annotated[float, Field(ge=0)] | None = None  # that other processes used meanwhile
+    drift: float | None = None  # how much longer steps took in a second measurement; 0.1 is 10%
+
+
 class Provenance(Record):
     """How the numbers were obtained."""
 
@@ -135,6 +143,7 @@ class Provenance(Record):
     date: str | None = None
     repeats: int | None = None
     source: Literal["measured", "estimated", "imported"]
+    disturbance: Disturbance | None = None  # None where it was not looked for
 
 
 class Profile(Record):

@@ -48,11 +48,13 @@ class Measurement:
         layers: in their order.
         whole: steps of the user's model as it is, or of all layers compiled at once; None for estimates.
         compiled: where stages will be compiled, what the layers' times were computed from.
+        passes: whole steps of a first measurement, and of a second one if there was one.
     """
 
     layers: Sequence[LayerMeasurement]
     whole: StepTimes | None = None
     compiled: CompiledTimes | None = None
+    passes: Sequence[StepTimes] = ()
 
 
 def make_profile(model: str, graph: LayerGraph, batch_size: int, measured: Measurement, device: Device) -> Profile:

@@ -25,6 +25,7 @@ from planner.model.stage.compiling import check_compiler
 from planner.profiler.defaults import REPEATS, SECONDS
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count
+from planner.profiler.measured.disturbance import OtherProcesses, disturbance
 from planner.profiler.measured.loss_mean import find_loss_mean
 from planner.profiler.measured.make_profile import Measurement, make_profile
 from planner.profiler.measured.part_by_part import measure_in_parts
@@ -144,7 +145,9 @@ def profile_model(
         graph = capture_file(spec, batch, options=replace(options.stage, device=device.type))
         others = options.processes - 1
         with contention(spec, batch_size, others, threads=options.threads, options=options.stage):
+            company = OtherProcesses(others * options.threads)
             measured = _measure(spec, graph, batch, device, effort, options)
+            others_cores = company.cores()
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
     profile = make_profile(spec.name, graph, batch.size, measured, described)
@@ -154,6 +157,9 @@ def profile_model(
         "tokens_per_sample": batch.tokens_per_sample,
     }
     own |= {"dtype": TF32} if options.numerics.tf32 else {}
+    if measured.passes and device.type == "cpu":
+        found = disturbance(measured.passes, others_cores, options.threads)
+        own["provenance"] = profile.provenance.model_copy(update={"disturbance": found})
     return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
 
 

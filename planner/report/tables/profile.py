@@ -13,6 +13,7 @@ from planner.units import format_bytes, format_flops, format_seconds
 
 Order = Literal["order", "time", "output", "weights", "saved"]
 _MOST = 3  # layers named in the head
+_DISTURBED, _OTHERS_CORES = 0.05, 0.5  # what is worth saying of a measurement: shares of its time, cores
 
 
 def profile_report(profile: Profile, *, by: Order = "order", top: int | None = None) -> str:
@@ -46,6 +47,21 @@ def loss_words(loss: LossMean) -> str:
         "sum": "sum over samples",
         "batch": "of the whole batch: no weights of its parts make it a mean",
     }[loss.over]
+
+
+def disturbance_words(profile: Profile) -> str | None:
+    """Say what disturbed the measurement so much that its times may be too long; None for nothing."""
+    found = profile.provenance.disturbance
+    if found is None:
+        return None
+    words = []
+    if (found.others_cores or 0.0) >= _OTHERS_CORES:
+        words.append(f"other processes used {found.others_cores:.1f} cores")
+    if (found.waited_share or 0.0) >= _DISTURBED:
+        words.append(f"steps waited {found.waited_share:.0%} of their time for a core")
+    if found.drift is not None and abs(found.drift) >= _DISTURBED:
+        words.append(f"a second measurement took {abs(found.drift):.0%} {'longer' if found.drift > 0 else 'less'}")
+    return "; ".join(words) or None
 
 
 def time_s(layer: Layer) -> float:
@@ -104,6 +120,8 @@ def _head(profile: Profile) -> str:
     if (compiled := profile.compiled) is not None:
         lines.append(("compiled parts", _compiled_parts(compiled)))
         lines.append(("uncompiled", _step(compiled.uncompiled_forward_s, compiled.uncompiled_backward_s)))
+    if disturbed := disturbance_words(profile):
+        lines.append(("disturbed", disturbed))
     total_s = _total_s(profile)
     lines += [
         ("most time", _most(profile, time_s, lambda layer: f"{time_s(layer) / total_s:.0%}")),
