@@ -14,6 +14,7 @@ _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _PREFIX = _DECIMAL | {"K": 10**3} | _BINARY
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NEARLY = 0.9995  # of a unit is one of it, in three digits
 _NUMBER = r"(-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 
 
@@ -77,7 +78,7 @@ def format_flops(count: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Return seconds for people: 0.0123 -> "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(seconds) >= size:
+        if abs(seconds) >= size * _NEARLY:
             return f"{_digits(seconds / size)} {unit}"
     return f"{_digits(seconds / 1e-9)} ns" if seconds else "0 s"
 
@@ -88,12 +89,21 @@ def format_rate(per_s: float) -> str:
 
 
 def format_times(ratio: float) -> str:
-    """Return a speed-up for people: 1.234 -> "1.23x"; nobody reads the digits of one beyond a thousand."""
-    return f"{ratio:.2f}x" if ratio < 1000 else "more than 1,000x"
+    """Return a speed-up for people: 1.234 -> "1.23x"; below a hundredth and beyond a thousand digits say nothing."""
+    if ratio >= 1000:
+        return "more than 1,000x"
+    return f"{ratio:.2f}x" if ratio >= 0.01 else "less than 0.01x"
+
+
+def format_change(share: float) -> str:
+    """Return a relative change for people: 0.051 -> "+5.1%", 4 -> "5.00x"; none for what rounds to none."""
+    if share >= 1:
+        return format_times(1 + share)
+    return "none" if abs(share) < 0.0005 else f"{share:+.1%}"
 
 
 def _scaled(value: float, unit: str) -> str:
-    prefix = max((p for p, size in _DECIMAL.items() if abs(value) >= size), key=lambda p: _DECIMAL[p], default="")
+    prefix = max((p for p, size in _DECIMAL.items() if abs(value) >= size * _NEARLY), key=lambda p: _DECIMAL[p], default="")
     scaled = value / _DECIMAL[prefix]
     return f"{_digits(scaled)} {prefix}{unit}"
 

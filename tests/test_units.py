@@ -10,7 +10,9 @@ from planner.errors import UnitError
 from planner.units import (
     format_bandwidth,
     format_bytes,
+    format_change,
     format_seconds,
+    format_times,
     parse_bandwidth,
     parse_bytes,
     parse_seconds,
@@ -68,6 +70,9 @@ def test_times_shown_read_back_to_three_digits(seconds: float) -> None:
 def test_zero_and_small_values_show() -> None:
     assert format_seconds(0) == "0 s"
     assert format_bytes(0) == "0 B"
-    assert format_bytes(999_999) == "1000 kB"
-    assert format_seconds(0.9999) == "1000 ms"
+    assert format_bytes(999_999) == "1 MB"
+    assert format_bandwidth(124.99) == "1 kbps"
+    assert format_seconds(0.9999) == "1 s"
+    assert [format_times(ratio) for ratio in (2e9, 1.234, 1e-9)] == ["more than 1,000x", "1.23x", "less than 0.01x"]
+    assert [format_change(share) for share in (4, 0.051, -0.3, -1e-5)] == ["5.00x", "+5.1%", "-30.0%", "none"]
     assert format_seconds(123456) == "123456 s"

@@ -10,7 +10,7 @@ from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import Way, usual_ways
 from planner.cost.layer_costs import LayerCosts
 from planner.errors import PlannerError
-from planner.formats.plan import OtherWay, Plan, config_of
+from planner.formats.plan import OtherWay, Plan
 from planner.formats.profile import Profile
 from planner.schedule.flush import FLUSH
 from planner.solver.candidates.budget import Budget, Deadline
@@ -107,7 +107,7 @@ def described_plan(name: str, plan: Plan) -> OtherWay:
 def _described(way: Way) -> OtherWay:
     return OtherWay(
         name=way.name,
-        config=config_of(tuple(stage.replicas for stage in way.plan.stages)),
+        config=way.plan.config,
         schedule=way.problem.schedule,
         microbatches=way.problem.microbatches,
         seconds_per_microbatch=way.seconds_per_microbatch,

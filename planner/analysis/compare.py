@@ -12,7 +12,7 @@ from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.utilisation import utilisation
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
-from planner.formats.plan import Plan, ScheduleField, config_of
+from planner.formats.plan import Plan, ScheduleField
 from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE
@@ -127,7 +127,7 @@ def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
     busy = busy_s(given.layer_costs, stages, entry.problem.schedule, microbatches)
     return ComparisonRow(
         name=entry.name,
-        config=config_of(tuple(stage.replicas for stage in stages)),
+        config=entry.plan.config,
         schedule=entry.problem.schedule,
         microbatches=microbatches,
         workers=workers,

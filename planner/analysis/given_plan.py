@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.analysis.solve_options import SolveOptions
+from planner.analysis.solve_options import SolveOptions, check_workers
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.placement import Busy
 from planner.cost.price import Price
@@ -91,6 +91,15 @@ class GivenPlan:
     def evaluate(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Evaluation:
         """Evaluate other stages under the same options, on the plan's cluster or on another one."""
         return evaluate(self.options.problem(self.layer_costs, cluster or self.plan.cluster), stages)
+
+    def on(self, cluster: Cluster) -> Plan:
+        """Return the plan's stages on another cluster, priced and simulated there, whether or not they fit its memory.
+
+        Raises:
+            InputError: if the cluster has fewer GPUs than the plan.
+        """
+        check_workers(self.plan.workers, cluster)
+        return self.options.price(self.layer_costs, cluster, self.stages)
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""

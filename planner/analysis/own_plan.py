@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from planner.analysis.solve_options import SolveOptions
+from planner.analysis.solve_options import SolveOptions, check_workers
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.recomputation import units_of
 from planner.cost.stage_options import Groups, StageOptions, whole_stage
@@ -18,8 +18,6 @@ from planner.formats.cluster import Cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.solver.assemble import GIVEN, complete
-from planner.solver.candidates.evaluation import evaluate
 from planner.solver.reference.baselines import equal_counts, legal_ends
 from planner.units import format_bytes
 
@@ -44,11 +42,7 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
     layer_costs = LayerCosts(profile)
     options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
     _check_workers(own, options.chunks_per_gpu, cluster)
-    stages = _candidates(layer_costs, own.stages)
-    # Without a limit, because a configuration that does not fit has a price, too.
-    problem = options.problem(layer_costs, cluster.model_copy(update={"memory_bytes": None}))
-    plan = complete(problem, evaluate(problem, stages), GIVEN)
-    return plan.model_copy(update={"cluster": cluster})
+    return options.price(layer_costs, cluster, _candidates(layer_costs, own.stages))
 
 
 def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
@@ -181,11 +175,7 @@ def _check_workers(own: OwnPlan, chunks: int, cluster: Cluster) -> None:
         raise InputError(
             f"under {own.schedule} all stages have the same number of replicas", hint="give `replicas` once for all"
         )
-    needed = sum(stage.replicas for stage in own.stages) // chunks
-    if needed > cluster.gpus:
-        raise InputError(
-            f"the stages need {needed} GPUs, and the cluster has {cluster.gpus}", hint=f"give `gpus={needed}` or more"
-        )
+    check_workers(sum(stage.replicas for stage in own.stages) // chunks, cluster)
 
 
 def _unknown(profile: Profile, name: str) -> InputError:

@@ -16,6 +16,7 @@ from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
+from planner.solver.assemble import GIVEN, complete
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.candidates.progress import Patience
@@ -68,6 +69,12 @@ class SolveOptions:
         setting = Setting(cluster, self.schedule, microbatches, self.chunks_per_gpu, self.cost_model)
         return Problem(layer_costs, setting, self.rules, self.depth, budget=Budget.unlimited())
 
+    def price(self, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]) -> Plan:
+        """Return the plan of these stages, priced and simulated, whether or not they fit the memory."""
+        # A plan that does not fit has a price, too.
+        problem = self.problem(layer_costs, cluster.model_copy(update={"memory_bytes": None}))
+        return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
+
     def solve(self, profile: Profile, cluster: Cluster) -> Plan:
         """Find the fastest plan.
 
@@ -90,6 +97,18 @@ class SolveOptions:
             accept_divided_loss=self.accept_divided_loss,
             time_limit_s=self.patience.time_limit_s,
             progress=self.patience.progress,
+        )
+
+
+def check_workers(needed: int, cluster: Cluster) -> None:
+    """Check that the cluster has the GPUs that stages need.
+
+    Raises:
+        InputError: naming both numbers.
+    """
+    if needed > cluster.gpus:
+        raise InputError(
+            f"the stages need {needed} GPUs, and the cluster has {cluster.gpus}", hint=f"give `gpus={needed}` or more"
         )
 
 

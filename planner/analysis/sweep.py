@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Literal
 
+from planner.analysis.beside import with_baselines
+from planner.analysis.given_plan import GivenPlan
+from planner.analysis.own_plan import missing_memory
 from planner.analysis.solve_options import SolveOptions
+from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
-from planner.formats.plan import Bottleneck
+from planner.formats.plan import Bottleneck, Plan
 from planner.formats.profile import Profile
 
 Quantity = Literal["bandwidth", "gpus", "memory"]
 ClusterAt = Callable[[float], Cluster]
 
 MOST_POINTS = 200
+WORTH = 0.01  # of the time that another config has to save before it takes the place of the one before
 PRECISION = 0.01  # relative, of the values at which the config changes
 MOST_CHANGES = 8  # to look for between two adjacent points
 
@@ -33,8 +38,17 @@ class SweepPoint(Record):
     samples_per_s: float | None = None
     speedup_over_one_gpu: float | None = None
     speedup_over_data_parallel: float | None = None
+    one_gpu_over_memory_bytes: int = 0  # by how much that exceeds the memory; 0 if it fits
+    data_parallel_over_memory_bytes: int = 0
     bottleneck: Bottleneck | None = None
     why_not: str | None = None  # if no plan fits
+
+    @property
+    def rate_per_s(self) -> float:
+        """Samples per second, or microbatches where their size is not known; 0 if no plan fits."""
+        if self.seconds_per_minibatch is None:
+            return 0.0
+        return self.samples_per_s or (self.microbatches or 1) / self.seconds_per_minibatch
 
 
 class ConfigChange(Record):
@@ -53,8 +67,10 @@ class Sweep(Record):
     points: tuple[SweepPoint, ...]
     changes: tuple[ConfigChange, ...]
 
-
-PointAt = Callable[[float], SweepPoint]
+    @property
+    def rate_unit(self) -> str:
+        """What the points' rates count."""
+        return "samples/s" if any(point.samples_per_s for point in self.points) else "batches/s"
 
 
 def sweep(
@@ -65,7 +81,9 @@ def sweep(
     *,
     options: SolveOptions | None = None,
 ) -> Sweep:
-    """Solve for each value, and bisect between adjacent values whose configs differ.
+    """Solve for each value in ascending order, and bisect between adjacent values whose configs differ.
+
+    A config stays until another is faster by more than `WORTH`, or until it does not fit.
 
     Args:
         profile: costs per layer.
@@ -77,11 +95,18 @@ def sweep(
     Raises:
         InputError: as `solve`. That no plan fits a cluster is an answer, not an error.
     """
-    options = options or SolveOptions()
-    points = [_point(profile, value, cluster_at, options) for value in sorted(set(values))]
-    changes: list[ConfigChange] = []
-    for low, high in pairwise(points):
-        changes += _changes(low, high, quantity, lambda value: _point(profile, value, cluster_at, options))
+    points_of = _Points(profile, cluster_at, options or SolveOptions())
+    first, *others = sorted(set(values))
+    points, changes = [points_of.at(first, None)], list[ConfigChange]()
+    for value in others:
+        low, high = points[-1], points_of.at(value, points[-1].config)
+        for _ in range(MOST_CHANGES):
+            if low.config == high.config:
+                break
+            changes.append(_change(points_of, low, high, quantity))
+            low = changes[-1].above
+            high = points_of.at(value, low.config)
+        points.append(high)
     return Sweep(model=profile.model, quantity=quantity, points=tuple(points), changes=tuple(changes))
 
 
@@ -104,11 +129,42 @@ def spread(low: float, high: float, points: int, whole: bool) -> list[float]:
     return sorted({float(round(value)) for value in values}) if whole else values
 
 
-def _point(profile: Profile, value: float, cluster_at: ClusterAt, options: SolveOptions) -> SweepPoint:
-    try:
-        plan = options.solve(profile, cluster_at(value))
-    except InfeasibleError as error:
-        return SweepPoint(value=value, config=None, why_not=error.message)
+@dataclass(frozen=True)
+class _Points:
+    """Solves for values; remembers what it solved, and per config the last plan."""
+
+    profile: Profile
+    cluster_at: ClusterAt
+    options: SolveOptions
+    solved: dict[float, Plan | InfeasibleError] = field(default_factory=dict)
+    last: dict[str, Plan] = field(default_factory=dict)
+
+    def at(self, value: float, config: str | None) -> SweepPoint:
+        """Return the point of a value, with the plan of this config where no other is worth a change."""
+        if value not in self.solved:
+            try:
+                self.solved[value] = self.options.solve(self.profile, self.cluster_at(value))
+            except InfeasibleError as error:
+                self.solved[value] = error
+        best = self.solved[value]
+        if isinstance(best, InfeasibleError):
+            return SweepPoint(value=value, config=None, why_not=best.message)
+        before = self.last.get(config or "")
+        plan = best if before is None or config == best.config else self._kept(before, best)
+        self.last[plan.config] = plan
+        return _point(value, with_baselines(self.profile, plan, 0.0))
+
+    def _kept(self, before: Plan, best: Plan) -> Plan:
+        """Return the earlier plan on the cluster of the best one, or that one if it is worth a change."""
+        if best.cluster.kinds or before.workers > best.cluster.gpus:
+            return best
+        kept = GivenPlan.of(self.profile, before, self.options).on(best.cluster)
+        like = kept.predicted.by == best.predicted.by
+        slower = kept.predicted.seconds_per_minibatch > best.predicted.seconds_per_minibatch * (1 + WORTH)
+        return best if slower or not like or missing_memory(kept) else kept
+
+
+def _point(value: float, plan: Plan) -> SweepPoint:
     predicted = plan.predicted
     return SweepPoint(
         value=value,
@@ -119,21 +175,19 @@ def _point(profile: Profile, value: float, cluster_at: ClusterAt, options: Solve
         samples_per_s=predicted.samples_per_s,
         speedup_over_one_gpu=predicted.speedup_over_one_gpu,
         speedup_over_data_parallel=predicted.speedup_over_data_parallel,
+        one_gpu_over_memory_bytes=plan.over_memory_bytes(ONE_GPU),
+        data_parallel_over_memory_bytes=plan.over_memory_bytes(DATA_PARALLEL),
         bottleneck=predicted.bottleneck,
     )
 
 
-def _changes(low: SweepPoint, high: SweepPoint, quantity: Quantity, point_at: PointAt) -> list[ConfigChange]:
-    """Find the changes between two points, each by bisection from the one before it."""
-    found: list[ConfigChange] = []
-    while low.config != high.config and len(found) < MOST_CHANGES:
-        below, above = low, high
-        while not _adjacent(below.value, above.value, quantity):
-            middle = point_at(_middle(below.value, above.value, quantity))
-            below, above = (middle, above) if middle.config == low.config else (below, middle)
-        found.append(ConfigChange(below=below.value, from_config=below.config, above=above))
-        low = above
-    return found
+def _change(points_of: _Points, low: SweepPoint, high: SweepPoint, quantity: Quantity) -> ConfigChange:
+    """Find by bisection the first change from the config of the lower point."""
+    below, above = low, high
+    while not _adjacent(below.value, above.value, quantity):
+        middle = points_of.at(_middle(below.value, above.value, quantity), low.config)
+        below, above = (middle, above) if middle.config == low.config else (below, middle)
+    return ConfigChange(below=below.value, from_config=below.config, above=above)
 
 
 def _adjacent(low: float, high: float, quantity: Quantity) -> bool:

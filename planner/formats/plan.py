@@ -230,7 +230,7 @@ class Plan(GrownRecord):
     tf32: bool = False  # products of float32 matrices in TF32
     deterministic: bool = False  # deterministic algorithms only
     device: Device
-    config: str  # replicas per stage, "7-1"
+    config: str  # see `config_of`
     schedule: ScheduleField
     microbatch_size: Annotated[int, Field(ge=1)] | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
@@ -289,16 +289,27 @@ class Plan(GrownRecord):
         ranks = self.stages[stage].ranks
         return sum(other.memory.tensor_bytes for other in self.stages if other.ranks == ranks)
 
+    def over_memory_bytes(self, name: str) -> int:
+        """Return by how much a baseline exceeds the memory; 0 if it fits, or if it was not priced."""
+        return next((way.over_memory_bytes for way in self.baselines if way.name == name), 0)
+
     @property
     def replicas(self) -> tuple[int, ...]:
         """Replicas per stage."""
         return tuple(stage.replicas for stage in self.stages)
 
+    def _check_config(self) -> None:
+        """Compare the config with the stages, and write one from before configs told the chunks as they do now."""
+        known = config_of(self.replicas, self.chunks)
+        if self.config not in (known, config_of(self.replicas)):
+            raise ValueError(f"config '{self.config}' contradicts the stages, whose ranks make {known}")
+        object.__setattr__(self, "config", known)
+
     @model_validator(mode="after")
     def _check(self) -> Plan:
         if self.vertical_sync and not self.schedule.stashes:
             raise ValueError(f"vertical_sync is for the schedule {ONE_F_ONE_B}, not {self.schedule}")
-        _check_config(self)
+        self._check_config()
         _check_microbatches(self)
         _check_ranks(self)
         _check_layers(self)
@@ -306,23 +317,24 @@ class Plan(GrownRecord):
         return self
 
 
-def config_of(replicas: tuple[int, ...]) -> str:
-    """Return PipeDream's notation: (7, 1) is "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline."""
-    return "-".join(map(str, replicas))
+def config_of(replicas: tuple[int, ...], chunks: int = 1) -> str:
+    """Return PipeDream's notation, replicas per stage: (7, 1) is "7-1"; (1, 1, 1) is "1-1-1", a straight pipeline.
+
+    Where workers run several stages each, their chunks of the model, every worker counts once: (8, 8, 8, 8) with two
+    chunks is "8-8 x2 chunks", on 16 GPUs.
+    """
+    once = "-".join(map(str, replicas[: len(replicas) // chunks]))
+    return f"{once} x{chunks} chunks" if chunks > 1 else once
 
 
-def short_config(config: str) -> str:
-    """Shorten the config of many stages to its ends: "1-1-...-1 (56 stages)"."""
-    if len(config) <= LONGEST_CONFIG:
+def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
+    """Shorten a long config to its ends: "1-1-...-1 (56 stages)"; chunks of one worker count as one stage."""
+    if len(config) <= longest:
         return config
-    parts = config.split("-")
-    kept = LONGEST_CONFIG - len(f"...-{parts[-1]} ({len(parts)} stages)")
-    return f"{config[: config.rindex('-', 0, kept) + 1]}...-{parts[-1]} ({len(parts)} stages)"
-
-
-def _check_config(plan: Plan) -> None:
-    if plan.config != config_of(plan.replicas):
-        raise ValueError(f"config '{plan.config}' contradicts the stages, whose ranks make {config_of(plan.replicas)}")
+    once, _, chunks = config.partition(" ")
+    parts = once.split("-")
+    tail = " ".join(word for word in (f"...-{parts[-1]}", chunks, f"({len(parts)} stages)") if word)
+    return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
 
 
 def _check_microbatches(plan: Plan) -> None:

@@ -167,7 +167,7 @@ class Timeline(Record):
     schema_version: Literal[1] = 1
     source: Literal["simulated", "measured"]
     model: str
-    config: str  # replicas per stage, "7-1"
+    config: str  # of the plan
     schedule: ScheduleField
     ranks: tuple[tuple[int, ...], ...]  # per stage, the workers that run it
     minibatches: int

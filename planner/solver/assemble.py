@@ -21,7 +21,7 @@ from planner.cost.weight_copies import (
 )
 from planner.formats.cluster import DeviceKind
 from planner.formats.plan import GIVEN as GIVEN_NAME
-from planner.formats.plan import Plan, Prediction, SolverReport, Stage, config_of
+from planner.formats.plan import Plan, Prediction, SolverReport, Stage
 from planner.simulator.plan import simulated_s
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import priced, simulated
@@ -62,7 +62,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         tf32=profile.tf32,
         deterministic=bool(profile.deterministic),
         device=profile.device,
-        config=config_of(tuple(stage.replicas for stage in stages)),
+        config=best.config,
         schedule=problem.schedule,
         microbatch_size=profile.microbatch_size,
         loss=profile.loss,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster
-from planner.formats.plan import config_of, short_config
+from planner.formats.plan import short_config
 from planner.solver.candidates.budget import Deadline
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
@@ -42,7 +42,7 @@ def out_of_time(problem: Problem, leanest: Evaluation | None) -> PlannerError:
         return PlannerError(message, hint=hint)
     return PlannerError(
         f"{message}, and no simple plan fits {format_bytes(whole(memory_bytes))}: the leanest, "
-        f"{_config(leanest)}, needs {format_bytes(whole(needed))}",
+        f"{short_config(leanest.config)}, needs {format_bytes(whole(needed))}",
         hint=f"{hint}; `memory_bytes={round_up(whole(needed))}` would do, and more GPUs or another schedule may",
     )
 
@@ -80,7 +80,8 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     more = _fewest_gpus(cluster, fits, deadline)
     if more is not None:
         hint += f"; so would `gpus={more}`"
-    place = f"in the plan that needs least{'' if proven else ' of those found in time'}, {_config(leanest)}, {place}"
+    which = f"the plan that needs least{'' if proven else ' of those found in time'}"
+    place = f"in {which}, {short_config(leanest.config)}, {place}"
     return InfeasibleError(
         f"no plan fits {cluster.gpus} GPUs of {format_bytes(whole(cluster.memory_bytes))}: {place}{again} needs "
         f"{format_bytes(whole(totals[worst]))}, {format_bytes(over)} too many",
@@ -95,10 +96,6 @@ def round_up(count: int) -> str:
             digits = max(0, 2 - int(math.log10(count / size)))
             return f"{math.ceil(count / size * 10**digits) / 10**digits:.{digits}f}{prefix}B"
     return f"{count}B"
-
-
-def _config(plan: Evaluation) -> str:
-    return short_config(config_of(tuple(stage.replicas for stage in plan.stages)))
 
 
 def _leanest(cluster: Cluster, fits: Fits, deadline: Deadline) -> tuple[Evaluation, bool]:

@@ -12,6 +12,7 @@ from planner.cost.price import Price
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster
+from planner.formats.plan import config_of
 from planner.solver.chain.states import StateSpace
 
 
@@ -90,6 +91,11 @@ class Evaluation:
     def formula_s(self) -> float:
         """Seconds per minibatch by the cost model, which every candidate has."""
         return self.seconds if self.price.cost_model_s is None else self.price.cost_model_s
+
+    @property
+    def config(self) -> str:
+        """The config of the plan that these stages make."""
+        return config_of(tuple(stage.replicas for stage in self.stages), self.price.chunks)
 
     def saves(self, other: Evaluation, share: float = SLACK) -> bool:
         """Return whether this takes less time than the other candidate, by this share of it.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.sweep import PRECISION, Sweep, spread, sweep
+from planner.analysis.sweep import PRECISION, WORTH, Sweep, spread, sweep
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import load_profile
@@ -26,12 +26,45 @@ def over_bandwidth() -> Sweep:
     return sweep(MODEL, "bandwidth", spread(1.0, 100.0, 5, whole=False), lambda b: flat_cluster(2, b))
 
 
-def test_every_point_is_what_solve_says() -> None:
+def test_every_point_is_what_solve_says_or_an_earlier_config_as_fast_to_one_percent() -> None:
+    kept = 0
     for point in over_bandwidth().points:
         plan = solve(MODEL, flat_cluster(2, point.value))
-        assert point.config == plan.config
-        assert point.seconds_per_minibatch == plan.predicted.seconds_per_minibatch
-        assert point.bottleneck == plan.predicted.bottleneck
+        assert point.seconds_per_minibatch is not None
+        assert point.seconds_per_minibatch <= plan.predicted.seconds_per_minibatch * (1 + WORTH)
+        if point.config == plan.config:
+            assert point.seconds_per_minibatch == plan.predicted.seconds_per_minibatch
+            assert point.bottleneck == plan.predicted.bottleneck
+        kept += point.config != plan.config
+    assert kept < len(over_bandwidth().points) / 2
+
+
+def test_no_config_lasts_for_a_tenth_of_a_gigabit() -> None:
+    # Eight equal layers: many configs are as fast as each other, and each bandwidth has another winner.
+    model = profile(*(layer(f"l{n}", 0.004, 0.008, output_bytes=2_000_000, weight_bytes=8_000_000) for n in range(8)))
+    swept = sweep(model, "bandwidth", spread(1e8, 2e9, 9, whole=False), lambda b: flat_cluster(8, b))
+    for change in swept.changes:
+        before = solve(model, flat_cluster(8, change.above.value))
+        assert change.above.seconds_per_minibatch is not None
+        assert change.above.seconds_per_minibatch <= before.predicted.seconds_per_minibatch * (1 + WORTH)
+    places = [change.above.value for change in swept.changes]
+    assert all(later > 1.1 * earlier for earlier, later in pairwise(places)), places
+
+
+def test_no_ratio_to_what_does_not_fit() -> None:
+    model = profile(layer("a", 2, 4, output_bytes=30, weight_bytes=1000), layer("b", 2, 4, weight_bytes=1000))
+    swept = sweep(model, "bandwidth", [1000.0, 2000.0], lambda b: flat_cluster(2, b, memory_bytes=3500))
+    assert all(point.one_gpu_over_memory_bytes and point.data_parallel_over_memory_bytes for point in swept.points)
+    text = sweep_report(swept)
+    assert text.count("does not fit (") == 4
+    assert "x" not in text.replace("does not fit", "")
+    assert sweep_svg(swept).count("<polyline") == 1, "no line of data parallelism"
+
+
+def test_ratios_beyond_reading_are_words() -> None:
+    swept = sweep(MODEL, "bandwidth", [1e-9, 10.0], lambda b: flat_cluster(2, b))
+    assert "more than 1,000x" in sweep_report(swept)
+    ElementTree.fromstring(sweep_svg(swept))
 
 
 def test_the_config_changes_between_the_ends_that_are_named() -> None:
@@ -41,7 +74,7 @@ def test_the_config_changes_between_the_ends_that_are_named() -> None:
     configs = [swept.points[0].config]
     for change in swept.changes:
         assert change.below < change.above.value <= change.below * (1 + PRECISION)
-        assert solve(MODEL, flat_cluster(2, change.below)).config == change.from_config == configs[-1]
+        assert change.from_config == configs[-1]
         assert solve(MODEL, flat_cluster(2, change.above.value)).config == change.above.config
         configs.append(change.above.config)
     assert configs[-1] == swept.points[-1].config

@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan, Stage, config_of, load_plan, save_plan
+from planner.formats.plan import Plan, Stage, config_of, load_plan, save_plan, short_config
 from planner.solver import solve
 from tests.formats.test_profile import set_at
 from tests.samples import layer, profile
@@ -52,6 +52,8 @@ def test_properties(plan: Plan) -> None:
     assert plan.replicas == (2, 1)
     assert plan.workers == 3
     assert config_of((13, 2, 1)) == "13-2-1"
+    assert config_of((8, 8, 8, 8), chunks=2) == "8-8 x2 chunks"
+    assert short_config(config_of((1,) * 112, chunks=2)) == "1-1-1-1-1-1-...-1 x2 chunks (56 stages)"
     memory = plan.stages[1].memory
     assert memory.total_bytes == memory.weights_bytes + memory.gradients_bytes + memory.communication_bytes
 

@@ -1,4 +1,4 @@
-"""Draw a sweep: speed-ups over one GPU, with a colour per config."""
+"""Draw a sweep: the speed of the plans and of data parallelism, with a colour per config."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from html import escape
 from itertools import groupby
 
 from planner.analysis.sweep import Quantity, Sweep, SweepPoint
+from planner.formats.plan import short_config
 from planner.report.svg.shapes import Font, document, line, round_step, text
 from planner.report.tables.sweep import NONE_FITS, value_text
+from planner.units import format_rate
 
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 70, 230, 56, 64
+LEGEND_LENGTH = 26  # characters of a config
 # The first are from Okabe & Ito 2008, for the colour-blind. If there are more configs than colours, they repeat.
 OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 COLOURS = (*OKABE_ITO, "#882255", "#999933", "#332288", "#aa4499", "#44aa99", "#661100", "#6699cc", "#888888")
@@ -22,7 +25,7 @@ _DATA_PARALLEL = 'stroke="#777777" stroke-dasharray="6 4"'
 
 
 def sweep_svg(sweep: Sweep) -> str:
-    """Draw the quantity along the bottom (logarithmic for rates and sizes) and the speed-up upwards."""
+    """Draw the quantity along the bottom (logarithmic for rates and sizes) and the speed upwards."""
     axes = _Axes(sweep)
     points = sorted((*sweep.points, *(change.above for change in sweep.changes)), key=lambda point: point.value)
     configs = list(dict.fromkeys(point.config or NONE_FITS for point in points))
@@ -46,9 +49,9 @@ class _Axes:
         self.sweep = sweep
         values = [point.value for point in sweep.points]
         self.low, self.high = min(values), max(values)
-        speeds = [point.speedup_over_one_gpu or 0.0 for point in sweep.points]
-        self.step = round_step(max([*speeds, 1.0]) / 5)
-        self.top = self.step * math.ceil(max([*speeds, 1.0]) / self.step)
+        most = max(point.rate_per_s for point in sweep.points) or 1.0
+        self.step = round_step(most / 5)
+        self.top = self.step * math.ceil(most / self.step)
 
     def x(self, value: float) -> float:
         span = WIDTH - LEFT - RIGHT
@@ -67,7 +70,7 @@ class _Axes:
         for number in range(round(self.top / self.step) + 1):
             y = self.y(number * self.step)
             parts.append(line((LEFT, y), (WIDTH - RIGHT, y), "#dddddd"))
-            parts.append(text(LEFT - 8, y + 4, f"{number * self.step:g}x", Font(anchor="end")))
+            parts.append(text(LEFT - 8, y + 4, format_rate(number * self.step), Font(anchor="end")))
         for value in _ticks(self.low, self.high, self.sweep.quantity):
             x = self.x(value)
             parts.append(line((x, bottom), (x, bottom + 5), "#333333"))
@@ -75,15 +78,15 @@ class _Axes:
             parts.append(text(x, bottom + 20, label, _CENTRED))
         parts.append(line((LEFT, bottom), (WIDTH - RIGHT, bottom), "#333333"))
         parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, _NAMES[self.sweep.quantity], _CENTRED))
-        parts.append(text(LEFT, TOP - 10, "speed-up over one GPU"))
+        parts.append(text(LEFT, TOP - 10, self.sweep.rate_unit))
         return parts
 
 
 def _lines(quantity: Quantity, points: list[SweepPoint], axes: _Axes, colour: dict[str, str]) -> list[str]:
-    """Draw the plans' speed-ups: a line through all, and a dot per point in the colour of its config."""
-    parts = _curve([(point, point.speedup_over_one_gpu) for point in points], axes, 'stroke="#333333"')
+    """Draw the plans' speeds: a line through all, and a dot per point in the colour of its config."""
+    parts = _curve([(point, point.rate_per_s if point.config else None) for point in points], axes, 'stroke="#333333"')
     for point in points:
-        x, y = axes.x(point.value), axes.y(point.speedup_over_one_gpu or 0.0)
+        x, y = axes.x(point.value), axes.y(point.rate_per_s)
         config = point.config or NONE_FITS
         title = escape(f"{value_text(point.value, quantity)}: {config}")
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour[config]}"><title>{title}</title></circle>')
@@ -112,7 +115,7 @@ def _legend(configs: list[str], colour: dict[str, str]) -> list[str]:
     for number, config in enumerate(configs):
         y = TOP + 12 + 22 * number
         parts.append(f'<circle cx="{x}" cy="{y - 4}" r="5" fill="{colour[config]}"/>')
-        parts.append(text(x + 14, y, config if len(config) <= 26 else config[:24] + "…"))
+        parts.append(text(x + 14, y, short_config(config, LEGEND_LENGTH)))
     y = TOP + 22 + 22 * len(configs)
     return [
         *parts,
@@ -124,9 +127,9 @@ def _legend(configs: list[str], colour: dict[str, str]) -> list[str]:
 
 
 def _data_parallel(point: SweepPoint) -> float | None:
-    if point.speedup_over_one_gpu is None or not point.speedup_over_data_parallel:
+    if not point.speedup_over_data_parallel or point.data_parallel_over_memory_bytes:
         return None
-    return point.speedup_over_one_gpu / point.speedup_over_data_parallel
+    return point.rate_per_s / point.speedup_over_data_parallel
 
 
 def _ticks(low: float, high: float, quantity: Quantity) -> list[float]:

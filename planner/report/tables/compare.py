@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.analysis.compare import Comparison, ComparisonRow
 from planner.analysis.usual_ways import DATA_PARALLEL, EQUAL_STAGES
 from planner.formats.plan import short_config
-from planner.report.tables.plan import cluster_line
+from planner.report.tables.plan import cluster_line, less_or_more
 from planner.report.tables.table import Table, named_values
 from planner.units import format_bytes, format_rate, format_times
 
@@ -36,7 +36,7 @@ def _cells(row: ComparisonRow) -> list[str]:
         "" if row.flop_utilisation is None else f"{row.flop_utilisation:.0%}",
         format_bytes(row.memory_bytes),
         format_bytes(row.communication_bytes if sent is None else sent),
-        "" if row.communication_cut is None else f"{row.communication_cut:.0%}",
+        "" if row.communication_cut is None else less_or_more(row.communication_cut).removesuffix(" less"),
         f"{row.staleness}",
         f"{row.idle_share:.0%}",
         f"no, {format_bytes(row.over_memory_bytes)} too many" if row.over_memory_bytes else "yes",

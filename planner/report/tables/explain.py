@@ -6,7 +6,7 @@ from planner.analysis.explain import Alternative, Explanation
 from planner.formats.plan import short_config
 from planner.report.tables.plan import bottleneck_place
 from planner.report.tables.table import Table
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_change, format_seconds, format_times
 
 _NAMES = {
     "compute": "computation",
@@ -82,6 +82,8 @@ def _gain(alternative: Alternative) -> str:
 
 
 def _faster(gain: float) -> str:
+    if gain >= 1:
+        return f"{format_times(1 + gain).removesuffix('x')} times as fast"
     return f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
 
 
@@ -120,7 +122,7 @@ def _moves(explanation: Explanation) -> str:
             f"{move.boundary} | {move.boundary + 1}",
             f"{move.layer} to stage {move.to_stage}",
             format_seconds(move.seconds_per_minibatch),
-            f"{move.slower:+.1%}",
+            format_change(move.slower),
             "yes" if move.fits else "no",
         ]
         for move in explanation.moves
@@ -135,7 +137,7 @@ def _alternatives(explanation: Explanation) -> str:
             other.what,
             short_config(other.config or "none fits"),
             "" if other.seconds_per_minibatch is None else format_seconds(other.seconds_per_minibatch),
-            "" if other.gain is None else f"{other.gain:+.1%}",
+            "" if other.gain is None else format_change(other.gain),
         ]
         for other in (*others, *explanation.what_if)
     ]

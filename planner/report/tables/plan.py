@@ -221,7 +221,9 @@ def _communication(plan: Plan) -> str:
 
 
 def less_or_more(cut: float) -> str:
-    """Write a cut as "96% less", or a negative one as "4% more"."""
+    """Write a cut as "96% less", or a negative one as "4% more"; beyond ten times as much, digits say nothing."""
+    if cut < -10:
+        return "over 1,000% more"
     return f"{abs(cut):.0%} {'less' if cut >= 0 else 'more'}"
 
 

@@ -6,7 +6,9 @@ import math
 
 from planner.analysis.sweep import ConfigChange, Quantity, Sweep, SweepPoint
 from planner.formats.plan import short_config
+from planner.report.tables.plan import bottleneck_place
 from planner.report.tables.table import Table
+from planner.report.tables.ways import speed_over
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
 _WIDTH = 40
@@ -14,7 +16,7 @@ NONE_FITS = "none fits"
 
 
 def sweep_report(sweep: Sweep) -> str:
-    """Report the points, a plot of their speed-ups, and where the config changes."""
+    """Report the points, a plot of their speeds, and where the config changes."""
     return "\n\n".join((sweep_table(sweep).text(), bars(sweep), changes_text(sweep)))
 
 
@@ -47,22 +49,21 @@ def _cells(point: SweepPoint) -> list[str]:
         str(point.workers),
         format_seconds(point.seconds_per_minibatch / (point.microbatches or 1)),
         "" if point.samples_per_s is None else format_rate(point.samples_per_s),
-        f"{point.speedup_over_one_gpu:.2f}x",
-        f"{point.speedup_over_data_parallel:.2f}x",
-        f"{point.bottleneck.resource.replace('_', ' ')} of stage {point.bottleneck.stage}",
+        speed_over(point.speedup_over_one_gpu or 0.0, point.one_gpu_over_memory_bytes),
+        speed_over(point.speedup_over_data_parallel or 0.0, point.data_parallel_over_memory_bytes),
+        bottleneck_place(point.bottleneck),
     ]
 
 
 def bars(sweep: Sweep) -> str:
-    """Plot the speed-ups over one GPU as bars, each with its config."""
-    most = max((point.speedup_over_one_gpu or 0.0 for point in sweep.points), default=0.0) or 1.0
+    """Plot the speeds as bars, each with its config."""
+    most = max((point.rate_per_s for point in sweep.points), default=0.0) or 1.0
     labels = [value_text(point.value, sweep.quantity) for point in sweep.points]
     width = max(map(len, labels))
-    lines = ["speed-up over one GPU"]
+    lines = [sweep.rate_unit]
     for label, point in zip(labels, sweep.points, strict=True):
-        speed = point.speedup_over_one_gpu or 0.0
-        filled = "█" * math.floor(speed / most * _WIDTH + 0.5)
-        text = NONE_FITS if point.config is None else f"{speed:.2f}x  {short_config(point.config)}"
+        filled = "█" * math.floor(point.rate_per_s / most * _WIDTH + 0.5)
+        text = NONE_FITS if point.config is None else f"{format_rate(point.rate_per_s)}  {short_config(point.config)}"
         lines.append(f"{label:>{width}} │{filled} {text}")
     return "\n".join(lines)
 

@@ -9,12 +9,19 @@ from planner.units import format_bytes, format_rate, format_seconds, format_time
 
 def over_one_gpu(plan: Plan) -> str:
     """Write the speed-up over one GPU: "1.86x"; or that the model does not fit one."""
-    return _over(plan, ONE_GPU, plan.predicted.speedup_over_one_gpu)
+    return speed_over(plan.predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
 
 
 def over_data_parallel(plan: Plan) -> str:
     """Write the speed-up over data parallelism, or that it does not fit."""
-    return _over(plan, DATA_PARALLEL, plan.predicted.speedup_over_data_parallel)
+    return speed_over(plan.predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL))
+
+
+def speed_over(ratio: float, over_memory_bytes: int) -> str:
+    """Write a speed-up over another way: "1.86x"; or that the other way does not fit the memory."""
+    if over_memory_bytes:
+        return f"does not fit ({format_bytes(over_memory_bytes)} too many)"
+    return format_times(ratio)
 
 
 def speed_up_line(plan: Plan, gpus: str) -> str:
@@ -55,13 +62,6 @@ def synchronous_line(plan: Plan) -> str | None:
 def share_of_speed(plan: Plan, way: OtherWay) -> float:
     """Return how many times as fast as the plan another way is."""
     return 1 / _ratio(plan, way)
-
-
-def _over(plan: Plan, name: str, ratio: float) -> str:
-    way = next((way for way in plan.baselines if way.name == name), None)
-    if way is not None and way.over_memory_bytes:
-        return f"does not fit ({format_bytes(way.over_memory_bytes)} too many)"
-    return format_times(ratio)
 
 
 def _ratio(plan: Plan, way: OtherWay) -> float:

@@ -17,7 +17,6 @@ from planner.cost.layer_costs import Candidate
 from planner.cost.price import stage_memory
 from planner.cost.rounding import SLACK
 from planner.formats.cluster import flat_cluster
-from planner.formats.plan import config_of
 from planner.solver.candidates.depth import (
     FAR,
     HARDLY,
@@ -79,7 +78,7 @@ def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf
         return candidate
     evaluation = _Simulated(problem, candidate, below_s).evaluation()
     if evaluation.simulated:
-        problem.budget.progress.meet(config_of(tuple(stage.replicas for stage in candidate.stages)), evaluation.seconds)
+        problem.budget.progress.meet(candidate.config, evaluation.seconds)
         problem.budget.count += 1
         problem.budget.seen.add(candidate.stages)
     return evaluation
