@@ -103,9 +103,12 @@ def format_change(share: float) -> str:
 
 
 def _scaled(value: float, unit: str) -> str:
-    prefix = max((p for p, size in _DECIMAL.items() if abs(value) >= size * _NEARLY), key=lambda p: _DECIMAL[p], default="")
-    scaled = value / _DECIMAL[prefix]
-    return f"{_digits(scaled)} {prefix}{unit}"
+    prefix, size = max(
+        ((prefix, size) for prefix, size in _DECIMAL.items() if abs(value) >= size * _NEARLY),
+        key=lambda pair: pair[1],
+        default=("", 1),
+    )
+    return f"{_digits(value / size)} {prefix}{unit}"
 
 
 def _digits(value: float) -> str:
