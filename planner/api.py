@@ -13,11 +13,13 @@ from planner.executor.job import BaselineName, CheckpointOptions, Job, RunOption
 from planner.executor.launch import launch
 from planner.executor.observe.watchers import check_tensorboard
 from planner.executor.run.agreement import device_kind
+from planner.executor.run.synchronous_start import check_synchronous_start
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import check_writable
 from planner.formats.plan import Plan
 from planner.formats.plan_shape import check_accumulate
 from planner.formats.profile import MemoryFormat, Profile
+from planner.formats.synchronous_start import synchronous_part
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.defaults import BATCH_SIZE, REPEATS, SECONDS
 from planner.profiler.estimated.calibrate import load_calibration
@@ -242,6 +244,7 @@ def make_job(
             raise InputError(f"`{name}={value}` trains nothing", hint=f"give `{name}` 1 or more")
     only_for_plans = {
         "accumulate": options.accumulate > 1,
+        "synchronous_start": options.synchronous_start > 0,
         "deferred_batch_norm": options.deferred_batch_norm,
         "evaluate_every": options.evaluate_every is not None,
         "save_weights": save_weights is not None,
@@ -255,6 +258,7 @@ def make_job(
             f"`{refused[0]}` is for plans, not for {baseline}", hint=f"leave out `{refused[0]}` or `baseline`"
         )
     check_accumulate(plan, options.accumulate)
+    check_synchronous_start(plan, options)
     if options.tensorboard is not None:
         check_tensorboard()
     if run_options.max_restarts and checkpoints.every is None:
@@ -277,6 +281,7 @@ def make_job(
         show_progress=show_progress,
         run_options=run_options,
         predicted_samples_per_s=_predicted_samples_per_s(plan, options.accumulate),
+        predicted_start_samples_per_s=_predicted_start_samples_per_s(plan, options.synchronous_start),
     )
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
         for path in (job.save_weights, run_options.trace, options.tensorboard and f"{options.tensorboard}/events"):
@@ -291,3 +296,9 @@ def _predicted_samples_per_s(plan: Plan, accumulate: int) -> float | None:
     if accumulate == 1 or plan.microbatch_size is None:
         return None
     return plan.microbatch_size / simulated_s(plan, accumulate)
+
+
+def _predicted_start_samples_per_s(plan: Plan, start: float) -> float | None:
+    """Predict the speed of a synchronous start; None without one."""
+    part = synchronous_part(plan)
+    return part.minibatch_size / simulated_s(part) if start and part.minibatch_size is not None else None

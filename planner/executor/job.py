@@ -25,6 +25,8 @@ class TrainingOptions(Record):
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None  # of all gradients, or of each stage's under 1f1b, 2bw
     tensorboard: str | None = None  # folder for TensorBoard
     accumulate: Annotated[int, Field(ge=1)] = 1  # minibatches per replica between two updates, under 1f1b
+    # A share of the run's minibatches, or a number of them from 1 on, in which no gradient is late under 1f1b and 2bw.
+    synchronous_start: Annotated[float, Field(ge=0)] = 0.0
     deterministic: bool = False  # deterministic algorithms only, also where the plan does not say so
     deferred_batch_norm: bool = False  # update running statistics once per minibatch, not per microbatch
 
@@ -71,6 +73,7 @@ class Job(Record):
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
     predicted_samples_per_s: float | None = None  # set if an option makes it differ from the plan's
+    predicted_start_samples_per_s: float | None = None  # in a synchronous start
     run: str = ""  # identifies the run; the same for all its restarts
     started_again: bool = False  # after a failure
     result_path: str | None = None  # where rank 0 leaves the result for the launching process
@@ -113,6 +116,16 @@ class Evaluation(Record):
     metrics: Mapping[str, float | None] = Field(default_factory=dict)  # from metrics(output, target)
 
 
+class StartResult(Record):
+    """What a run measured in its synchronous start, and what was predicted."""
+
+    minibatches: int
+    schedule: str
+    microbatches: int  # per minibatch
+    samples_per_s: float  # with its first and its last minibatch, between which the pipeline fills and drains
+    predicted_samples_per_s: float | None
+
+
 class TrainResult(Record):
     """What a run measured, and what the plan predicted.
 
@@ -132,6 +145,7 @@ class TrainResult(Record):
     seconds: float  # the whole run, start-up and drain included
     samples_per_s: float  # steady state
     predicted_samples_per_s: float | None
+    synchronous_start: StartResult | None = None  # where this run trained minibatches of it
     likely_cause: str | None = None  # where the run was much slower than predicted
     random_data: bool  # without dataset() batches are random, and losses mean nothing
     losses: tuple[Loss, ...]

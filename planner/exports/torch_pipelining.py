@@ -115,7 +115,9 @@ def main() -> None:
     # The loss is the last layer of the last stage; $schedule averages its gradients over microbatches.
     schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=lambda loss, _: loss.sum())
     separate_copies(list(modules.values()))  # the schedule divides the gradients of each stage
-    parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    parameters = {
+        name: p for module in modules.values() for name, p in module.stage.named_parameters() if p.requires_grad
+    }
     named = {index: dict(m.stage.named_parameters(remove_duplicate=False)) for index, m in modules.items()}
     shared = [
         ([named[index][name] for index in sorted(modules.keys() & held_by)], holders[held_by, pipeline])
@@ -140,7 +142,7 @@ def main() -> None:
             dist.all_reduce(total, group=group)
             for parameter in same:
                 parameter.grad = total.clone()
-        for parameter in parameters if PIPELINES > 1 else []:
+        for parameter in parameters.values() if PIPELINES > 1 else []:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=copies[worker])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from planner.schedule.flush import FLUSH
 from planner.schedule.instructions import Instruction, Unit
 from planner.schedule.schedule import Count, PipelineShape, Schedule, warm_up_depth
 from planner.schedule.streams.pieces import backward, finish_minibatch, forward, one_forward_one_backward
@@ -23,6 +24,10 @@ class DoubleBuffered(Schedule):
     placed = False
     deepens = True
     weight_versions = 2
+
+    @property
+    def drained(self) -> Schedule:
+        return FLUSH
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
         """Return the warm-up depth; see `versions_suffice` for whether two versions do then."""

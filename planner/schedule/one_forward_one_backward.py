@@ -26,6 +26,12 @@ class OneForwardOneBackward(Schedule):
     deepens = True
 
     @property
+    def drained(self) -> Schedule:
+        from planner.schedule.flush import FLUSH
+
+        return FLUSH
+
+    @property
     def leaner(self) -> tuple[Schedule, ...]:
         from planner.schedule.double_buffered import TWO_BW
         from planner.schedule.flush import FLUSH

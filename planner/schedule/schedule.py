@@ -101,6 +101,11 @@ class Schedule(ABC):
         """Schedules that need less memory, to propose where nothing fits."""
         return ()
 
+    @property
+    def drained(self) -> Schedule:
+        """The schedule that drains the pipeline after every minibatch, with as many stages: itself if it does."""
+        return self
+
     def worker_of(self, stage: int, workers: int) -> int:
         """Return the position in the pipeline of the worker that runs `stage`."""
         return stage % workers

@@ -136,7 +136,7 @@ class Reference:
         for number in range(len(self._plan.stages)):
             names = [name for name, owner in self._owners.items() if owner == number]
             newest = {name: nn.Parameter(self._model.get_parameter(name).detach().clone()) for name in names}
-            optimizer = self._spec.optimizer(list(newest.values())) if newest else None
+            optimizer = self._spec.optimizer(newest) if newest else None
             stages.append(_Stage(names, newest, optimizer, stage_versions(shape, number, minibatches)))
             stages[-1].remember()
         return stages

@@ -47,6 +47,14 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "`plan simulate --accumulate K` predicts the speed",
     )
     group.add_argument(
+        "--synchronous-start",
+        type=positive,
+        default=0.0,
+        metavar="X",
+        help="under 1f1b and 2bw, train the first minibatches without late gradients, draining the pipeline after each "
+        "one: a share of them, as 0.2, or a number (default: none)",
+    )
+    group.add_argument(
         "--deterministic",
         action="store_true",
         help="use only algorithms that give the same bits in every run, even if the profile was measured "

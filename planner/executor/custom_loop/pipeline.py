@@ -350,6 +350,11 @@ def pipeline(
         PlannerError: for anything wrong with the model, the plan or the environment.
     """
     spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
+    if options is not None and options.synchronous_start:
+        raise InputError(
+            "`synchronous_start` is for `train`: a loop of your own feeds the minibatches itself",
+            hint="begin with a plan for a synchronous schedule, save a checkpoint, and load it with this plan",
+        )
     options = (options or TrainingOptions()).model_copy(update={"evaluate_every": 1 if evaluates else None})
     job = Job(model=spec.origin, plan=plan, seed=seed, device=device, backend=backend, options=options)
     return Pipeline(job, spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -35,15 +36,21 @@ class Groups:
     @classmethod
     def create(cls, context: PipelineContext) -> Groups:
         """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
-        links = LinkGroups.create(context.groups, lambda: all_streams(context.shape))
+        links = LinkGroups.create(context.groups, lambda: all_streams(*context.shapes))
         stages = enumerate(context.plan.stages)
         return cls(links, {index: context.groups.of(stage.ranks) for index, stage in stages if stage.replicas > 1})
 
 
-def all_streams(shape: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
-    """Return all workers' streams of as many minibatches as it takes replicas to meet all those that they ever meet."""
-    minibatches = math.lcm(*shape.replicas)
-    return {rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()}
+def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
+    """Return all workers' streams of as many minibatches as it takes replicas to meet all those that they ever meet.
+
+    Streams of several shapes, which have the same stages, follow one another.
+    """
+    minibatches = math.lcm(*shapes[0].replicas)
+    return {
+        rank: chain.from_iterable(stream(shape, stage, rank, minibatches) for shape in shapes)
+        for rank, stage in shapes[0].first_stages.items()
+    }
 
 
 def make_worker(
@@ -60,7 +67,7 @@ def make_worker(
     held = context.stages
     shared = {number: stage.shared for number, stage in held.items()}
     layouts = Layouts(context.transfers, shared, context.data.size, with_scale=context.job.scales_loss)
-    in_flight = max(context.shape.in_flight(stage) for stage in range(len(context.plan.stages)))
+    in_flight = max(shape.in_flight(stage) for shape in context.shapes for stage in range(len(context.plan.stages)))
     links = connect(groups.links, layouts.of, SendLimits(in_flight, context.shape.lag), context.place, instructions)
     stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
     stop_on_nan = context.job.run_options.stop_on_nan

@@ -20,6 +20,7 @@ from planner.executor.job import Job
 from planner.executor.run.data import BatchSource, make_batches
 from planner.executor.run.reading_ahead import ReadAhead
 from planner.executor.run.stages import Modules, build_modules, check_sizes, transferred
+from planner.executor.run.synchronous_start import SynchronousStart, start_of, with_start
 from planner.executor.run.weighed import weighed
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan, Stage
@@ -85,15 +86,30 @@ class PipelineContext(Context):
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
+    start: SynchronousStart | None = None  # of the run
     deferred: bool = False  # whether the weights of other stages were never made
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
-        return segment_stream(self.shape, min(self.stages), self.rank, first, last)
+        return segment_stream(self.shape_at(first), min(self.stages), self.rank, first, last)
+
+    def shape_at(self, minibatch: int) -> PipelineShape:
+        """Return the shape of the segment that begins with `minibatch`."""
+        return self.start.shape if self.start is not None and minibatch < self.start.minibatches else self.shape
+
+    @property
+    def shapes(self) -> tuple[PipelineShape, ...]:
+        """The shapes of all segments."""
+        return (self.shape,) if self.start is None else (self.start.shape, self.shape)
 
     def segments(self, first: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of the run from minibatch `first` on: before each checkpoint the pipeline runs empty."""
-        return segments(first, self.minibatches, self.job.checkpoints.every)
+        """Yield the parts of the run from minibatch `first` on, between which the pipeline runs empty.
+
+        They end before each checkpoint, and with the synchronous start.
+        """
+        start = 0 if self.start is None else self.start.minibatches
+        for part in ((first, min(start, self.minibatches)), (max(first, start), self.minibatches)):
+            yield from segments(*part, self.job.checkpoints.every)
 
     def is_first_replica(self, stage: int) -> bool:
         """Return whether this worker speaks for all replicas of `stage`."""
@@ -128,10 +144,17 @@ def pipeline_context(
     assert plan.microbatch_size is not None  # or building the modules had failed
     if data is None:
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        made = make_batches(spec, plan.microbatch_size, plan.microbatches, job.seed, drop_last=job.options.drop_last)
         has_loss = any(module.has_loss for module in built.training.values())
-        data = ReadAhead(weighed(made, plan, spec, whole=has_loss), pinned=place.compute.type == "cuda")
+
+        def make(part: Plan) -> BatchSource:
+            assert part.microbatch_size is not None
+            sizes = part.microbatch_size, part.microbatches
+            made = make_batches(spec, *sizes, job.seed, drop_last=job.options.drop_last)
+            return weighed(made, part, spec, whole=has_loss)
+
+        data = ReadAhead(with_start(job, make), pinned=place.compute.type == "cuda")
     check_sizes(built.training.values(), data.last_sizes)
+    check_sizes(built.training.values(), data.start_sizes, of_start=True)
     shape = replace(shape_of(plan), accumulate=job.options.accumulate, shared=tuple(sorted(built.shared)))
     context = PipelineContext(
         job=job,
@@ -143,6 +166,7 @@ def pipeline_context(
         minibatches=data.minibatches(job.steps, job.epochs),
         groups=data_groups(job, place),
         shape=shape,
+        start=start_of(job, data, shape),
         stages=_held_stages(job, built, spec, shape, place),
         transfers=transfers,
         evaluation=built.evaluation,
@@ -208,7 +232,7 @@ def _warm_up(context: PipelineContext) -> None:
         check_compiler(context.place.compute.type)
     compute = context.place.compute
     with random_state_kept(compute):
-        for size in {context.microbatch_size, *filter(None, context.data.last_sizes)}:
+        for size in {context.microbatch_size, *filter(None, (*context.data.last_sizes, *context.data.start_sizes))}:
             batch = context.spec.example_batch(size).to(compute)
             for stage in context.stages.values():
                 warm_up(stage.module, batch)

@@ -28,6 +28,7 @@ class BatchSource(ABC):
     random = False  # whether it is made up, so that losses mean nothing
     pinned = False  # whether the batches are to be in pinned memory, for a GPU
     last_sizes: tuple[int, ...] = ()  # microbatch sizes of an epoch's last minibatch, if it is smaller
+    start_sizes: tuple[int, ...] = ()  # microbatch sizes of a synchronous start, if there is one
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches  # per minibatch

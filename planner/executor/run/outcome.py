@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import encode_losses, gather_bytes, merge_losses
-from planner.executor.job import Evaluation, TrainResult, WorkerReport
+from planner.executor.job import Evaluation, StartResult, TrainResult, WorkerReport
 from planner.executor.observe.likely_cause import likely_cause
 from planner.executor.observe.measure import steady_state
 from planner.executor.observe.memory import PeakMemory
@@ -69,6 +69,7 @@ class Course:
     first: int = 0  # minibatch that it began at
     evaluations: Sequence[Evaluation] = ()
     checkpointer: Checkpointer | None = None
+    start: StartResult | None = None
 
 
 def gather_result(context: Context, report: WorkerReport, course: Course) -> TrainResult | None:
@@ -99,6 +100,7 @@ def gather_result(context: Context, report: WorkerReport, course: Course) -> Tra
         seconds=course.seconds,
         samples_per_s=samples_per_s,
         predicted_samples_per_s=predicted,
+        synchronous_start=course.start,
         likely_cause=likely_cause(plan, reports, predicted, samples_per_s)
         if predicted and job.baseline is None
         else None,

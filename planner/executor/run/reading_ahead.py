@@ -40,7 +40,7 @@ class ReadAhead(BatchSource):
 
     def __init__(self, source: BatchSource, *, pinned: bool = False, worth_s: float = WORTH_S) -> None:
         super().__init__(source.microbatches)
-        self.random, self.last_sizes = source.random, source.last_sizes
+        self.random, self.last_sizes, self.start_sizes = source.random, source.last_sizes, source.start_sizes
         source.pinned = pinned
         self._source = source
         self._worth_s = worth_s
@@ -75,6 +75,9 @@ class ReadAhead(BatchSource):
             return found[1]
         self.end()
         return self._source.batch(unit)
+
+    def size(self, unit: Unit) -> int:
+        return self._source.size(unit)
 
     def share(self, unit: Unit) -> float:
         return self._source.share(unit)

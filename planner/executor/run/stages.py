@@ -103,8 +103,8 @@ def _different_steps(job: Job, shared: Sequence[SharedWeight], spec: TrainingSpe
     )
 
 
-def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
-    """Check that the stages accept microbatches of `sizes` samples.
+def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int], *, of_start: bool = False) -> None:
+    """Check that the stages accept microbatches of `sizes` samples: of an epoch's end, or of a synchronous start.
 
     Raises:
         ModelFileError: when they do not.
@@ -117,9 +117,10 @@ def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
             elif size < module.least_batch_size:
                 problem = "of which BatchNorm cannot take the variance"
             if problem is not None:
+                whose = "a minibatch of the synchronous start" if of_start else "the last minibatch of an epoch"
                 raise ModelFileError(
-                    f"the last minibatch of an epoch has microbatches of {size} sample{'s' * (size > 1)}, {problem}",
-                    hint="leave it out with `drop_last`",
+                    f"{whose} has microbatches of {size} sample{'s' * (size > 1)}, {problem}",
+                    hint="leave out `synchronous_start`" if of_start else "leave it out with `drop_last`",
                 )
 
 

@@ -13,7 +13,7 @@ from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.checkpoint.final_weights import save_gathered
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor
-from planner.executor.job import Evaluation, Job, TrainResult
+from planner.executor.job import Evaluation, Job, StartResult, TrainResult
 from planner.executor.observe.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.observe.watchers import all_of, hook, tensorboard
@@ -86,7 +86,9 @@ def train(
     with reading_ahead(context.data, _units(context, chain.from_iterable(_whole_stream(context, first)))):
         seconds = train_together(context, lambda: run.train(first))
     report = report_of(context, worker, peak)
-    result = gather_result(context, report, Course(worker.log, seconds, first, run.evaluations, checkpointer))
+    result = gather_result(
+        context, report, Course(worker.log, seconds, first, run.evaluations, checkpointer, run.start_result)
+    )
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))
     if checkpointer is not None:
@@ -100,7 +102,7 @@ def train(
     return result
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
     """The segments of a run, with evaluations in them and checkpoints between them."""
 
@@ -109,6 +111,7 @@ class _Run:
     evaluator: Evaluator | None
     checkpointer: Checkpointer | None
     on_progress: ProgressCallback | None
+    start_result: StartResult | None = None
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -117,24 +120,28 @@ class _Run:
 
     def train(self, first: int) -> None:
         """Train from minibatch `first` to the end."""
+        began_s = time.perf_counter()
         for start, end in self.context.segments(first):
             self.worker.restart()
             self._train_segment(start, end)
             self.worker.settle()
+            if self.context.start is not None and end == self.context.start.minibatches:
+                seconds = time.perf_counter() - began_s - self.worker.log.paused_s
+                samples = sum(map(self.context.data.minibatch_size, range(first, end)))
+                self.start_result = self.context.start.result(self.context.job, samples, seconds)
+                self.worker.log.completions.clear()  # the plan's speed is measured from here on
             if self.checkpointer is not None and self.context.job.checkpoints.every is not None:
                 self.checkpointer.save(end, self.worker.log.losses, self.evaluations)
         self.context.heartbeat.enter("waiting for the last messages", meeting=True)
         self.worker.drain()
 
     def _train_segment(self, first: int, last: int) -> None:
-        instructions = self.context.stream(first, last)
+        instructions, shape = self.context.stream(first, last), self.context.shape_at(first)
         if self.evaluator is not None:
             done = dict.fromkeys(self.context.stages, 0)
-            under_way = UnderWay(self.context.shape, self.context.rank, first, last)
+            under_way = UnderWay(shape, self.context.rank, first, last)
             for point in self._evaluation_points(first, last):
-                rounds = {
-                    stage: -(-(point - first) // self.context.shape.minibatches_per_update(stage)) for stage in done
-                }
+                rounds = {stage: -(-(point - first) // shape.minibatches_per_update(stage)) for stage in done}
                 part = until_updated(instructions, {stage: rounds[stage] - done[stage] for stage in done})
                 self.worker.run(self._then_expect(part, partial(under_way.at, point)))
                 done = rounds
@@ -151,7 +158,7 @@ class _Run:
     def _evaluation_points(self, first: int, last: int) -> list[int]:
         every = self.context.job.options.evaluate_every
         assert every is not None
-        points = evaluation_points(self.context.shape, first, last, every)
+        points = evaluation_points(self.context.shape_at(first), first, last, every)
         at_end = last == self.context.minibatches and last not in points
         return [*points, last] if at_end else points
 

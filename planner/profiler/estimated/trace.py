@@ -269,7 +269,7 @@ class _Tracer:
             marks,
             recorder.allocated.peaks(),
             saved,
-            [sum(weight.nbytes for weight in own) for own in weights],
+            [sum(weight.nbytes for weight in own.values()) for own in weights],
             # It was there before, but in training it comes with the step.
             lambda _layer, _backward: batch_bytes,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,8 @@ from planner.profiler.estimated.operations import Costs, Operation, OperationRec
 from planner.profiler.measured.accumulation import AccumulationTime
 from planner.profiler.measured.make_profile import first_uses
 from planner.profiler.measured.update import LayerUpdate, state_bytes_of, still
+
+_NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -40,22 +43,22 @@ class UpdateTrace:
         return AccumulationTime(float(self.accumulate.seconds(spec).sum()))
 
 
-def trained_weights(graph: LayerGraph, trained: set[str]) -> list[list[nn.Parameter]]:
+def trained_weights(graph: LayerGraph, trained: set[str]) -> list[dict[str, nn.Parameter]]:
     """Return by layer the parameters that have gradients, which `trained` names; shared ones in the first layer."""
     by_name = dict(graph.model.named_parameters())
     uses = first_uses(layer.parameters for layer in graph.layers)
-    return [[by_name[name] for name in names if name in trained] for names in uses]
+    return [{name: by_name[name] for name in names if name in trained} for names in uses]
 
 
 def trace_updates(
-    layers: Sequence[list[nn.Parameter]], training_spec: TrainingSpec, execution: Execution
+    layers: Sequence[Mapping[str, nn.Parameter]], training_spec: TrainingSpec, execution: Execution
 ) -> list[UpdateTrace]:
     """Trace the update of the parameters of each layer."""
-    # Models have many layers of the same shapes, whose updates are alike: the optimizer knows no names here.
-    found: dict[tuple[tuple[torch.Size, torch.dtype], ...], UpdateTrace] = {}
+    # Models have many layers of the same shapes and the same names but for their numbers, whose updates are alike.
+    found: dict[tuple[tuple[str, torch.Size, torch.dtype], ...], UpdateTrace] = {}
     updates = []
     for weights in layers:
-        shapes = tuple((weight.shape, weight.dtype) for weight in weights)
+        shapes = tuple((_NUMBERS.sub("#", name), weight.shape, weight.dtype) for name, weight in weights.items())
         if shapes not in found:
             found[shapes] = _trace_update(training_spec, weights, execution)
         updates.append(found[shapes])
@@ -68,15 +71,18 @@ def _without_data(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Para
     return fake
 
 
-def _trace_update(training_spec: TrainingSpec, weights: list[nn.Parameter], execution: Execution) -> UpdateTrace:
+def _trace_update(
+    training_spec: TrainingSpec, weights: Mapping[str, nn.Parameter], execution: Execution
+) -> UpdateTrace:
     if not weights:
         return UpdateTrace(Costs([]), 0, Costs([]))
-    masters = torch.float32 if execution.master_weights else None
+    dtype = torch.float32 if execution.master_weights else None
     try:
         # Fake tensors of the CPU, because fused optimizers refuse the meta device.
         with FakeTensorMode():
-            parameters = [_without_data(weight, masters) for weight in weights]
-            optimizer = still(training_spec.optimizer(list(parameters)))
+            parameters = {name: _without_data(weight, dtype) for name, weight in weights.items()}
+            masters = list(parameters.values())
+            optimizer = still(training_spec.optimizer(parameters))
             optimizer.step()  # creates the state
             with OperationRecorder(op_class="update") as recorder:
                 recorder.mark()
@@ -92,18 +98,20 @@ def _trace_update(training_spec: TrainingSpec, weights: list[nn.Parameter], exec
     if execution.fusion == "apex":
         workspace_bytes = 0
         # One kernel reads gradients, weights and state, and writes weights and state.
-        sizes = sum(parameter.nbytes for parameter in parameters)
+        sizes = sum(parameter.nbytes for parameter in masters)
         step = [_moving(3 * sizes + 2 * state_bytes)]
     else:
         # Step counters are on no device, and their arithmetic takes no time worth counting.
-        least = min(parameter.nbytes for parameter in parameters)
+        least = min(parameter.nbytes for parameter in masters)
         step = [operation for operation in recorder.operations if operation.bytes >= least]
     if execution.master_weights:
         # Gradients become float32 before the step, and weights become half again after it.
-        step += [_moving(weight.nbytes + master.nbytes) for weight, master in zip(weights, parameters, strict=True)] * 2
-        state_bytes += sum(master.nbytes for master in parameters)
+        step += [
+            _moving(weight.nbytes + master.nbytes) for weight, master in zip(weights.values(), masters, strict=True)
+        ] * 2
+        state_bytes += sum(master.nbytes for master in masters)
     # Accumulation reads both gradients and writes their sum.
-    accumulate = [_moving(3 * weight.nbytes) for weight in weights]
+    accumulate = [_moving(3 * weight.nbytes) for weight in weights.values()]
     return UpdateTrace(Costs(step), state_bytes, Costs(accumulate), workspace_bytes)
 
 

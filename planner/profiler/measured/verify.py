@@ -150,7 +150,8 @@ class _StageRun:
         self.gradients: dict[str, Tensor] = {}  # of what it sends
         self.returned: dict[str, Tensor] = {}  # of what it received
         self._parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        self._optimizer = still(spec.optimizer(list(self._parameters))) if self._parameters else None
+        trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
+        self._optimizer = still(spec.optimizer(trained)) if trained else None
 
     def step(self, clock: Clock[Any]) -> float:
         """Return the seconds of a forward, a backward and an update."""

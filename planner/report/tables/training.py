@@ -12,7 +12,7 @@ from planner.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from planner.executor.job import Evaluation, Loss, TrainResult, WorkerReport
+    from planner.executor.job import Evaluation, Loss, StartResult, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
 
@@ -56,6 +56,8 @@ def _throughput(result: TrainResult) -> str:
     ]
     if predicted is not None:
         lines.append(("predicted", f"{predicted:.1f} samples/s ({percent_error(predicted, measured)})"))
+    if result.synchronous_start is not None:
+        lines.append(("synchronous start", _start(result.synchronous_start)))
     if result.likely_cause is not None:
         lines.append(("likely cause", result.likely_cause))
     if deferred := sum(report.deferred_weights for report in result.reports):
@@ -68,6 +70,16 @@ def _throughput(result: TrainResult) -> str:
     if result.saved_weights is not None:
         lines.append(("weights", result.saved_weights))
     return named_values(lines)
+
+
+def _start(start: StartResult) -> str:
+    """Write how the first minibatches went."""
+    predicted = start.predicted_samples_per_s
+    against = (
+        "" if predicted is None else f", predicted {predicted:.1f} ({percent_error(predicted, start.samples_per_s)})"
+    )
+    how = f"{start.schedule} with {start.microbatches} microbatches"
+    return f"the first {start.minibatches} minibatches, {how}: {start.samples_per_s:.1f} samples/s{against}"
 
 
 def _device(result: TrainResult) -> str:

@@ -77,7 +77,7 @@ def measure_pairs(lab: Lab, model: str, plan: Plan, *, pairs: int, steps: int) -
 def _plain_loop(spec: TrainingSpec, device: torch.device) -> Callable[[Batch], object]:
     """Return a step of a plain loop."""
     model = spec.build_model().to(device)
-    optimizer = spec.optimizer(model.parameters())
+    optimizer = spec.optimizer(dict(model.named_parameters()))
 
     def step(batch: Batch) -> float:
         batch = batch.to(device)

@@ -81,8 +81,8 @@ def updates(layers: tuple[Layer, ...]) -> list[int]:
     ],
 )
 def test_a_list_of_weights_is_one_kernel(options: dict[str, Any], moved: float, kernels: int, workspace: float) -> None:
-    weights = [nn.Parameter(torch.empty(400, 300)), nn.Parameter(torch.empty(700, 200))]
-    held = sum(weight.nbytes for weight in weights)
+    weights = {"a": nn.Parameter(torch.empty(400, 300)), "b": nn.Parameter(torch.empty(700, 200))}
+    held = sum(weight.nbytes for weight in weights.values())
     adam = TrainingSpec("adam", {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **options)})
     (update,) = trace_updates([weights], adam, Execution("cuda"))
     spec = DEVICES["a100"]

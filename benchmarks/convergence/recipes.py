@@ -1,0 +1,80 @@
+"""The optimizers that the benchmark compares, each with its settings for synchronous and for late gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from planner.optim import NewestMuon
+
+WEIGHT_DECAY = 0.01
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def _adamw(named: Named, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_by_decay(named), lr=rate, betas=(0.9, 0.98))
+
+
+def _adamw_without_momentum(named: Named, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_by_decay(named), lr=rate, betas=(0.0, 0.98))
+
+
+def _nadam(named: Named, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(_by_decay(named), lr=rate, betas=(0.95, 0.98), decoupled_weight_decay=True)
+
+
+def _nadam_099(named: Named, rate: float) -> torch.optim.Optimizer:
+    """Nesterov's momentum for late gradients, as in arXiv 2505.01099."""
+    return torch.optim.NAdam(_by_decay(named), lr=rate, betas=(0.99, 0.98), decoupled_weight_decay=True)
+
+
+def _muon(named: Named, rate: float) -> torch.optim.Optimizer:
+    """Muon with Nesterov's momentum of 0.95: the newest gradient weighs 0.05 against the average."""
+    return NewestMuon(named, rate, betas=(0.9, 0.98), average=0.95, newest=0.05, weight_decay=WEIGHT_DECAY)
+
+
+def _newest_muon(named: Named, rate: float) -> torch.optim.Optimizer:
+    return NewestMuon(named, rate, weight_decay=WEIGHT_DECAY)
+
+
+OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw, beta1 0": _adamw_without_momentum,
+    "nadam 0.95": _nadam,
+    "nadam 0.99": _nadam_099,
+    "muon 0.95": _muon,
+    "newest-muon": _newest_muon,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer by its name in `OPTIMIZERS`, its learning rate and the length of the training."""
+
+    optimizer: str = "newest-muon"
+    rate: float = 2e-3
+    minibatches: int = 400
+
+    def build(self, named: Named) -> torch.optim.Optimizer:
+        """Return the optimizer of named parameters."""
+        return OPTIMIZERS[self.optimizer](list(named), self.rate)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer, minibatches: int) -> LambdaLR:
+    """Return a schedule that warms up over a tenth of the training, then decays linearly to 0."""
+
+    def factor(minibatch: int) -> float:
+        return min(minibatch / (0.1 * minibatches), (minibatches - minibatch) / (0.9 * minibatches))
+
+    return LambdaLR(optimizer, factor)
+
+
+def _by_decay(named: Named) -> list[dict[str, object]]:
+    both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for _, parameter in named:
+        both[parameter.ndim > 1].append(parameter)
+    return [{"params": both[0], "weight_decay": 0.0}, {"params": both[1], "weight_decay": WEIGHT_DECAY}]
