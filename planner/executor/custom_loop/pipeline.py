@@ -352,7 +352,7 @@ def pipeline(
     spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
     if options is not None and options.synchronous_start:
         raise InputError(
-            "`synchronous_start` is for `train`: a loop of your own feeds the minibatches itself",
+            "`synchronous_start` is not for a loop of your own, which feeds the minibatches itself",
             hint="begin with a plan for a synchronous schedule, save a checkpoint, and load it with this plan",
         )
     options = (options or TrainingOptions()).model_copy(update={"evaluate_every": 1 if evaluates else None})
