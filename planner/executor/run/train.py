@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from planner.executor.checkpoint.final_weights import save_gathered
 from planner.executor.health.heartbeat import Heartbeat
 from planner.executor.health.supervisor import Supervisor
 from planner.executor.job import Evaluation, Job, StartResult, TrainResult
+from planner.executor.observe.late_momentum import late_momentum
 from planner.executor.observe.measure import ProgressCallback, evaluated, progress_reporter
 from planner.executor.observe.recording import TraceRecorder, Window, gather_timeline
 from planner.executor.observe.watchers import all_of, hook, tensorboard
@@ -34,6 +36,8 @@ from planner.model.spec import TrainingSpec
 from planner.schedule.instructions import Forward, Instruction, Receive, Unit, Update
 
 TimelineCallback = Callable[[Timeline], None]
+
+_log = logging.getLogger(__name__)
 
 
 def train_worker(
@@ -74,6 +78,7 @@ def train(
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm, evaluation.
     groups = Groups.create(context)
     checkpointer, first = restore(context)
+    _advise(context)
     on_progress = _with_hooks(context, first, on_progress)
     peak = peak_memory(context, (stage.module for stage in context.stages.values()))
     window = Window.of(options.trace_minibatches)
@@ -177,6 +182,15 @@ def save_weights(context: PipelineContext, path: Path) -> None:
     state = {name: tensor for module in mine for name, tensor in module.state_dict().items()}
     context.heartbeat.enter("writing the weights", meeting=True)
     save_gathered(state, path)
+
+
+def _advise(context: PipelineContext) -> None:
+    """Warn, on one worker of the stage whose gradients are latest, where the optimizer suits late ones badly."""
+    stage = context.stages.get(0)
+    if stage is None or stage.optimizer.optimizer is None or not context.is_first_replica(0):
+        return
+    if (advice := late_momentum(context.plan, stage.optimizer.optimizer)) is not None:
+        _log.warning("%s", advice)
 
 
 def _whole_stream(context: PipelineContext, first: int) -> Iterator[Iterator[Instruction]]:

@@ -60,7 +60,9 @@ def staleness_line(plan: Plan) -> str:
     if late == 0:
         return "of the current weights"
     updates = f"up to {late} update{'s' * (late > 1)} late"
-    return f"{updates}, at the first stage" if late <= LATE_UPDATES else f"{updates}: TRAINING MAY NOT CONVERGE"
+    stages = [late if plan.vertical_sync else plan.schedule.staleness(stage.in_flight) for stage in plan.stages]
+    by_stage = ", ".join(map(str, stages))
+    return f"{updates} (by stage: {by_stage})" if late <= LATE_UPDATES else f"{updates}: TRAINING MAY NOT CONVERGE"
 
 
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:

@@ -1,0 +1,43 @@
+"""Advice for optimizers whose momentum adds to the delay of gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, NAdam, Optimizer
+
+from planner.executor.observe.late_momentum import late_momentum
+from planner.optim import NewestMuon
+from tests.executor.models import write_model
+from tests.executor.plans import make_plan, structural_profile
+
+
+def _one() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (AdamW(_one(), lr=1e-3), "AdamW's momentum of 0.9"),
+        (NAdam(_one(), lr=1e-3, betas=(0.99, 0.98)), "NAdam's momentum of 0.99"),
+        (SGD(_one(), lr=1e-3, momentum=0.9), "SGD's momentum of 0.9"),
+        (SGD(_one(), lr=1e-3), None),
+        (AdamW(_one(), lr=1e-3, betas=(0.0, 0.98)), None),
+        (NewestMuon([("0.weight", _one()[0])]), None),
+    ],
+)
+def test_large_momentum_under_late_gradients(optimizer: Optimizer, words: str | None, tmp_path: Path) -> None:
+    profile = structural_profile(write_model(tmp_path, "language", "momentum", samples=8), 4)
+    advice = late_momentum(make_plan(profile, (1, 1, 1, 1)), optimizer)
+    if words is None:
+        assert advice is None
+    else:
+        assert advice is not None
+        assert words in advice
+        assert "3 updates late" in advice
+    assert late_momentum(make_plan(profile, (1, 1)), optimizer) is None
+    assert late_momentum(make_plan(profile, (1, 1, 1, 1), "1f1b-flush", 4), optimizer) is None
