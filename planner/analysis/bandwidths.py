@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.analysis.given_plan import options_of
 from planner.analysis.sweep import Sweep, spread, sweep
 from planner.formats.cluster import Cluster, Level
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.solver.candidates.progress import Patience
+from planner.solver.candidates.budget import Patience
 
 
 def bandwidth_sweep(
@@ -24,7 +22,7 @@ def bandwidth_sweep(
         plan: with its cluster and schedule.
         points: number of bandwidths.
         factor: above 1.
-        patience: how long each search for a plan may take.
+        patience: how long all searches for plans may take together.
 
     Raises:
         InputError: for a number of points that makes no sense.
@@ -38,7 +36,7 @@ def bandwidth_sweep(
         return plan.cluster.model_copy(update={"levels": (*levels[:outermost], changed, *levels[outermost + 1 :])})
 
     values = spread(now / factor, now * factor, points, whole=False)
-    return sweep(profile, "bandwidth", values, at, options=replace(options_of(plan), patience=patience or Patience()))
+    return sweep(profile, "bandwidth", values, at, options=options_of(plan, patience))
 
 
 def at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:

@@ -13,26 +13,26 @@ from planner.errors import PlannerError
 from planner.formats.plan import OtherWay, Plan
 from planner.formats.profile import Profile
 from planner.schedule.flush import FLUSH
-from planner.solver.candidates.budget import Budget, Deadline
-from planner.solver.candidates.progress import Patience
+from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.choose import Choice
 
 SYNCHRONOUS = "best synchronous plan"
 LEAST_S = 2.0  # that may be spent beside a search, however quick it was
 
 
-def with_baselines(profile: Profile, plan: Plan, time_limit_s: float | None = None) -> Plan:
+def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
     """Return the plan with the ways that people use without a planner, priced on its cluster under its schedule.
 
-    After `time_limit_s` what is left is priced by the cost model alone. Where GPUs differ, nothing is added.
+    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone. Where GPUs differ,
+    nothing is added.
     """
     if plan.cluster.kinds:
         return plan
-    budget = Budget(Deadline.after(time_limit_s))
+    budget = Budget(patience.at_most(LEAST_S).deadline)
     try:
         ways = tuple(usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget))
-    except PlannerError:
-        return plan  # a plan is worth more than what stands beside it
+    except PlannerError as error:
+        return plan.noting(f"what people use without a planner was not priced: {error.message}")
     return plan.model_copy(update={"baselines": tuple(map(_described, ways))})
 
 
@@ -48,23 +48,24 @@ def with_rows(plan: Plan, comparison: Comparison) -> Plan:
     return plan.model_copy(update={"baselines": ways})
 
 
-def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, time_limit_s: float | None) -> Plan:
+def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
     """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
 
     Args:
         profile: that the plan was made from.
         plan: from `options`.
         options: of the search.
-        time_limit_s: of the search for the other plan; None without a limit.
+        patience: of the search for the other plan, which takes no longer than that for the plan or `LEAST_S`.
     """
     if not plan.schedule.asynchronous or plan.cluster.kinds:
         return plan
     rules = replace(options.rules, max_staleness=None)
-    drained = replace(options, schedule=FLUSH, microbatches=None, rules=rules, patience=Patience(time_limit_s))
+    allowed = patience.at_most(max(LEAST_S, plan.solver.seconds))
+    drained = replace(options, schedule=FLUSH, microbatches=None, rules=rules, patience=allowed)
     try:
         found = drained.solve(profile, plan.cluster)
-    except PlannerError:
-        return plan  # none fits, or the minibatch cannot be divided
+    except PlannerError as error:
+        return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
 
 
@@ -80,13 +81,6 @@ def with_best_synchronous(choice: Choice) -> Plan:
         return plan
     best = min(others, key=lambda other: other.predicted.seconds_per_minibatch / other.microbatches)
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, best)})
-
-
-def time_beside(plan: Plan, time_limit_s: float | None) -> float:
-    """Return the seconds to spend beside the search for a plan: as long as that took, within its time limit."""
-    spent_s = plan.solver.seconds
-    allowed_s = max(LEAST_S, spent_s)
-    return allowed_s if time_limit_s is None else max(0.0, min(allowed_s, time_limit_s - spent_s))
 
 
 def described_plan(name: str, plan: Plan) -> OtherWay:

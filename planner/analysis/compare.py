@@ -17,13 +17,14 @@ from planner.formats.profile import Profile
 from planner.schedule.defaults import MICROBATCHES_PER_GPU
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.schedule import Schedule
-from planner.solver.candidates.budget import Budget, Deadline
+from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.candidates.evaluation import evaluate
 from planner.solver.reference import baselines
 from planner.solver.result import Evaluation
 
 CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
 OWN = (CHOSEN, SAME_CUT)  # rows with stages that the planner chose
+SOLVING = STRAIGHT = 0.5  # shares of the time left: to search for the plan, then for pipelines without replicas
 
 
 class ComparisonRow(Record):
@@ -46,6 +47,7 @@ class ComparisonRow(Record):
     flop_utilisation: float | None  # of the workers' peak, by the model's FLOPs; None where one is not known
     staleness: int  # updates that the gradients are late
     idle_share: float  # of the workers' time: bubbles, waits, and communication that is not overlapped
+    simulated: bool = True  # False: by the cost model, which knows no waiting
 
 
 class Comparison(Record):
@@ -59,7 +61,12 @@ class Comparison(Record):
 
 
 def compare(
-    profile: Profile, cluster: Cluster | None = None, *, plan: Plan | None = None, options: SolveOptions | None = None
+    profile: Profile,
+    cluster: Cluster | None = None,
+    *,
+    plan: Plan | None = None,
+    options: SolveOptions | None = None,
+    patience: Patience | None = None,
 ) -> Comparison:
     """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on the same cut.
 
@@ -68,6 +75,7 @@ def compare(
         cluster: solved for, if there is no plan.
         plan: made from this profile; it brings its cluster and schedule.
         options: how to solve; by default as `solve` does.
+        patience: how long pricing beside a given plan may take. When the time is over, the cost model prices the rest.
 
     Raises:
         PlanError: if the plan was made from another profile.
@@ -76,9 +84,9 @@ def compare(
     if plan is None:
         assert cluster is not None, "either a plan or a cluster"
         options = options or SolveOptions()
-        given = GivenPlan.of(profile, options.solve(profile, cluster), options)
+        given = GivenPlan.of(profile, options.within(SOLVING).solve(profile, cluster), options)
     else:
-        given = GivenPlan.of(profile, plan)
+        given = GivenPlan.of(profile, plan, patience=patience)
     ways = _ways(given)
     rows = [_row(given, way) for way in ways]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
@@ -95,13 +103,13 @@ def _ways(given: GivenPlan) -> list[Way]:
     options = replace(given.options, schedule=plan.schedule.unchunked)  # the baselines have no chunks
     problem = options.problem(layer_costs, cluster)
     equal_time = baselines.equal_time(layer_costs, cluster.gpus)
-    straight = fastest(problem, [*baselines.straight(layer_costs, cluster), equal_time])
+    deadline = options.patience.deadline
+    straight = fastest(problem, [*baselines.straight(layer_costs, cluster, deadline.earlier(STRAIGHT)), equal_time])
     assert straight is not None  # there is equal_time at least
 
-    patience_s = given.options.patience.time_limit_s
     ways = [
         Way(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
-        *usual_ways(given.options, layer_costs, cluster, Budget(Deadline.after(patience_s))),
+        *usual_ways(given.options, layer_costs, cluster, Budget(deadline)),
         Way("straight pipeline", problem, straight),
         Way("equal layers", problem, evaluate(problem, baselines.equal_layers(layer_costs, cluster.gpus))),
         Way("equal parameters", problem, evaluate(problem, baselines.equal_parameters(layer_costs, cluster.gpus))),
@@ -143,6 +151,7 @@ def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
         flop_utilisation=utilisation(profile, 1, seconds, workers),
         staleness=max(map(entry.problem.schedule.staleness, price.in_flight)),
         idle_share=1 - busy / (workers * seconds),
+        simulated=entry.plan.simulated,
     )
 
 

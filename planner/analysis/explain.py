@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from planner.analysis.bandwidths import at_bandwidth
+from planner.analysis.compare import STRAIGHT
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.solve_options import SolveOptions, fastest
 from planner.cost.layer_costs import Candidate
@@ -15,14 +15,15 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Bottleneck, Plan, SolverReport, config_of
 from planner.formats.profile import Profile
+from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.candidates.kinds import counts_to_try, proposals
-from planner.solver.candidates.progress import Patience
 from planner.solver.chain.states import Chain
 from planner.solver.problem import Problem
 from planner.solver.reference import baselines
 
 MORE_BANDWIDTH = 1.1
 MORE_MEMORY = 1.5
+MOVING, LOOKING = 0.2, 0.3  # shares of the time left for moves, then for other configs; the rest is for other clusters
 _SAME = 1e-6  # relative difference of times that counts as none
 
 
@@ -79,6 +80,7 @@ class Explanation(Record):
     next_best: Alternative | None
     what_if: tuple[Alternative, ...]
     solver: SolverReport
+    out_of_time: bool = False  # the time limit passed: moves are missing, or alternatives were searched for too short
 
 
 def explain(
@@ -90,14 +92,12 @@ def explain(
         profile: that the plan was made from.
         plan: from `solve`.
         options: how the plan was solved, where the plan does not record it; by default as `solve` does.
-        patience: how long each search for another plan may take.
+        patience: how long all searches for other plans may take together.
 
     Raises:
         PlanError: if the plan was made from another profile.
     """
-    given = GivenPlan.of(profile, plan, options)
-    if patience is not None:
-        given = replace(given, options=replace(given.options, patience=patience))
+    given = GivenPlan.of(profile, plan, options, patience)
     return Explanation(
         model=profile.model,
         config=plan.config,
@@ -107,10 +107,11 @@ def explain(
         waiting_s=_waiting_s(given),
         uses=_uses(given),
         memory=_memory(plan),
-        moves=_moves(given),
-        next_best=_next_best(given),
+        moves=_moves(given.within(MOVING)),
+        next_best=_next_best(given.within(LOOKING)),
         what_if=_what_if(given),
         solver=plan.solver,
+        out_of_time=given.options.patience.deadline.passed,
     )
 
 
@@ -159,22 +160,24 @@ def _moves(given: GivenPlan) -> tuple[BoundaryMove, ...]:
         if stage.layers != frozenset(range(ends[-2], ends[-1])):
             return ()
     legal = baselines.legal_ends(given.layer_costs)
-    found = []
+    found = list[BoundaryMove | None]()
     for boundary in range(1, len(ends) - 1):
         place = legal.index(ends[boundary])
         for step in (-1, 1):
             moved = [*ends[:boundary], legal[place + step], *ends[boundary + 1 :]]
             if len(set(moved)) == len(moved) == len(ends) and moved == sorted(moved):
                 found.append(_move(given, boundary - 1, moved, step))
-    return tuple(found)
+    return tuple(move for move in found if move is not None)
 
 
-def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> BoundaryMove:
+def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> BoundaryMove | None:
     stages = []
     for stage, first, end in zip(given.stages, ends, ends[1:], strict=False):
         layers = frozenset(range(first, end))
         stages.append(Candidate(frozenset(range(first)), layers, stage.options))
     plan = given.evaluate(stages)
+    if plan.simulated != given.simulated:
+        return None  # too little time to compare like with like
     position = ends[boundary + 1] if step < 0 else ends[boundary + 1] - 1
     return BoundaryMove(
         boundary=boundary,
@@ -192,7 +195,11 @@ def _next_best(given: GivenPlan) -> Alternative | None:
         return None  # none of those has chunks
     others = [stages for stages in _others(given) if _config(stages) != given.plan.config]
     best = fastest(given.problem, others, must_fit=True)
-    return None if best is None else _alternative(given, "the best other config", _config(best.stages), best.seconds)
+    return (
+        None
+        if best is None or best.simulated != given.simulated
+        else _alternative(given, "the best other config", _config(best.stages), best.seconds)
+    )
 
 
 def _config(stages: Sequence[Candidate]) -> str:
@@ -204,9 +211,11 @@ def _others(given: GivenPlan) -> list[Sequence[Candidate]]:
     found: list[Sequence[Candidate]] = [
         baselines.data_parallel(layer_costs, count) for count in counts_to_try(cluster.gpus)
     ]
-    found += [*baselines.straight(layer_costs, cluster), baselines.equal_time(layer_costs, cluster.gpus)]
+    deadline = given.options.patience.deadline.earlier(STRAIGHT)
+    found += [*baselines.straight(layer_costs, cluster, deadline), baselines.equal_time(layer_costs, cluster.gpus)]
     # Proposals are those of 1f1b, whose search is the quickest; each is evaluated under the plan's own schedule.
-    found += proposals(Problem(layer_costs, Setting(cluster), given.options.rules), Chain(layer_costs))
+    budget = Budget(given.options.patience.deadline)
+    found += proposals(Problem(layer_costs, Setting(cluster), given.options.rules, budget=budget), Chain(layer_costs))
     return list(dict.fromkeys(tuple(stages) for stages in found))
 
 
@@ -224,7 +233,10 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     if cluster.memory_bytes is not None:
         more = int(cluster.memory_bytes * MORE_MEMORY)
         clusters.append((f"{MORE_MEMORY - 1:.0%} more memory", cluster.model_copy(update={"memory_bytes": more})))
-    return tuple(_resolved(given, what, larger) for what, larger in clusters)
+    return tuple(
+        _resolved(given.within(1 / (len(clusters) - number)), what, larger)
+        for number, (what, larger) in enumerate(clusters)
+    )
 
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
@@ -233,11 +245,14 @@ def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch
+    if (plan.predicted.by == "simulation") != given.simulated:  # then both by the cost model, which all have
+        known = given.plan.solver.cost_model_s or given.seconds
+        return _alternative(given, what, config, (plan.solver.cost_model_s or seconds) / known * given.seconds)
     if cluster.gpus == given.plan.cluster.gpus:
         # The given plan runs there, too, and can win: the search stops within a tolerance of its bound.
-        own_s = given.evaluate(given.stages, cluster).seconds
-        if own_s < seconds:
-            config, seconds = given.plan.config, own_s
+        own = given.evaluate(given.stages, cluster)
+        if own.simulated == given.simulated and own.seconds < seconds:
+            config, seconds = given.plan.config, own.seconds
     return _alternative(given, what, config, seconds)
 
 

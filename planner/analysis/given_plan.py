@@ -15,6 +15,7 @@ from planner.errors import PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.solver.candidates.budget import Patience
 from planner.solver.candidates.evaluation import evaluate
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
@@ -37,8 +38,10 @@ class GivenPlan:
     stages: tuple[Candidate, ...]
 
     @classmethod
-    def of(cls, profile: Profile, plan: Plan, options: SolveOptions | None = None) -> GivenPlan:
-        """Prepare `plan`; without `options`, take those that the plan records.
+    def of(
+        cls, profile: Profile, plan: Plan, options: SolveOptions | None = None, patience: Patience | None = None
+    ) -> GivenPlan:
+        """Prepare `plan`; without `options`, take those that the plan records, and `patience` for what is solved.
 
         Raises:
             PlanError: if the plan was made from another profile, or is for GPUs of several kinds: the formulas price
@@ -63,12 +66,21 @@ class GivenPlan:
             how = StageOptions(stage.replicas, stage.sharded, tuple(groups))
             stages.append(Candidate(before, layers, how))
             before |= layers
-        return cls(layer_costs, plan, options or options_of(plan), tuple(stages))
+        return cls(layer_costs, plan, options or options_of(plan, patience), tuple(stages))
 
     @property
     def seconds(self) -> float:
         """Predicted seconds per minibatch."""
         return self.plan.predicted.seconds_per_minibatch
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the plan's seconds are those of a simulation."""
+        return self.plan.predicted.by == "simulation"
+
+    def within(self, share: float) -> GivenPlan:
+        """Return the same, with this share of the time that is left for what is solved."""
+        return replace(self, options=self.options.within(share))
 
     def price(self) -> Price:
         """Price the plan, with the time and the memory that it states: it may have been solved for other depths."""
@@ -106,11 +118,13 @@ class GivenPlan:
         return busy_resources(self.layer_costs, self.stages, self._as_recorded.setting)
 
 
-def options_of(plan: Plan) -> SolveOptions:
+def options_of(plan: Plan, patience: Patience | None = None) -> SolveOptions:
     """Return the options that `plan` was solved with, as far as it records them."""
     return SolveOptions(
+        patience=patience or Patience(),
         cost_model=plan.solver.cost_model,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
+        depth=plan.solver.depth,
         chunks=plan.chunks,
     )

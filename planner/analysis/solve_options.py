@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.setting import Setting
@@ -17,9 +17,8 @@ from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.candidates.evaluation import evaluate, priced
-from planner.solver.candidates.progress import Patience
 from planner.solver.minibatch import microbatches_in
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation
@@ -31,7 +30,8 @@ class SolveOptions:
     """The arguments of `solve` beside profile and cluster.
 
     `microbatches`: per minibatch; None means as many as make `minibatch` samples, if that is given, or
-    `MICROBATCHES_PER_GPU` for schedules that divide minibatches.
+    `MICROBATCHES_PER_GPU` for schedules that divide minibatches. `patience`: of everything that is solved or simulated
+    under these options, together.
     """
 
     cost_model: CostModelName = "resource"
@@ -64,10 +64,14 @@ class SolveOptions:
         return self.schedule.fixed_chunks or self.chunks
 
     def problem(self, layer_costs: LayerCosts, cluster: Cluster) -> Problem:
-        """Return the problem of pricing plans on this cluster, each of which takes as long as it takes."""
+        """Return the problem of pricing plans on this cluster, by the cost model alone when the time is over."""
         microbatches = self.microbatches_on(cluster, layer_costs.profile)
         setting = Setting(cluster, self.schedule, microbatches, self.chunks_per_gpu, self.cost_model)
-        return Problem(layer_costs, setting, self.rules, self.depth, budget=Budget.unlimited())
+        return Problem(layer_costs, setting, self.rules, self.depth, budget=Budget.unlimited(self.patience.deadline))
+
+    def within(self, share: float) -> SolveOptions:
+        """Return the same options with this share of the time that is left."""
+        return replace(self, patience=self.patience.part(share))
 
     def price(self, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]) -> Plan:
         """Return the plan of these stages, priced and simulated, whether or not they fit the memory."""
@@ -95,7 +99,7 @@ class SolveOptions:
             granularity=self.rules.granularity,
             chunks=self.chunks,
             accept_divided_loss=self.accept_divided_loss,
-            time_limit_s=self.patience.time_limit_s,
+            time_limit_s=self.patience.deadline.left_s,
             progress=self.patience.progress,
         )
 
@@ -121,6 +125,6 @@ def fastest(problem: Problem, plans: Iterable[Sequence[Candidate]], *, must_fit:
         evaluation = evaluate(problem, candidate.stages)
         if must_fit and not evaluation.fits(problem.cluster):
             continue
-        if best is None or evaluation.seconds < best.seconds:
+        if best is None or evaluation.saves(best, 0.0):
             best = evaluation
     return best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.analysis.beside import with_baselines
@@ -17,6 +17,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Bottleneck, Plan
 from planner.formats.profile import Profile
+from planner.solver.candidates.budget import Patience
 
 Quantity = Literal["bandwidth", "gpus", "memory"]
 ClusterAt = Callable[[float], Cluster]
@@ -66,6 +67,7 @@ class Sweep(Record):
     quantity: Quantity
     points: tuple[SweepPoint, ...]
     changes: tuple[ConfigChange, ...]
+    out_of_time: bool = False  # the time limit passed before each change was within `PRECISION`
 
     @property
     def rate_unit(self) -> str:
@@ -90,13 +92,18 @@ def sweep(
         quantity: what the values are: bytes/s, a number of GPUs, or bytes of memory per GPU.
         values: see `spread`.
         cluster_at: returns the cluster with a value.
-        options: how to solve; by default as `solve` does.
+        options: how to solve; by default as `solve` does. When the time is over, changes are told less precisely.
 
     Raises:
         InputError: as `solve`. That no plan fits a cluster is an answer, not an error.
     """
-    points_of = _Points(profile, cluster_at, options or SolveOptions())
-    first, *others = sorted(set(values))
+    options, places = options or SolveOptions(), sorted(set(values))
+    left_s = options.patience.deadline.left_s
+    # All have the same time, so that no config changes because one had more; half of it is for these values.
+    points_of = _Points(profile, cluster_at, options, None if left_s is None else left_s / (2 * len(places)))
+    for value in places:
+        points_of.solve(value)
+    first, *others = places
     points, changes = [points_of.at(first, None)], list[ConfigChange]()
     for value in others:
         low, high = points[-1], points_of.at(value, points[-1].config)
@@ -107,7 +114,13 @@ def sweep(
             low = changes[-1].above
             high = points_of.at(value, low.config)
         points.append(high)
-    return Sweep(model=profile.model, quantity=quantity, points=tuple(points), changes=tuple(changes))
+    return Sweep(
+        model=profile.model,
+        quantity=quantity,
+        points=tuple(points),
+        changes=tuple(changes),
+        out_of_time=not points_of.time_left,
+    )
 
 
 def spread(low: float, high: float, points: int, whole: bool) -> list[float]:
@@ -136,23 +149,34 @@ class _Points:
     profile: Profile
     cluster_at: ClusterAt
     options: SolveOptions
+    each_s: float | None  # for each value; None without a limit
     solved: dict[float, Plan | InfeasibleError] = field(default_factory=dict)
     last: dict[str, Plan] = field(default_factory=dict)
 
-    def at(self, value: float, config: str | None) -> SweepPoint:
-        """Return the point of a value, with the plan of this config where no other is worth a change."""
+    @property
+    def time_left(self) -> bool:
+        """Whether there is time for one more value."""
+        return self.each_s is None or (self.options.patience.deadline.left_s or 0.0) > self.each_s
+
+    def solve(self, value: float) -> Plan | InfeasibleError:
+        """Return the fastest plan for a value, or why there is none."""
         if value not in self.solved:
+            options = replace(self.options, patience=self.options.patience.at_most(self.each_s))
             try:
-                self.solved[value] = self.options.solve(self.profile, self.cluster_at(value))
+                self.solved[value] = options.solve(self.profile, self.cluster_at(value))
             except InfeasibleError as error:
                 self.solved[value] = error
-        best = self.solved[value]
+        return self.solved[value]
+
+    def at(self, value: float, config: str | None) -> SweepPoint:
+        """Return the point of a value, with the plan of this config where no other is worth a change."""
+        best = self.solve(value)
         if isinstance(best, InfeasibleError):
             return SweepPoint(value=value, config=None, why_not=best.message)
         before = self.last.get(config or "")
         plan = best if before is None or config == best.config else self._kept(before, best)
         self.last[plan.config] = plan
-        return _point(value, with_baselines(self.profile, plan, 0.0))
+        return _point(value, with_baselines(self.profile, plan, Patience.of(0.0)))
 
     def _kept(self, before: Plan, best: Plan) -> Plan:
         """Return the earlier plan on the cluster of the best one, or that one if it is worth a change."""
@@ -184,7 +208,7 @@ def _point(value: float, plan: Plan) -> SweepPoint:
 def _change(points_of: _Points, low: SweepPoint, high: SweepPoint, quantity: Quantity) -> ConfigChange:
     """Find by bisection the first change from the config of the lower point."""
     below, above = low, high
-    while not _adjacent(below.value, above.value, quantity):
+    while not _adjacent(below.value, above.value, quantity) and points_of.time_left:
         middle = points_of.at(_middle(below.value, above.value, quantity), low.config)
         below, above = (middle, above) if middle.config == low.config else (below, middle)
     return ConfigChange(below=below.value, from_config=below.config, above=above)

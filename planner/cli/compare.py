@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.importers import read_profile
     from planner.report.tables.compare import comparison_report
 
-    profile = read_profile(args.profile)
     with patience_of(args) as patience:
-        comparison = compare(profile, plan=plan_of(args, profile, patience))
+        profile = read_profile(args.profile)
+        comparison = compare(profile, plan=plan_of(args, profile, patience), patience=patience)
     print_answer(comparison, args.json, comparison_report)
     return 0

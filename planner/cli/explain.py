@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.importers import read_profile
     from planner.report.tables.explain import explanation_report
 
-    profile = read_profile(args.profile)
     with patience_of(args) as patience:
+        profile = read_profile(args.profile)
         explanation = explain(profile, plan_of(args, profile, patience), patience=patience)
     print_answer(explanation, args.json, explanation_report)
     return 0

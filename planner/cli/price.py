@@ -83,16 +83,17 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Price, save, and print the plan; exit code 3 if it does not fit the memory."""
-    from planner.analysis.beside import LEAST_S, with_baselines
+    from planner.analysis.beside import with_baselines
     from planner.analysis.own_plan import missing_memory, price
     from planner.formats.importers import read_profile
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report
+    from planner.solver.candidates.budget import Patience
 
     profile = read_profile(args.profile)
     cluster = cluster_of(args, profile)
     plan = price(profile, cluster, _own_plan(args, profile, cluster))
-    plan = with_baselines(profile, plan, LEAST_S)
+    plan = with_baselines(profile, plan, Patience())
     save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
     print_written(args.output)

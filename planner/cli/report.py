@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from planner.cli.arguments.verb import (
     refuse,
 )
 from planner.cli.flags import as_flags
-from planner.cli.output import print_progress, print_written
+from planner.cli.output import print_written
 from planner.cli.sweep import POINTS
 from planner.errors import InputError, PlannerError
 
@@ -27,7 +26,9 @@ if TYPE_CHECKING:
     from planner.analysis.sweep import Sweep
     from planner.formats.plan import Plan
     from planner.formats.timeline import Timeline
+    from planner.solver.candidates.budget import Patience
 
+COMPARING = 0.3  # share of the time for the comparison; the rest is for the bandwidths
 FORMATS = ("html", "svg", "png")
 SPREAD = 10.0  # the sweep's bandwidths: from the plan's divided by this to the plan's multiplied by it
 
@@ -71,7 +72,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="N",
         help="solve for N bandwidths, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
     )
-    add_time_limit_argument(parser, "each search for a plan")
+    add_time_limit_argument(parser)
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -99,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     simulated, measured = _timelines(args, plan)
     match style:
         case "html":
-            comparison, sweep, why_not = _alternatives(args, plan)
+            with patience_of(args) as patience:
+                comparison, sweep, why_not = _alternatives(args, plan, patience)
             if comparison is not None:
                 plan = with_rows(plan, comparison)
             write_text(output, report_page(ReportContent(plan, simulated, measured, comparison, sweep, why_not)))
@@ -140,7 +142,9 @@ def _style(args: argparse.Namespace) -> tuple[str, Path]:
     return style, output or Path(f"report.{style}")
 
 
-def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | None, Sweep | None, str]:
+def _alternatives(
+    args: argparse.Namespace, plan: Plan, patience: Patience
+) -> tuple[Comparison | None, Sweep | None, str]:
     """Return the comparison and the sweep, or why they are missing.
 
     Raises:
@@ -155,14 +159,11 @@ def _alternatives(args: argparse.Namespace, plan: Plan) -> tuple[Comparison | No
         return None, None, f"The comparison and the bandwidths: there is no {path}; name a profile with --profile."
     try:
         profile = read_profile(path)
-        comparison = compare(profile, plan=plan)
+        comparison = compare(profile, plan=plan, patience=patience.part(COMPARING))
     except PlannerError as error:
         if args.profile is not None:
             raise
         return None, None, f"The comparison and the bandwidths: {as_flags(error.message)}."
     if args.points == 0:
         return comparison, None, ""
-    if sys.stderr.isatty():
-        print_progress("solving for other bandwidths (--points 0 leaves them out)")
-    with patience_of(args) as patience:
-        return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD, patience), ""
+    return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD, patience), ""

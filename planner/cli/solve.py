@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
 from planner.cli.arguments.numbers import batch_sizes
-from planner.cli.arguments.question import add_loss_argument, add_minibatch_argument
+from planner.cli.arguments.question import add_loss_argument, add_minibatch_argument, patience_of
 from planner.cli.arguments.rules import add_rule_arguments, rules_of
-from planner.cli.arguments.time_limit import add_time_limit_argument, shown
+from planner.cli.arguments.time_limit import add_time_limit_argument
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
 from planner.cli.flags import as_flags
 from planner.cli.output import print_answer, print_complaint, print_written
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
-    from planner.solver.candidates.progress import Progress
+    from planner.solver.candidates.budget import Patience
+
+# Shares of the time left: for the search, and then for the best synchronous plan; the rest is for what people use.
+SEARCHING, BESIDE = 0.9, 0.7
 
 DESCRIPTION = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
@@ -132,26 +135,25 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="search: exact; ilp: an integer program (HiGHS or CBC), for constraints and GPUs that the search does not "
         "take; brute: every plan, of up to 10 layers; auto: the search where it can, else ilp (default: %(default)s)",
     )
-    add_time_limit_argument(parser, "the search")
+    add_time_limit_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
-    from planner.analysis.beside import LEAST_S, with_baselines
+    from planner.analysis.beside import with_baselines
     from planner.formats.importers import read_profile
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report, staleness_warning
 
-    profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
-    profile = profiles[0]
-    cluster = cluster_of(args, profile)
-    with shown() as progress:
+    with patience_of(args) as patience:
+        profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
+        cluster = cluster_of(args, profiles[0])
         if len(profiles) > 1 or args.schedule in ("auto", "all"):
-            plan = _chosen(args, profiles, cluster, progress)
+            plan = _chosen(args, profiles, cluster, patience)
         else:
-            plan = _solved(args, profile, cluster, progress)
-    profile = next(one for one in profiles if one.digest == plan.profile_digest)
-    plan = with_baselines(profile, plan, LEAST_S)
+            plan = _solved(args, profiles[0], cluster, patience)
+        profile = next(one for one in profiles if one.digest == plan.profile_digest)
+        plan = with_baselines(profile, plan, patience)
     replaced = replaced_plan(args.output, plan)
     save_plan(plan, args.output)
     print_answer(plan, args.json, plan_report)
@@ -223,8 +225,8 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
     return verify_report(plan, verify(load_model_file(model), profile, [stage.layers for stage in plan.stages]))
 
 
-def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, progress: Progress) -> Plan:
-    from planner.analysis.beside import time_beside, with_synchronous
+def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, patience: Patience) -> Plan:
+    from planner.analysis.beside import with_synchronous
     from planner.analysis.solve_options import SolveOptions
     from planner.solver import solve
 
@@ -254,18 +256,17 @@ def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, progre
         solver=args.solver,
         constraints=constraints,
         accept_divided_loss=bool(args.accept_divided_loss),
-        time_limit_s=args.time_limit,
-        progress=progress,
+        time_limit_s=patience.part(SEARCHING).deadline.left_s,
+        progress=patience.progress,
     )
     if args.vertical_sync or args.solver != "auto" or not constraints.empty:
         return plan  # whose alternative would have to respect the same
-    return with_synchronous(profile, plan, options, time_beside(plan, args.time_limit))
+    return with_synchronous(profile, plan, options, patience.part(BESIDE))
 
 
-def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, progress: Progress) -> Plan:
+def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster, patience: Patience) -> Plan:
     from planner.analysis.beside import with_best_synchronous
     from planner.report.tables.choice import choice_report
-    from planner.solver.candidates.progress import Patience
     from planner.solver.choose import COMPARED, choose
 
     if args.solver != "auto" or args.vertical_sync or not constraints_of(args).empty:
@@ -288,7 +289,7 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster,
         rules=rules_of(args),
         chunks=args.chunks,
         accept_divided_loss=bool(args.accept_divided_loss),
-        patience=Patience(args.time_limit, progress),
+        patience=patience.part(SEARCHING),
     )
     if not args.json:
         print(as_flags(choice_report(choice)), end="\n\n")

@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
     quantity, (low, high) = _swept(args)
     default = GPU_POINTS if quantity == "gpus" else POINTS
     values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
-    profile = read_profile(args.profile)
-    cluster_at = _clusters(args, quantity, profile)
     with patience_of(args) as patience:
-        swept = sweep(profile, quantity, values, cluster_at, options=options_of(args, patience))
+        profile = read_profile(args.profile)
+        options = options_of(args, patience)
+        swept = sweep(profile, quantity, values, _clusters(args, quantity, profile), options=options)
     print_answer(swept, args.json, sweep_report)
     if args.plot is not None:
         write_text(args.plot, sweep_svg(swept))

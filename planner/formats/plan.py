@@ -201,8 +201,10 @@ class OtherWay(Record):
     over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
 
 
-class SolverReport(Record):
+class SolverReport(GrownRecord):
     """How the plan was found, and how far from optimal it can be."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"depth"})
 
     name: str
     cost_model: Annotated[CostModelName, BeforeValidator(refuse_max_load)]
@@ -213,12 +215,15 @@ class SolverReport(Record):
     cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model
     simulated: Annotated[int, Field(ge=0)] = 0  # number of candidates that were simulated
     exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
+    depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given
 
 
 class Plan(GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"loss", "tf32", "deterministic", "baselines", "synchronous"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        {"loss", "tf32", "deterministic", "baselines", "synchronous", "notes"}
+    )
 
     schema_version: Literal[1] = 1
     model: str
@@ -243,8 +248,13 @@ class Plan(GrownRecord):
     predicted: Prediction
     baselines: tuple[OtherWay, ...] = ()  # what people do without a planner; empty where they were not priced
     synchronous: OtherWay | None = None  # beside an asynchronous plan: the best one whose gradients are never late
+    notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport
     cluster: Cluster
+
+    def noting(self, sentence: str) -> Plan:
+        """Return the plan with one more note."""
+        return self.model_copy(update={"notes": (*self.notes, sentence)})
 
     @property
     def trainable(self) -> bool:

@@ -71,7 +71,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         transfers=transfers(layer_costs, stages),
         shared=shared_between(layer_costs, stages),
         predicted=predict(problem, best),
-        solver=report,
+        solver=report.model_copy(update={"depth": problem.depth}),
         cluster=problem.cluster,
     )
 

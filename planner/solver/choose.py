@@ -19,7 +19,7 @@ from planner.schedule.flush import FLUSH
 from planner.schedule.registry import SCHEDULES, find
 from planner.schedule.schedule import Schedule
 from planner.solver import solve
-from planner.solver.candidates.progress import Patience
+from planner.solver.candidates.budget import Patience
 from planner.solver.minibatch import microbatches_in
 from planner.solver.problem import DepthRule
 from planner.solver.stage_rules import StageRules
@@ -117,7 +117,7 @@ def choose(
         rules: what the stages of all plans may be like.
         chunks: as for `solve`.
         accept_divided_loss: as for `solve`.
-        patience: how long to search for each plan.
+        patience: how long to search for all plans together.
 
     Raises:
         InfeasibleError: if nothing fits the memory.
@@ -127,7 +127,7 @@ def choose(
     if microbatches is not None and minibatch is not None:
         raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
     patience, rules = patience or Patience(), rules or StageRules()
-    options = []
+    options = list[Option]()
     for profile in sorted(profiles, key=lambda each: each.microbatch_size or 0):
         many = _microbatches(profile, profiles, cluster, microbatches) if minibatch is None else 1
         for schedule in map(find, schedules):
@@ -147,7 +147,7 @@ def choose(
                     granularity=rules.granularity,
                     chunks=chunks,
                     accept_divided_loss=accept_divided_loss,
-                    time_limit_s=patience.time_limit_s,
+                    time_limit_s=patience.part(1 / (len(profiles) * len(schedules) - len(options))).deadline.left_s,
                     progress=patience.progress,
                 )
             except (InfeasibleError, InputError) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from planner.analysis.beside import time_beside, with_baselines, with_rows, with_synchronous
+from planner.analysis.beside import with_baselines, with_rows, with_synchronous
 from planner.analysis.compare import compare
 from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import flat_cluster
@@ -15,6 +16,7 @@ from planner.report.page.page import ReportContent, report_page
 from planner.report.tables.plan import plan_report
 from planner.simulator.plan import simulate
 from planner.solver import solve
+from planner.solver.candidates.budget import Patience
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
@@ -23,7 +25,7 @@ MODEL = profile(*LAYERS)
 
 def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     cluster = flat_cluster(4, 1e8)
-    plan = with_baselines(MODEL, solve(MODEL, cluster))
+    plan = with_baselines(MODEL, solve(MODEL, cluster), Patience())
     rows = {row.name: row for row in compare(MODEL, plan=plan).rows}
     assert {"data parallel", "one GPU", "ZeRO-1", "ZeRO-3, FSDP", "4 equal stages"} <= {b.name for b in plan.baselines}
     for baseline in plan.baselines:
@@ -38,7 +40,7 @@ def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_no_measure() -> None:
-    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)))
+    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)), Patience())
     text = plan_report(plan)
     assert "one GPU does not fit (100 MB too many)" in text
     assert "data parallel does not fit (100 MB too many)" in text
@@ -48,21 +50,24 @@ def test_what_does_not_fit_is_no_measure() -> None:
 
 def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     cluster, options = flat_cluster(4, 1e8), SolveOptions()
-    plan = with_synchronous(MODEL, options.solve(MODEL, cluster), options, None)
+    plan = with_synchronous(MODEL, options.solve(MODEL, cluster), options, Patience())
     drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
     assert plan.synchronous is not None
     assert plan.synchronous.config == drained.config
     assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
     assert f"1f1b-flush {drained.config} on current weights" in plan_report(plan)
-    assert with_synchronous(MODEL, drained, options, None) is drained
+    assert with_synchronous(MODEL, drained, options, Patience()) is drained
 
 
-def test_no_more_time_is_spent_beside_a_search_than_is_left() -> None:
-    plan = solve(MODEL, flat_cluster(2, 1e8))
-    slow = plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": 50.0})})
-    assert time_beside(slow, None) == 50
-    assert time_beside(slow, 60) == pytest.approx(10)
-    assert time_beside(slow, 40) == 0
+def test_what_cannot_stand_beside_a_plan_is_told() -> None:
+    """Under 1f1b a minibatch is one microbatch; the synchronous schedules cannot make two of three samples."""
+    cluster, options = flat_cluster(4, 1e8), SolveOptions(minibatch=8 * (MODEL.microbatch_size or 1))
+    plan = solve(MODEL, cluster)
+    refused = replace(options, minibatch=3 * (MODEL.microbatch_size or 1) + 1)
+    noted = with_synchronous(MODEL, plan, refused, Patience())
+    assert noted.synchronous is None
+    assert noted.notes[0].startswith("there is no synchronous plan to compare it with: ")
+    assert noted.notes[0] in plan_report(noted)
 
 
 def test_a_report_takes_baselines_from_its_comparison() -> None:
@@ -78,7 +83,7 @@ def test_a_report_takes_baselines_from_its_comparison() -> None:
 
 def test_replicas_have_a_microbatch_each() -> None:
     """Under 2bw, a replica without one would never update."""
-    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4))
+    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Patience())
     made = {way.name: way.microbatches for way in plan.baselines}
     assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 8, 8, 4)
     ratio = plan.predicted.speedup_over_data_parallel

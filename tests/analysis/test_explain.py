@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.analysis.explain import explain
+from planner.analysis.given_plan import GivenPlan
 from planner.analysis.solve_options import SolveOptions
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
@@ -109,3 +110,13 @@ def test_schedules_that_drain_and_levels() -> None:
     assert explain(MODEL, chunked).moves == ()
     levels = explain(MODEL, solve(MODEL, hierarchical_cluster((2, 2), (100.0, 10.0))))
     assert levels.what_if[1].what == "one more group of 2 GPUs"
+
+
+def test_a_plan_of_the_published_depth_is_priced_at_it() -> None:
+    cluster = flat_cluster(4, 0.5)  # whose messages a deeper pipeline would hide
+    plan = solve(MODEL, cluster, depth="published")
+    deeper = GivenPlan.of(MODEL, plan, SolveOptions())
+    given = GivenPlan.of(MODEL, Plan.model_validate_json(plan.model_dump_json()))
+    assert len(plan.stages) > 1
+    assert given.evaluate(given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
+    assert deeper.evaluate(given.stages).seconds < given.evaluate(given.stages).seconds

@@ -12,6 +12,7 @@ from planner.cli.arguments.time_limit import TIME_LIMIT, progress_text, shown
 from planner.cli.main import build_parser, main
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
+from planner.solver.candidates.budget import Patience
 from planner.solver.candidates.progress import Progress
 from tests.formats.test_repeated_blocks import transformer
 
@@ -54,3 +55,29 @@ def test_an_answer_without_time_is_no_slower_than_data_parallelism(
     plan = load_plan(tmp_path / "plan.json")
     assert plan.predicted.speedup_over_data_parallel >= 1 - 1e-9
     assert plan.solver.status == "feasible"
+
+
+@pytest.mark.parametrize("verb", ["explain", "compare", "sweep", "report"])
+def test_every_verb_answers_when_the_time_is_over(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that a verb does has one clock, so that each of its searches meets a deadline that has passed."""
+    monkeypatch.chdir(tmp_path)
+    save_profile(transformer(8, "h.{block}.part{part}"), tmp_path / "profile.json")
+    cluster = ["--topology", "4x4", "--bandwidth", "1kB/s,500B/s", "--memory", "100GB"]
+    cluster = [*cluster[:2], "--bandwidth", "1kB/s,500B/s:1kB/s", "--points", "3"] if verb == "sweep" else cluster
+    if verb == "report":
+        assert main(["solve", *cluster]) == 0
+        cluster = []
+    assert main([verb, *cluster, "--time-limit", "1ns"]) == 0
+    said = {"explain": "The time limit ended this", "compare": "by the cost model, which knows no waiting"}
+    assert said.get(verb, "") in capsys.readouterr().out
+
+
+def test_parts_of_the_time_end_with_it() -> None:
+    patience = Patience.of(100.0)
+    assert 49 < (patience.part(0.5).deadline.left_s or 0) <= 50
+    assert 99 < (patience.at_most(1000).deadline.left_s or 0) <= 100
+    assert 1 < (patience.at_most(2).deadline.left_s or 0) <= 2
+    assert Patience().part(0.5).deadline.left_s is None
+    assert (Patience().at_most(2).deadline.left_s or 0) > 1

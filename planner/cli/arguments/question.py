@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from planner.analysis.solve_options import SolveOptions
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
-    from planner.solver.candidates.progress import Patience
+    from planner.solver.candidates.budget import Patience
 
 _CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
+SOLVING = 0.5  # share of the time for the plan that a question is about
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
 
 
@@ -61,7 +62,7 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
         choices=COST_MODEL_NAMES,
         help="as for `plan solve` (default: resource)",
     )
-    add_time_limit_argument(parser, "each search for a plan")
+    add_time_limit_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
@@ -102,11 +103,11 @@ def options_of(args: argparse.Namespace, patience: Patience) -> SolveOptions:
 
 @contextmanager
 def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
-    """Return how long to search, by the arguments, and show on stderr how far the searches are."""
-    from planner.solver.candidates.progress import Patience
+    """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
+    from planner.solver.candidates.budget import Patience
 
     with shown() as progress:
-        yield Patience(args.time_limit, progress)
+        yield Patience.of(args.time_limit, progress)
 
 
 def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> Plan:
@@ -121,6 +122,6 @@ def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> P
     if path is None and PLAN.exists() and not any(given(args, name) for name in _CLUSTER):
         path = PLAN
     if path is None:
-        return options_of(args, patience).solve(profile, cluster_of(args, profile))
+        return options_of(args, patience).within(SOLVING).solve(profile, cluster_of(args, profile))
     refuse(args, "plan", *_CLUSTER, *_SOLVING, *RULES, why=", which says so itself")
     return load_plan(path)

@@ -22,15 +22,15 @@ EVERY_S = 0.5  # on a terminal, whose line is rewritten
 SELDOM_S = 10.0  # elsewhere, where every line stays
 
 
-def add_time_limit_argument(parser: argparse.ArgumentParser, subject: str) -> None:
-    """Declare --time-limit; `subject`: what it limits."""
+def add_time_limit_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --time-limit."""
     parser.add_argument(
         "--time-limit",
         type=_limit,
         default=TIME_LIMIT,
         metavar="TIME",
-        help=f"stop {subject} after a time such as 30s, with the best plan so far and how far from optimal it can be; "
-        "none: however long it takes (default: %(default)s)",
+        help="answer after a time such as 30s, which all searches share, with the best plans so far; none: however "
+        "long it takes (default: %(default)s)",
     )
 
 

@@ -66,6 +66,9 @@ def comparison_legend(comparison: Comparison) -> str:
         lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
     if chosen.flop_utilisation is not None:
         lines.append("MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation")
+    if by_formula := [row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name]:
+        names = ", ".join(by_formula) if len(by_formula) < len(comparison.rows) else "all"
+        lines.append(f"{names}: by the cost model, which knows no waiting, for want of time or by request")
     if any(EQUAL_STAGES in row.name for row in others):
         lines.append(f"{EQUAL_STAGES}: as many of the model's blocks in each, with replicas on the other GPUs")
     return "\n".join(lines)

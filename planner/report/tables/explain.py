@@ -46,6 +46,8 @@ def sentences(explanation: Explanation) -> str:
         )
     lines.append(_optimality(explanation))
     lines += [_gain(alternative) for alternative in explanation.what_if]
+    if explanation.out_of_time:
+        lines.append("The time limit ended this: more may be gained, and moves or other configs may be missing.")
     return "\n".join(lines)
 
 

@@ -23,7 +23,8 @@ _RESOURCES = {
 
 def plan_report(plan: Plan) -> str:
     """Report the plan, its stages and its prediction."""
-    return "\n\n".join((_head(plan), _stage_table(plan), memory_table(plan).text(), _prediction(plan)))
+    notes = [f"note: {note}" for note in plan.notes]
+    return "\n\n".join((_head(plan), _stage_table(plan), memory_table(plan).text(), _prediction(plan), *notes))
 
 
 def _head(plan: Plan) -> str:

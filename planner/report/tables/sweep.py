@@ -72,7 +72,10 @@ def changes_text(sweep: Sweep) -> str:
     """List where the config changes."""
     if not sweep.changes:
         return "The config is the same throughout."
-    return "The config changes:\n" + "\n".join(f"  {_change_text(change, sweep.quantity)}" for change in sweep.changes)
+    lines = ["The config changes:", *(f"  {_change_text(change, sweep.quantity)}" for change in sweep.changes)]
+    if sweep.out_of_time:
+        lines.append("The time limit ended the search for where: each is at most as much lower as the point before it.")
+    return "\n".join(lines)
 
 
 def _change_text(change: ConfigChange, quantity: Quantity) -> str:

@@ -1,10 +1,10 @@
-"""How long a search may take: a deadline in seconds, and a number of instructions that it may simulate."""
+"""How long searches may take: a deadline in seconds, and a number of instructions that one may simulate."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.cost.layer_costs import Candidate
 from planner.simulator.pipeline_costs import PipelineCosts
@@ -53,6 +53,32 @@ class OutOfTimeError(Exception):
 NO_HURRY = Deadline(None)
 
 
+@dataclass(frozen=True)
+class Patience:
+    """When all that one question needs must be answered, however many searches that takes, and what is told meanwhile.
+
+    The clock runs from the moment at which this is made.
+    """
+
+    deadline: Deadline = NO_HURRY
+    progress: Progress | None = None
+
+    @classmethod
+    def of(cls, time_limit_s: float | None, progress: Progress | None = None) -> Patience:
+        """Return the patience for so many seconds from now; None is for as long as it takes."""
+        return cls(Deadline.after(time_limit_s), progress)
+
+    def part(self, share: float) -> Patience:
+        """Return the patience for this share of the time that is left."""
+        return replace(self, deadline=self.deadline.earlier(share))
+
+    def at_most(self, seconds: float | None) -> Patience:
+        """Return the patience for so many seconds, if they are left."""
+        left_s = self.deadline.left_s
+        shorter = seconds is not None and (left_s is None or seconds < left_s)
+        return replace(self, deadline=Deadline.after(seconds)) if shorter else self
+
+
 @dataclass
 class Budget:
     """What one search may spend, and what it has spent.
@@ -81,9 +107,9 @@ class Budget:
         self.searching = self.deadline.earlier(SEARCHING)
 
     @classmethod
-    def unlimited(cls) -> Budget:
-        """Return a budget for pricing a single plan, which takes what it takes."""
-        return cls(left=math.inf)
+    def unlimited(cls, deadline: Deadline = NO_HURRY) -> Budget:
+        """Return a budget for pricing single plans, each of which takes what it takes until the deadline."""
+        return cls(deadline, left=math.inf)
 
     @property
     def over(self) -> bool:

@@ -22,6 +22,7 @@ from planner.cost.link import Link
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import ShardRule
 from planner.cost.work import IMPOSSIBLE, Integers
+from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.pipelines import MOST_WORKERS
 from planner.solver.chain.search import RESOLUTION, Search
 from planner.solver.chain.states import StateSpace
@@ -136,11 +137,14 @@ def steps_below(value: float, unit: float, step: float, count: int) -> list[floa
 
 
 def proposals(problem: Problem, space: StateSpace) -> list[list[Candidate]]:
-    """Return the best plans of each kind on a few numbers of GPUs, by their busiest resource."""
-    found = []
+    """Return the best plans of each kind on a few numbers of GPUs, by their busiest resource, as far as time allows."""
+    found: list[list[Candidate]] = []
     for kind in KINDS:
         for count in counts_to_try(problem.cluster.gpus)[:NEAR]:
-            path = kind(space, problem.asynchronous(), replace(problem.limits, gpus=count)).best()
+            try:
+                path = kind(space, problem.asynchronous(), replace(problem.limits, gpus=count)).best()
+            except OutOfTimeError:
+                return found
             if path is not None:
                 found.append(stages_along(space, path))
     return found

@@ -30,11 +30,3 @@ class Progress:
         """Take note of a plan."""
         if seconds < self.best_s:
             self.config, self.best_s = config, seconds
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long each search for a plan may take (None: as long as it takes), and what is told how far it is."""
-
-    time_limit_s: float | None = None
-    progress: Progress | None = None

@@ -19,6 +19,7 @@ from planner.cost.work import Floats
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
 from planner.solver.bounds.registry import bounds_for
+from planner.solver.candidates.budget import NO_HURRY, Deadline, OutOfTimeError
 from planner.solver.candidates.kinds import StraightSearch, counts_to_try
 from planner.solver.chain.states import Chain, column
 from planner.solver.problem import Limits
@@ -30,15 +31,19 @@ def data_parallel(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     return candidates([range(len(layer_costs.profile.layers))], [gpus])
 
 
-def straight(layer_costs: LayerCosts, cluster: Cluster) -> list[list[Candidate]]:
+def straight(layer_costs: LayerCosts, cluster: Cluster, deadline: Deadline = NO_HURRY) -> list[list[Candidate]]:
     """Return the best pipeline without replicas for each number of GPUs, whatever memory it needs.
 
     The best is the one whose busiest resource is least busy under 1f1b. Simulation decides which of them waits least.
+    After the deadline, only what was found is returned.
     """
     chain, model = Chain(layer_costs), bounds_for("resource", link_of(cluster))
     found = []
     for gpus in counts_to_try(min(cluster.gpus, len(chain) - 1)):
-        path = StraightSearch(chain, model, Limits(gpus, None, StageRules("never"))).best()
+        try:
+            path = StraightSearch(chain, model, Limits(gpus, None, StageRules("never"), deadline)).best()
+        except OutOfTimeError:
+            break
         assert path is not None, "without a memory limit one stage always fits"
         if len(path.replicas) == gpus:  # otherwise it is the best for fewer GPUs, too
             found.append(candidates([chain.layers(i, j) for i, j in pairwise(path.states)], path.replicas))
