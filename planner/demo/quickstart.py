@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from planner.executor.job import Job, TrainResult
-from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.cluster import flat_cluster
 from planner.formats.device_names import Backend, DeviceType
 from planner.formats.files import Record, write_text
 from planner.formats.plan import Plan, save_plan
@@ -50,11 +49,6 @@ class Tour:
     backend: Backend | None = None
 
 
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None]) -> QuickstartResult:
     """Run the tour.
 
@@ -66,9 +60,10 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     Raises:
         PlannerError: when the device or the backend is not there, or a run fails.
     """
-    from planner.devices.place import check_backend, gpus_here, kind_here
+    from planner.devices.place import available_cores, check_backend, gpus_here, kind_here
     from planner.executor.launch import launch
     from planner.profiler.links.measure_host import measure_host
+    from planner.profiler.links.measure_link import measure_link
     from planner.solver import solve
 
     folder, steps, kind = tour.folder, tour.steps, tour.device or kind_here()
@@ -82,10 +77,10 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
     on_phase("Measuring the link between the workers ...")
     sharing = -(-workers // there) if kind == "cuda" else workers  # of the memory that the profile tells of
     memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
-    if kind == "cuda" and workers > 1:
+    if workers > 1:
         cluster = measure_host(workers, kind, tour.backend).model_copy(update={"memory_bytes": memory_bytes})
     else:
-        cluster = _cluster(workers, memory_bytes)
+        cluster = flat_cluster(1, measure_link().bandwidth_bytes_per_s, memory_bytes)
     plan = solve(profile, cluster)
     save_plan(plan, folder / "plan.json")
     on_phase(f"Training {steps} minibatches with the plan '{plan.config}' ...")
@@ -108,6 +103,7 @@ def quickstart(tour: Tour, show_progress: bool, on_phase: Callable[[str], None])
 
 
 def _profile(model_path: Path, workers: int, kind: DeviceType, on_phase: Callable[[str], None]) -> Profile:
+    from planner.devices.place import available_cores
     from planner.model.spec import load_model_file
     from planner.profiler.measured.profile import ProfilingOptions, profile_model
 
@@ -118,18 +114,3 @@ def _profile(model_path: Path, workers: int, kind: DeviceType, on_phase: Callabl
     on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
     options = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)
     return profile_model(load_model_file(str(model_path)), BATCH_SIZE, options)
-
-
-def _cluster(workers: int, memory_bytes: int | None) -> Cluster:
-    from planner.profiler.links.measure_link import measure_link
-
-    link = measure_link()
-    return flat_cluster(
-        workers,
-        link.bandwidth_bytes_per_s,
-        memory_bytes,
-        link.latency_s,
-        all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
-        # gloo's threads need cores, too. Without spare ones they slow the workers down, and nothing overlaps.
-        overlap=available_cores() >= 2 * workers,
-    )

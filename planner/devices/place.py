@@ -6,6 +6,7 @@ gloo sends from the CPU, so that several workers may share a GPU; that is slower
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,19 @@ import torch.distributed as dist
 from planner.devices.seats import Seat, names_of
 from planner.errors import InputError
 from planner.formats.device_names import Backend, DeviceType
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_to_send(workers: int) -> bool:
+    """Return whether this host has a core to send with, beside the one that each of its workers computes on.
+
+    gloo's threads move the bytes. Without such cores they take those that compute, and nothing overlaps.
+    """
+    return available_cores() >= 2 * workers
 
 
 @dataclass(frozen=True)

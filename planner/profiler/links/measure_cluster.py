@@ -21,7 +21,7 @@ import torch.distributed as dist
 from planner.devices.cuda_variables import set_cuda_variables
 from planner.devices.groups import GLOO, DataGroups
 from planner.devices.meeting import exchange, started_as_worker, worker_store
-from planner.devices.place import Place, choose_place, take
+from planner.devices.place import Place, choose_place, cores_to_send, take
 from planner.devices.seats import own_seat
 from planner.errors import InputError, WorkerError, first_line
 from planner.formats.cluster import Cluster, Level
@@ -73,7 +73,8 @@ def measure_cluster(
 
     Returns:
         On rank 0 the cluster: one level for the workers of a host where it has several, one for the hosts where there
-        are several. None on the others.
+        are several. None on the others. Where a host's workers compute on all of its cores, messages do not overlap
+        with computation.
 
     Raises:
         InputError: outside torchrun, with a single worker, or with hosts of different sizes.
@@ -94,7 +95,8 @@ def measure_cluster(
         take(place)
         dist.init_process_group(GLOO, store=store, rank=rank, world_size=world, timeout=timeout)
         try:
-            levels = _LevelMeasurement(place, timeout, message_bytes, bucket_bytes).levels()
+            measurement = _LevelMeasurement(place, timeout, message_bytes, bucket_bytes)
+            levels, overlap = measurement.levels(), measurement.overlap
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as cause:  # what torch.distributed raises for lost or unreachable peers
@@ -102,7 +104,7 @@ def measure_cluster(
             f"the links cannot be measured: {first_line(cause)}",
             hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use",
         ) from cause
-    return Cluster(levels=levels, backend=place.backend) if levels else None
+    return Cluster(levels=levels, backend=place.backend, overlap=overlap) if levels else None
 
 
 def exchanges(hosts: int, workers: int) -> tuple[list[Exchange], list[Exchange]]:
@@ -156,6 +158,8 @@ class _LevelMeasurement:
             [groups.of(ring) for ring in rings if len(ring) > 1] for rings in (within, across)
         )
         groups.use_once()
+        spare = place.kind != "cpu" or cores_to_send(workers)
+        self.overlap = not self._slowest(0.0 if spare else 1.0)  # where every host has cores to send with
 
     def levels(self) -> tuple[Level, ...]:
         """Return the levels on rank 0, none elsewhere."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from planner.devices.place import available_cores
 from planner.errors import InputError, PlannerError, WorkerError
 from planner.model.autocast import autocast_dtype, autocast_name
 from planner.model.memory_format import lay_out
@@ -44,7 +45,7 @@ def check_processes(processes: int, threads: int, device: torch.device, spec: Tr
             f"`processes={processes}` cannot be measured on '{device}', because a GPU serves one worker",
             hint="leave `processes` out, or give `device=cpu`",
         )
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     if processes * threads > cores:
         raise InputError(
             f"{processes} processes of {threads} threads need {processes * threads} cores of this machine's {cores}",

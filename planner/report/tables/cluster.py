@@ -6,6 +6,8 @@ from planner.formats.cluster import Cluster
 from planner.report.tables.table import Table
 from planner.units import format_bandwidth, format_seconds
 
+NO_OVERLAP = "The workers compute on every core, so messages take time from the computation and do not overlap with it."
+
 
 def cluster_report(cluster: Cluster) -> str:
     """List the levels, inner to outer."""
@@ -19,4 +21,5 @@ def cluster_report(cluster: Cluster) -> str:
         ]
         for index, level in enumerate(cluster.levels)
     ]
-    return Table(["level", "members", "bandwidth", "latency", "all-reduce"], rows).text()
+    table = Table(["level", "members", "bandwidth", "latency", "all-reduce"], rows).text()
+    return table if cluster.overlap else f"{table}\n\n{NO_OVERLAP}"

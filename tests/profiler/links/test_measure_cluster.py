@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.netns import NetworkUnavailableError, network
 from planner.cli.main import main
+from planner.devices.place import cores_to_send
 from planner.errors import InputError
 from planner.formats.cluster import load_cluster
 from planner.profiler.links.measure_cluster import exchanges, measure_cluster
@@ -73,6 +74,7 @@ def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys:
         )
     cluster = load_cluster(path)
     assert cluster.backend == "gloo"
+    assert cluster.overlap == cores_to_send(workers)
     assert [level.size for level in cluster.levels] == ([2] if hosts == 1 else [2, 2])
     for level in cluster.levels:
         assert 1e7 < level.bandwidth_bytes_per_s < 1e12

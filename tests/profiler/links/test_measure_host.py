@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from planner.devices.place import cores_to_send
 from planner.errors import InputError
+from planner.formats.cluster import Cluster, Level
 from planner.profiler.links.measure_host import measure_host
+from planner.report.tables.cluster import NO_OVERLAP, cluster_report
 
 
 @pytest.mark.slow
@@ -14,9 +17,19 @@ def test_links_between_workers_of_this_host() -> None:
     assert cluster.backend == "gloo"
     (level,) = cluster.levels
     assert level.size == 2
+    assert cluster.overlap == cores_to_send(2)
     assert level.bandwidth_bytes_per_s > 1e6
 
 
 def test_what_the_workers_refuse_is_told() -> None:
     with pytest.raises(InputError, match=r"`backend=nccl` sends from GPUs.*\nhint: leave out `backend`"):
         measure_host(2, "cpu", "nccl")
+
+
+def test_a_core_for_each_worker_leaves_none_to_send_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    assert cores_to_send(2)
+    assert not cores_to_send(3)
+    level = Level(size=3, bandwidth_bytes_per_s=1e9)
+    assert NO_OVERLAP in cluster_report(Cluster(levels=(level,), overlap=False))
+    assert NO_OVERLAP not in cluster_report(Cluster(levels=(level,)))
