@@ -144,6 +144,7 @@ class Provenance(Record):
     repeats: int | None = None
     source: Literal["measured", "estimated", "imported"]
     disturbance: Disturbance | None = None  # None where it was not looked for
+    sizes: Literal["example"] | None = None  # estimated with the model file's example batch and weights, which decide
 
 
 class Profile(Record):

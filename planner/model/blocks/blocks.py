@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import CaptureError, ModelFileError, PlannerError, first_line
 from planner.model.autocast import autocasting
@@ -26,7 +22,7 @@ from planner.model.batch import Batch
 from planner.model.blocks.example import check_loss, joined_by_buffers, joined_by_writes, run_blocks
 from planner.model.blocks.graph import BlockGraph
 from planner.model.capture.absent_device import fake_device, pretended
-from planner.model.capture.failure import refuse_untrainable
+from planner.model.capture.failure import decides_by_values, refuse_untrainable
 from planner.model.capture.graph import LayerGraph
 from planner.model.fake import fake_batch, fake_modules
 from planner.model.kept_state import keep_state
@@ -109,9 +105,9 @@ def _run_without_values(
             renamed = [(name, fake) for (name, _), fake in zip(named, fakes, strict=True)]
             return _run(renamed, fake_batch(example, device), loss)
     except (PlannerError, RuntimeError) as error:
-        cause = error.__cause__ if isinstance(error, PlannerError) else error
-        if not isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
+        if not decides_by_values(error):
             raise
+        cause = error.__cause__ or error
         raise ModelFileError(
             f"blocks(model) decide by values, and so need their weights to be captured: {first_line(cause)}",
             hint="train without `defer_weights`",

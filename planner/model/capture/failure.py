@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from planner.errors import CaptureError, LayerError, PlannerError, first_line, reason_of
 from planner.model.capture.names import scope_of
@@ -26,6 +27,7 @@ _FUNCTION_HINTS = {
     "BackwardHookFunction": "remove the module's backward hooks; hooks on its parameters work",
 }
 _DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape", "DataDependentOutput")
+_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
@@ -52,6 +54,13 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
         f"{what}: {reason_of(cause)}",
         hint="the model must run on example_batch(n), and must not depend on the values of tensors",
     )
+
+
+def decides_by_values(error: BaseException | None) -> bool:
+    """Return whether a run without data failed because sizes or branches depend on the values of a tensor."""
+    while error is not None and not isinstance(error, _NEEDS_DATA):
+        error = error.__cause__
+    return error is not None
 
 
 def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError | None:

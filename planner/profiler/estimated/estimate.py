@@ -98,6 +98,8 @@ def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
     profile = make_profile(trace.model, trace.graph, trace.batch_size, trace.estimate(spec), device)
     changes: dict[str, object] = {"tokens_per_sample": trace.tokens_per_sample}
     changes |= {"dtype": TF32} if trace.dtype == TF32 else {}
+    if trace.with_data:
+        changes["provenance"] = profile.provenance.model_copy(update={"sizes": "example"})
     if trace.unfused is not None:
         changes["compiled"] = _compiled(trace, trace.unfused, spec)
     return profile.model_copy(update=changes)

@@ -28,7 +28,8 @@ def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
     """Return the share of the peak of each product, before the share that the device reaches at all.
 
     Args:
-        sizes: (products, 4): how many of equal size, m, n and k. Rows with k = 0 are no products and give 1.
+        sizes: (products, 4): how many of equal size, m, n and k. Rows with a 0 compute nothing, as those
+            of an expert that no token chose, and give 1.
         processors: of the device.
     """
     count, m, n, k = (sizes[:, column].astype(np.float64) for column in range(4))
@@ -40,4 +41,4 @@ def shares_of_peak(sizes: NDArray[np.int64], processors: int) -> Floats:
             waves = np.ceil(tiles * division / processors)
             spent = waves * processors * rows * columns * (k / division + _DEPTH) / rate
             best = np.minimum(best, spent)
-    return np.where(k > 0, useful / np.maximum(best, 1.0), 1.0)
+    return np.where(useful > 0, useful / np.maximum(best, 1.0), 1.0)

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
-from planner.errors import InputError
+from planner.errors import InputError, LayerError
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch, make_batch
-from planner.model.capture.failure import capture_failure
+from planner.model.capture.failure import capture_failure, decides_by_values
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.load import capture_file
@@ -64,6 +64,7 @@ class StepTrace:
         updates: by layer.
         unfused: the costs without fusion, where a compiler fuses; None otherwise.
         tokens_per_sample: of the batch; None where it is not of token ids.
+        with_data: the step ran with data, because its sizes depend on values.
     """
 
     model: str
@@ -79,6 +80,7 @@ class StepTrace:
     updates: list[UpdateTrace]
     unfused: Costs | None = None
     tokens_per_sample: int | None = None
+    with_data: bool = False
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
@@ -129,8 +131,9 @@ def trace_step(
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and weights and activations need no memory.
 
-    A model whose file names blocks is built in memory, because blocks run to show what they exchange. Where a block
-    decides by values, the step runs with data, on the CPU.
+    A model whose file names blocks is built in memory, because blocks run to show what they exchange. Where a model
+    or a block decides by values, as experts that choose their tokens do, the step runs with the weights and the data of
+    the model file, on the CPU: its sizes are those that they happen to give.
 
     Args:
         training_spec: whose model can be built on the meta device; others are built in memory once.
@@ -167,8 +170,10 @@ def trace_step(
             with FakeTensorMode():
                 make_fake(stage)
                 return tracer.trace_fake(graph, stage, fake_batch(batch))
-        except (NotImplementedError, RuntimeError) as cause:  # operations that cannot tell the shape of their result
-            raise capture_failure(cause, model) from cause
+        except (LayerError, NotImplementedError, RuntimeError) as cause:
+            if not decides_by_values(cause):
+                raise capture_failure(cause, model) from cause
+        return tracer.trace_with_data(_capture(tracer, training_spec.build_model(), options))
 
 
 def _in_half(training_spec: TrainingSpec, half: torch.dtype | None) -> TrainingSpec:
@@ -200,8 +205,10 @@ def _trace_blocks(tracer: _Tracer, options: ModuleOptions) -> StepTrace:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = _fake_blocks(graph, mode)
             return tracer.trace_fake(fake, _whole(fake), fake_batch(batch))
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        return tracer.trace(graph, _whole(graph), training_spec.example_batch(batch_size))
+    except (LayerError, RuntimeError) as cause:
+        if not decides_by_values(cause):
+            raise
+    return tracer.trace_with_data(graph)
 
 
 def _capture(tracer: _Tracer, model: nn.Module, options: ModuleOptions) -> LayerGraph:
@@ -243,6 +250,11 @@ class _Tracer:
         operations: AbstractContextManager[Any] = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
         with operations:
             return self.trace(graph, stage, batch)
+
+    def trace_with_data(self, graph: LayerGraph) -> StepTrace:
+        """Run the step with data: its sizes depend on values."""
+        batch = make_batch(self.training_spec.example_batch(self.batch_size), "example_batch")
+        return replace(self.trace(graph, _whole(graph), batch), with_data=True)
 
     def trace(self, graph: LayerGraph, stage: StageModule, batch: Batch) -> StepTrace:
         """Run forward, backward and updates of `stage`, which has all layers of `graph`."""

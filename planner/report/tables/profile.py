@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from planner.formats.profile import Compiled, Layer, LossMean, Profile
+from planner.formats.profile import Compiled, Layer, LossMean, Profile, Provenance
 from planner.report.tables.plan import options_words
 from planner.report.tables.repeats import collapsed
 from planner.report.tables.table import Table, named_values
@@ -91,6 +91,14 @@ def _most(profile: Profile, size: Callable[[Layer], float], text: Callable[[Laye
     return ", ".join(f"{layer.name} {text(layer)}" for layer in layers if size(layer) > 0) or "none"
 
 
+def _source(provenance: Provenance) -> str:
+    if provenance.sizes is None:
+        return provenance.source
+    return (
+        f"{provenance.source}; the model decides by values, and sizes are those of example_batch and untrained weights"
+    )
+
+
 def _head(profile: Profile) -> str:
     device = profile.device
     threads = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
@@ -103,7 +111,7 @@ def _head(profile: Profile) -> str:
         ("device", f"{device.name} ({device.kind}{threads})" if device.name != "unknown" else "unknown"),
         ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
         *([] if profile.loss is None else [("loss", loss_words(profile.loss))]),
-        ("numbers", profile.provenance.source),
+        ("numbers", _source(profile.provenance)),
         ("sum of layers", _step(*sums)),
     ]
     if profile.flops:

@@ -24,6 +24,7 @@ from planner.profiler.estimated.devices import (
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.measured.profile import ProfilingOptions, profile_model
+from planner.report.tables.profile import profile_report
 from tests.executor.models import MODELS, write_model
 from tests.profiler.measured.test_profile import MODEL as TIED
 
@@ -251,6 +252,50 @@ def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat
     assert without_times(estimated) == without_times(measured)
     assert estimated.memory_format == memory_format
     assert all(layer.forward_s > 0 for layer in estimated.layers)
+
+
+EXPERTS = """
+import torch
+from torch import nn
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (token,) = torch.where(chosen == number)
+            out = out.index_add(0, token, expert(x[token]))
+        return out
+
+def build_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), Experts(), nn.Linear(8, 2))
+
+def example_batch(n):
+    return torch.ones(n, 4), torch.zeros(n, dtype=torch.long)
+
+loss = nn.functional.cross_entropy
+"""
+
+
+@pytest.mark.parametrize("blocks", ["", "\ndef blocks(model):\n    return list(model)\n"])
+def test_models_that_decide_by_values_have_the_sizes_of_their_example(blocks: str, tmp_path: Path) -> None:
+    training_spec = written(tmp_path, EXPERTS + blocks)
+    estimated = estimate_profile(training_spec, 6, EstimateOptions(device="v100"))
+    assert estimated.provenance.sizes == "example"
+    assert "sizes are those of example_batch and untrained weights" in profile_report(estimated)
+    measured = profile_model(training_spec, 6, ProfilingOptions(seconds=0.01, repeats=1))
+    flops = [
+        [(layer.name, layer.forward_flops, layer.backward_flops) for layer in p.layers] for p in (estimated, measured)
+    ]
+    assert flops[0] == flops[1]
+    # Equal samples go to one expert; argmax leaves the gate without a gradient.
+    assert sum(layer.forward_flops or 0 for layer in estimated.layers) == 2 * 6 * (4 * 8 + 8 * 3 + 8 * 8 + 8 * 2)
 
 
 def test_blocks_that_do_not_look_at_values_compute_nothing(tmp_path: Path) -> None:
