@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,22 +32,30 @@ from planner.solver.chain.ways import Ways, WaysOf
 from planner.solver.problem import Limits
 from planner.solver.result import CutPath
 
+_STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
 _BATCH = 2**20  # entries of an array over stages and GPUs
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """The ways to run the stages that begin at one state."""
+    """The ways to run the stages that begin at one state, as far as they are of use; by replicas - 1 and way."""
 
     ways: Ways
+    rows: Integers  # of `ways`, those of use
+    others: Integers  # states at which they end
     sum_s: Floats
-    max_s: Floats  # by replicas - 1 and way; not a number where memory does not suffice
-    after: Integers  # most GPUs that may follow, by replicas - 1 and way
+    max_s: Floats  # not a number where memory does not suffice
+    after: Integers  # most GPUs that may follow
 
-    @property
-    def others(self) -> Integers:
-        """States at which they end."""
-        return self.ways.others
+    @cached_property
+    def stage(self) -> Integers:
+        """Place of each way's stage among those from this state."""
+        return self.ways.stage[self.rows]
+
+    @cached_property
+    def by_sum(self) -> bool:
+        """Whether the ways of each stage stand by their sums."""
+        return bool(np.all((np.diff(self.sum_s) >= 0) | (np.diff(self.stage) > 0)))
 
 
 class SynchronousSearch:
@@ -98,14 +107,14 @@ class SynchronousSearch:
         The way from no limit at all to a balanced plan is long, and plans on it are of no use.
         """
         everything = self.space.work(0, np.array([len(self.space) - 1]))
-        answer, limit_s = None, float(self.model.microbatches * everything.compute_s[0]) / self.gpus
-        least = self.within(np.inf)
-        if least is None or not self.model.schedule.pipelined or limit_s <= 0:
+        limit_s = float(self.model.microbatches * everything.compute_s[0]) / self.gpus
+        if not self.model.schedule.pipelined or limit_s <= 0 or self.within(np.inf) is None:
             return np.inf
-        while answer is None:
-            limit_s *= 2
-            answer = self.within(limit_s)
-        return max(answer[0].seconds - least[1], answer[2])
+        # No sum is below that of one stage that waits for no messages.
+        least_s = float(self.model.sum_s(self._ways.least(everything).without_transfers())[0])
+        while (answer := self.within(limit_s)) is None:
+            limit_s *= _STEP
+        return max(answer[0].seconds * _STEP - least_s, answer[2])
 
     def within(self, limit_s: float) -> tuple[CutPath, float, float] | None:
         """Return the path of least sum with a maximum within the limit, its sum and its maximum; None without one."""
@@ -123,48 +132,82 @@ class SynchronousSearch:
         sums[:, last] = 0.0
         # For each of these, the best stage's way and its replicas.
         choices = np.zeros((2, many, last, self.gpus + 1), dtype=np.int64)
+        # A plan that respects the limit needs some GPUs before each state, and some after it.
+        room = self.gpus - self._needed_before(limit_s)
+        needed = np.full(last + 1, self.gpus + 1, dtype=np.int64)
+        needed[last] = 0
         for state in range(last - 1, -1, -1):
             if self.deadline.passed:
                 if not self.found:
                     raise OutOfTimeError
                 self._cut_short = True  # there is an answer already
                 return None
-            stages = self._stages[state]
-            ends = self._ends[state]
-            may = self.limits.numbering.numbers(self.space, state, ends, many)
-            for ways, r in self._worth_a_try(stages, limit_s):
-                left = np.arange(self.gpus + 1) - r[:, None]
-                after = np.minimum(np.maximum(left, 0), stages.after[r - 1, ways][:, None])
+            stages, most = self._stages[state], int(room[state])
+            may = self.limits.numbering.numbers(self.space, state, self._ends[state], many) if numbers else None
+            for columns, r in self._worth_a_try(stages, limit_s, most, needed):
+                left = np.arange(most + 1) - r[:, None]
+                after = np.minimum(np.maximum(left, 0), stages.after[r - 1, columns][:, None])
                 for number in range(many):
                     rest = sums[number + 1 if numbers else 0]
-                    totals = stages.sum_s[ways, None] + rest[stages.others[ways, None], after]
+                    totals = stages.sum_s[columns, None] + rest[stages.others[columns, None], after]
                     totals[left < 0] = np.inf
-                    if numbers:
-                        totals[~may[number, stages.ways.stage[ways]]] = np.inf
+                    if may is not None:
+                        totals[~may[number, stages.stage[columns]]] = np.inf
                     pick = totals.argmin(axis=0)
-                    least = totals[pick, np.arange(self.gpus + 1)]
-                    better = least < sums[number, state]
+                    least = totals[pick, np.arange(most + 1)]
+                    better = np.flatnonzero(least < sums[number, state, : most + 1])
                     sums[number, state, better] = least[better]
-                    choices[0, number, state, better] = ways[pick[better]]
+                    choices[0, number, state, better] = columns[pick[better]]
                     choices[1, number, state, better] = r[pick[better]]
+            if len(reached := np.flatnonzero(np.isfinite(sums[:many, state]).any(axis=0))):
+                needed[state] = reached[0]
         if not np.isfinite(sums[0, 0, self.gpus]):
             return None
         # Among equal sums the fewest GPUs win; rounding must not make more of them look better.
         enough = int(np.argmax(sums[0, 0] <= sums[0, 0, self.gpus] * (1 + RESOLUTION)))
         return self._trace(choices, enough)
 
-    def _worth_a_try(self, stages: _Stages, limit_s: float) -> Iterator[tuple[Integers, Integers]]:
+    def _needed_before(self, limit_s: float) -> Integers:
+        """Return the GPUs that plans within the limit need before each state, at least."""
+        needed = np.full(len(self.space), self.gpus + 1, dtype=np.int64)
+        needed[0] = 0
+        for state, stages in enumerate(self._stages):
+            if needed[state] <= self.gpus and len(stages.rows):
+                meets = stages.max_s <= limit_s
+                fewest = np.where(meets.any(axis=0), self._replicas[meets.argmax(axis=0)], self.gpus + 1)
+                np.minimum.at(needed, stages.others, needed[state] + fewest)
+        return np.minimum(needed, self.gpus + 1)
+
+    def _worth_a_try(
+        self, stages: _Stages, limit_s: float, room: int, needed: Integers
+    ) -> Iterator[tuple[Integers, Integers]]:
         """Yield ways and their replicas that are worth a try, by ascending replicas, as many as suit one array.
 
         Each way is tried with the fewest replicas that respect the limit. With more it has fewer microbatches in
-        flight, which is worth a try where that allows more GPUs after it than fewer replicas do.
+        flight, which is worth a try where that allows more GPUs after it than fewer replicas do, or ways with a smaller
+        sum.
+
+        Args:
+            stages: from one state.
+            limit_s: of the maximum.
+            room: GPUs of the stage and those after it, at most.
+            needed: GPUs after each state, at least.
         """
-        meets = stages.max_s <= limit_s
-        after = np.maximum.accumulate(np.where(meets, stages.after, -1), axis=0)
-        before = np.concatenate((np.full((1, meets.shape[1]), -1), after[:-1]))  # with fewer replicas
-        room = self.gpus - self._replicas[:, None]
-        rows, columns = np.nonzero(meets & (stages.after > before) & (before < room))
-        batch = max(1, _BATCH // (self.gpus + 1))
+        left = room - needed[stages.others]
+        if not len(left) or (most := min(int(left.max()), len(self._replicas))) < 1:
+            return
+        replicas, after = self._replicas[:most, None], stages.after[:most]
+        may = (stages.max_s[:most] <= limit_s) & (replicas <= left) & (after >= needed[stages.others])
+        # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so that each begins anew.
+        begin = stages.stage * (self.gpus + 2)
+        most_after = np.maximum.accumulate(np.where(may, after + 1, 0), axis=0) + begin
+        with_fewer = np.concatenate((begin[None], most_after[:-1]))
+        worth = may & (most_after > with_fewer) & (with_fewer - begin - 1 < room - replicas)
+        if stages.by_sum:
+            most_after = np.maximum.accumulate(most_after, axis=1)
+            worth[:, 1:] &= most_after[:, 1:] > most_after[:, :-1]
+        rows, columns = np.nonzero(worth)
+        batch = max(1, _BATCH // (room + 1))
         for start in range(0, len(rows), batch):
             yield columns[start : start + batch], self._replicas[rows[start : start + batch]]
 
@@ -189,7 +232,8 @@ class SynchronousSearch:
             return plainest
         # Recomputing costs time, so it is a choice only where some number of GPUs after the stage does not fit.
         limited = (np.isnan(plainest.max_s) | (plainest.after < self.gpus)).any(axis=0)
-        tight = np.bincount(plainest.ways.stage, limited & ~plainest.ways.sharded, len(others)) > 0
+        roomy = plainest.stage[~limited & ~plainest.ways.sharded[plainest.rows]]
+        tight = ~np.isin(np.arange(len(others)), roomy)
         return self._priced(self._ways.all(state, others, tight)) if tight.any() else plainest
 
     def _priced(self, ways: Ways) -> _Stages:
@@ -206,8 +250,9 @@ class SynchronousSearch:
             least_room = self.model.in_flight(self._replicas, self.gpus)[:, None] > most
             after = np.where(least_room, np.maximum(most - 1, 0) * replicas, after)
             max_s[_of_no_use(ways, max_s, after)] = np.nan
+        rows = np.flatnonzero(~np.isnan(max_s).all(axis=0))
         sum_s = np.broadcast_to(self.model.sum_s(ways.work), len(ways))
-        return _Stages(ways, sum_s, max_s, after)
+        return _Stages(ways, rows, ways.others[rows], sum_s[rows], max_s[:, rows], after[:, rows])
 
     def _trace(self, choices: Integers, gpus: int) -> tuple[CutPath, float, float]:
         """Return the path of the choices, by number, state and GPUs left, with so many GPUs."""
@@ -218,7 +263,7 @@ class SynchronousSearch:
             way, r = (int(each) for each in choices[:, number, state, gpus])
             stages = self._stages[state]
             states.append(int(stages.others[way]))
-            options.append(stages.ways.options(way, r))
+            options.append(stages.ways.options(int(stages.rows[way]), r))
             sums += float(stages.sum_s[way])
             most_s = max(most_s, float(stages.max_s[r - 1, way]))
             gpus = min(gpus - r, int(stages.after[r - 1, way]))
@@ -228,12 +273,10 @@ class SynchronousSearch:
 def _of_no_use(ways: Ways, max_s: Floats, after: Integers) -> NDArray[np.bool_]:
     """Return which ways, by replicas, allow no more GPUs after the stage than one that recomputes less."""
     useless = np.zeros(max_s.shape, dtype=bool)
-    allowed = np.where(np.isnan(max_s), -1, after)
-    starts = np.flatnonzero(np.diff(ways.stage, prepend=-1))
-    for first, end in zip(starts, [*starts[1:], len(ways)], strict=True):
-        for sharded in (False, True):
-            rows = first + np.flatnonzero(ways.sharded[first:end] == sharded)
-            if len(rows) > 1:
-                most = np.maximum.accumulate(allowed[:, rows], axis=1)
-                useless[:, rows[1:]] = most[:, 1:] <= most[:, :-1]
+    # Numbers grow from stage to stage, so that the maximum of each begins anew.
+    allowed = np.where(np.isnan(max_s), 0, after + 1) + ways.stage * (int(after.max(initial=0)) + 2)
+    for sharded in (False, True):
+        rows = np.flatnonzero(ways.sharded == sharded)
+        most = np.maximum.accumulate(allowed[:, rows], axis=1)
+        useless[:, rows[1:]] = most[:, 1:] <= most[:, :-1]
     return useless

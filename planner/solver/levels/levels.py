@@ -82,7 +82,7 @@ def search_levels(problem: Problem, space: StateSpace, nearest: CutPath) -> Boun
         nearest: the best path on a flat cluster that is never worse (`nearest_search`), whose time is a bound.
     """
     prices = PathPrices(problem, space)
-    starts = [nearest, *_alike(problem, space)]
+    starts = [nearest, *_alike(problem, space, nearest)]
     best = None
     for path in starts:
         best = better(best, path, prices.seconds)
@@ -240,7 +240,7 @@ def _on(path: CutPath, states: Integers) -> CutPath:
     return replace(path, states=tuple(int(states[state]) for state in path.states))
 
 
-def _alike(problem: Problem, space: StateSpace) -> Iterator[CutPath]:
+def _alike(problem: Problem, space: StateSpace, nearest: CutPath) -> Iterator[CutPath]:
     """Yield paths that are best if all links are like one of the cluster's, or like a GPU's share of a shared one.
 
     Each path also comes with stages that take whole servers if they take more than one.
@@ -258,8 +258,11 @@ def _alike(problem: Problem, space: StateSpace) -> Iterator[CutPath]:
     for link in links:
         if problem.deadline.passed:
             return
-        search = _flat(problem, whole, link, problem.limits)
-        if (coarse := _best(problem, search)) is not None:
+        if link == links[0] and whole is space and isinstance(objective_of(problem), SynchronousModel):
+            coarse: CutPath | None = nearest  # which is the best for these links
+        else:
+            coarse = _best(problem, _flat(problem, whole, link, problem.limits))
+        if coarse is not None:
             yield (path := _on(coarse, states))
             for _, size, _, _ in topology.shared:
                 yield with_replicas(path, [r // size * size or r for r in path.replicas])
