@@ -64,11 +64,13 @@ class Communication:
     Attributes:
         network: on which they share links.
         links: of the cluster, with what each carried.
+        posted: whether all receives are open from the beginning, as in every minibatch but the first.
     """
 
     def __init__(self, costs: PipelineCosts, on_arrival: OnArrival, on_part: OnPart) -> None:
         self.network, self.links = FairNetwork(), ClusterLinks(costs.cluster)
         self._costs, self._on_arrival, self._on_part = costs, on_arrival, on_part
+        self.posted = False
         self._connections: dict[_Key, _Connection] = {}
         self._rings: dict[Collective, _Ring] = {}
 
@@ -156,7 +158,7 @@ class Communication:
 
     def _connection(self, key: _Key) -> _Connection:
         if key not in self._connections:
-            self._connections[key] = _Connection(key[0], *self.links.message(key[0], key[2]))
+            self._connections[key] = _Connection(key[0], *self.links.message(key[0], key[2]), open=self.posted)
         return self._connections[key]
 
     def gather_s(self, stage: int) -> float:

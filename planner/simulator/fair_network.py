@@ -87,10 +87,11 @@ class FairNetwork:
 
     Attributes:
         next_s: when the next flow ends, if none starts before; infinite without flows.
+        last_s: when the last flow has ended.
     """
 
     def __init__(self) -> None:
-        self.next_s = math.inf
+        self.next_s, self.last_s = math.inf, 0.0
         # Expected ends, by time. A flow whose rate changes gets a new entry; the old one is recognised by its version.
         # The number in between breaks ties by age, because flows themselves cannot be compared.
         self._ends: list[tuple[float, int, int, _Flow]] = []
@@ -119,6 +120,7 @@ class FairNetwork:
         """Advance to `next_s` and end the flow that ends then."""
         now_s, _, _, flow = heapq.heappop(self._ends)
         flow.version += 1
+        self.last_s = now_s
         affected: dict[_Flow, None] = {}
         for link in flow.links:
             link.leave(flow, now_s)

@@ -61,6 +61,7 @@ class Simulation:
 
     Attributes:
         completed: when each stage finished its units so far.
+        forwards_s: per stage, the ends of its forwards so far.
         executed: number of instructions so far.
         communication: with the links, and what they carried.
     """
@@ -76,6 +77,7 @@ class Simulation:
             ends_s=[[] for _ in costs.stages],
             last_forward_s=[0.0] * len(costs.stages),
         )
+        self.forwards_s: list[list[float]] = [[] for _ in costs.stages]
         self.executed = 0
         self._streams: dict[int, Iterator[Instruction]] = {
             rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
@@ -86,6 +88,7 @@ class Simulation:
         self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
         self._parts: list[tuple[Collective, int]] = []  # with the round of each
         self._clock = dict.fromkeys(self._streams, 0.0)
+        self._begun: dict[int, float] = {}  # when each worker had first work to do
         self._all_reduces, self._all_gathers = AllReduces(self.shape.ranks), AllReduces(self.shape.ranks)
         self._gathering: set[tuple[int, int]] = set()  # replicas between their update and the next instruction
         self._has_gradients: set[tuple[int, int]] = set()  # replicas with a backward since their last update
@@ -118,6 +121,19 @@ class Simulation:
         """When the last worker was done."""
         return max(self._clock.values())
 
+    @property
+    def again_s(self) -> float | None:
+        """When a run that ended could begin anew just as it began; None if what is left of it would be in the way.
+
+        All workers that begin without waiting begin at once, no link is in use any more, and every other worker is done
+        before its first work comes.
+        """
+        ends = {self._clock[rank] for rank, begun_s in self._begun.items() if begun_s == 0}
+        end_s = max(ends)
+        idle = self.communication.network.last_s <= end_s
+        done = all(self._clock[rank] <= end_s + begun_s for rank, begun_s in self._begun.items())
+        return end_s if len(ends) == 1 and idle and done and not any(self._next.values()) else None
+
     def _step(self) -> None:
         now_s, rank = heapq.heappop(self._ready)
         if rank < 0:
@@ -141,6 +157,7 @@ class Simulation:
                 self._compute(rank, "forward", stage, unit, self.stages[stage].forward_s)
                 last_s = self.completed.last_forward_s
                 last_s[stage] = max(last_s[stage], self._clock[rank])
+                self.forwards_s[stage].append(self._clock[rank])
             case Backward():
                 self._backward(rank, instruction)
             case BackwardInput():
@@ -163,6 +180,7 @@ class Simulation:
 
     def _compute(self, rank: int, kind: EventKind, stage: int, unit: Unit, seconds: float) -> None:
         start = self._clock[rank]
+        self._begun.setdefault(rank, start)
         self._clock[rank] = end = start + seconds
         if self.events is not None:
             self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, end))
@@ -280,6 +298,7 @@ class Simulation:
 
     def _wait_for_all_reduce(self, rank: int, reduce: AllReduce) -> bool:
         stage, number, now_s = reduce.stage, reduce.round, self._clock[rank]
+        self._begun.setdefault(rank, now_s)
         if self._all_reduces.joined[rank, stage] <= number:  # it had no backward in this round
             self._join(rank, stage, 0.0, 0.0, now_s)
         return self._wait_for(rank, self._all_reduces, stage, number)

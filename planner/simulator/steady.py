@@ -10,7 +10,7 @@ from functools import cached_property
 
 PERIODS = 4  # of the round-robin over replicas, after which a pipeline may repeat itself
 LOOKED_AT = 16  # units that must repeat, at least
-_REPEATS = 1e-7  # relative difference of times that counts as none
+REPEATS = 1e-7  # relative difference of times that counts as none
 _SAME = 1e-9  # stages whose paces differ by less are equally slow, and the first of them counts
 
 
@@ -96,7 +96,7 @@ def repeating_s(completed: Completions, lasts: Sequence[int] | None = None) -> f
             return None
         took_s = ends_s[0][lasts[0]] - ends_s[0][lasts[0] - units]
         if all(
-            abs(ends[number] - ends[number - units] - took_s) <= _REPEATS * took_s
+            abs(ends[number] - ends[number - units] - took_s) <= REPEATS * took_s
             for ends, last in zip(ends_s, lasts, strict=True)
             for number in range(last, last - looked_at, -1)
         ):

@@ -1,20 +1,28 @@
-"""Compute the time per minibatch of a pipeline in its steady state, without recording events."""
+"""Compute the time per minibatch of a pipeline in its steady state, without recording events.
+
+Asynchronous pipelines run until they repeat themselves. Under schedules that drain, every minibatch is like the first
+one if nothing is left of one when the next begins, so that one is enough. Within a long minibatch the workers soon do
+the same every few microbatches, until no forwards are left. Then a shorter minibatch tells the time of the longer one:
+each of the periods that it lacks takes as long as the last one that it has.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.simulation import Simulation
-from planner.simulator.steady import repeating_s, steady_state
+from planner.simulator.steady import LOOKED_AT, REPEATS, repeating_s, steady_state
 
 Stop = Callable[[int], bool]  # whether to end a simulation after this many instructions
 
 FEWEST_ASYNCHRONOUS, FEWEST_DIVIDED, FEWEST = 48, 12, 4  # minibatches; the last for synchronous schedules
 MOST_PERIODS = 400  # minibatches, if several periods of the round-robin would take more
 MOST = 2**17  # minibatches times workers
+SHORTER = 0.6  # share of a minibatch's microbatches, at most, for a shorter one to be tried in its place
 
 
 def steady_s(costs: PipelineCosts, stop: Stop | None = None) -> float | None:
@@ -27,7 +35,74 @@ def steady_s(costs: PipelineCosts, stop: Stop | None = None) -> float | None:
         stop: told the instructions executed so far after each backward of the first stage, and at the end. If it
             returns True before the steady state is known, the result is None.
     """
-    minibatches = steady_minibatches(costs.shape)
+    if costs.shape.asynchronous or costs.shape.microbatches == 1:
+        return _run(costs, steady_minibatches(costs.shape), stop)
+    executed = 0
+
+    def stop_all(instructions: int) -> bool:
+        return stop is not None and stop(executed + instructions)
+
+    for microbatches in _enough_microbatches(costs.shape):
+        simulation, stopped = _one_minibatch(costs, microbatches, stop_all)
+        if stopped:
+            return None
+        executed += simulation.executed
+        if (seconds := _extended_s(simulation, costs.shape.microbatches)) is not None:
+            return seconds
+    return _run(costs, steady_minibatches(costs.shape), stop_all)
+
+
+def _enough_microbatches(shape: PipelineShape) -> list[int]:
+    """Return how many microbatches to simulate in place of all of a minibatch, the fewest first."""
+    most, period = shape.microbatches, math.lcm(*shape.replicas)
+    if not shape.schedule.alternates or shape.schedule.chunked:
+        return [most]
+    filling = _filling(shape)
+    enough = 2 * filling + period + _looked_at(filling, period)
+    fewer = enough + (most - enough) % period
+    return [fewer, most] if fewer <= SHORTER * most else [most]
+
+
+def _filling(shape: PipelineShape) -> int:
+    """Return how many microbatches fill the pipeline."""
+    return max(shape.in_flight(stage) * len(ranks) for stage, ranks in enumerate(shape.ranks))
+
+
+def _looked_at(filling: int, period: int) -> int:
+    """Return how many microbatches must repeat the period before them, of a pipeline that so many fill."""
+    return max(filling, period, LOOKED_AT)
+
+
+def _one_minibatch(costs: PipelineCosts, microbatches: int, stop: Stop) -> tuple[Simulation, bool]:
+    """Simulate one minibatch of so many microbatches, not the first one; return whether the simulation was stopped."""
+    shape = costs.shape
+    depths = tuple(map(shape.in_flight, range(len(shape.ranks))))
+    simulation = Simulation(replace(costs, shape=replace(shape, microbatches=microbatches, depths=depths)), 1)
+    simulation.communication.posted = True
+    watch = _Watch(simulation, stop)
+    simulation.run(watch.may_end)
+    return simulation, watch.stopped
+
+
+def _extended_s(simulation: Simulation, microbatches: int) -> float | None:
+    """Return the seconds of a minibatch of so many microbatches, of which one of fewer was run; None if not known."""
+    shape = simulation.shape
+    if (seconds := simulation.again_s) is None or (more := microbatches - shape.microbatches) == 0:
+        return seconds
+    filling, period = _filling(shape), math.lcm(*shape.replicas)
+    # Forwards repeat themselves to the last; backwards until none of their stage, or of an earlier one, is left.
+    forwards = [sorted(ends) for ends in simulation.forwards_s]
+    backwards = [sorted(ends)[: shape.microbatches - filling] for ends in simulation.completed.ends_s]
+    took_s = forwards[0][-1] - forwards[0][-1 - period]
+    for ends in (*forwards, *backwards):
+        for at in range(1, _looked_at(filling, period) + 1):
+            if abs(ends[-at] - ends[-at - period] - took_s) > REPEATS * took_s:
+                return None
+    return seconds + more // period * took_s
+
+
+def _run(costs: PipelineCosts, minibatches: int, stop: Stop | None) -> float | None:
+    """Simulate so many minibatches, or fewer if the run repeats itself."""
     simulation = Simulation(costs, minibatches)
     watch = _Watch(simulation, stop)
     finished = simulation.run(watch.may_end)
