@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +137,11 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--synchronous-start", type=float, default=0.0)
+    parser.add_argument("--table", action="store_true", help="train nothing; print the table of late.json")
     args = parser.parse_args()
+    if args.table:
+        print(table(read()))
+        return
     torch.set_num_threads(1)
     cases = [
         Case(Recipe(name, float(rate), args.minibatches), schedule, int(stages), seed, args.synchronous_start)
@@ -154,6 +158,30 @@ def main() -> None:
             print(f"{loss:.4f} {time.perf_counter() - began:.0f} s {key(case)}", flush=True)
             known = read() | {key(case): loss}  # another process may have written meanwhile
             RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def table(losses: dict[str, float]) -> str:
+    """Return for each setting and optimizer the best rate's mean loss over the seeds that every rate has."""
+    found: defaultdict[tuple[int, int, str], defaultdict[str, dict[float, list[float]]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for text, loss in losses.items():
+        case = json.loads(text)
+        start = case["synchronous_start"]
+        schedule = case["schedule"] + (f", first {start:.0%} synchronous" if start else "")
+        setting = case["stages"], case["recipe"]["minibatches"], schedule
+        rates = found[setting][case["recipe"]["optimizer"]]
+        rates.setdefault(case["recipe"]["rate"], []).append(loss)
+    rows = ["| stages | minibatches | schedule | optimizer | rate | loss | seeds |", "|---|---|---|---|---|---|---|"]
+    for (stages, minibatches, schedule), optimizers in sorted(found.items()):
+        for name, rates in optimizers.items():
+            # The rate is chosen by the first seed, which all rates have; more seeds are for the one that is chosen.
+            rate = min(rates, key=lambda each: rates[each][0])
+            mean = sum(rates[rate]) / len(rates[rate])
+            rows.append(
+                f"| {stages} | {minibatches} | {schedule} | {name} | {rate:g} | {mean:.3f} | {len(rates[rate])} |"
+            )
+    return "\n".join(rows)
 
 
 def key(case: Case) -> str:
