@@ -34,13 +34,13 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.profiler.links.measure_host import measure_host
 
 HERE = Path(__file__).parent
 MODEL, README, RESULTS = (HERE / name for name in ("model.py", "README.md", "results.json"))
 MARKER = "<!-- result -->"
 BATCH_SIZE, MICROBATCHES = 16, 4
 PROFILE_S = 10.0
-LOOPBACK_BYTES_PER_S = 2e9
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,9 @@ def main() -> None:
 
 def _measured(profile: Profile, shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
     """Train in two workers: for the times, and once more for the memory, where freed pages are given back."""
+    cluster = measure_host(2, "cpu")
     for shape in shapes:
-        plan = shape.plan(profile, flat_cluster(sum(shape.replicas), LOOPBACK_BYTES_PER_S))
+        plan = shape.plan(profile, cluster)
         predicted_s = plan.predicted.seconds_per_minibatch
         # Every unit in flight, and an update after each.
         least = 2 if plan.microbatches > 1 else 3 * plan.stages[0].in_flight

@@ -199,20 +199,10 @@ def _warn_of_shared_weights(plan: Plan, profile: Profile) -> None:
 
 
 def _warn_of_company(plan: Plan, profile: Profile) -> None:
-    """Say where workers will be faster or slower than the process that was measured."""
-    from planner.report.tables.profile import disturbance_words
+    from planner.report.tables.company import company_notes
 
-    if words := disturbance_words(profile):
-        hint = "profile again while nothing else runs"
-        print_complaint("note", f"the profile was taken on a busy machine ({words}): its times may be too long", hint)
-    device, measured = profile.device, profile.provenance.source == "measured"
-    if device.kind == "cpu" and measured and (device.processes or 1) == 1 and plan.workers > 1:
-        print_complaint(
-            "note",
-            f"the profile is of one process that had its host for itself; where workers share a host's cores and "
-            f"memory, all {plan.workers} are slower than the plan says",
-            f"for workers on one host, profile with: plan profile MODEL `processes={plan.workers}`",
-        )
+    for text, hint in company_notes(plan, profile):
+        print_complaint("note", text, hint)
 
 
 def _verified(model: str, profile: Profile, plan: Plan) -> str:
