@@ -150,7 +150,7 @@ def train_data_parallel(
     if module_options(plan).channels_last:
         lay_out(model)
     made = make_batches(spec, plan.microbatch_size, rounds.per_minibatch, job.seed, drop_last=job.options.drop_last)
-    data = ReadAhead(weighed(made, plan, spec), pinned=place.compute.type == "cuda")
+    data = ReadAhead(weighed(made, plan.loss, spec), pinned=place.compute.type == "cuda")
     context = Context(
         job=job,
         spec=spec,

@@ -69,7 +69,7 @@ def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
 
 def remarks(plan: Plan, system: str) -> list[str]:
     """Say how the system's schedule differs from the plan's, and what the user who builds the layers must know."""
-    return [*schedule_remarks(plan, system), *_model_remarks(plan)]
+    return [*schedule_remarks(plan, system), *_model_remarks(plan, system)]
 
 
 def schedule_remarks(plan: Plan, system: str) -> list[str]:
@@ -96,7 +96,7 @@ def shards_everywhere(plan: Plan, system: str, said: list[str]) -> bool:
     return any(sharded)
 
 
-def _model_remarks(plan: Plan) -> list[str]:
+def _model_remarks(plan: Plan, system: str) -> list[str]:
     said = []
     several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]
     if several:
@@ -114,6 +114,12 @@ def _model_remarks(plan: Plan) -> list[str]:
         said.append(
             f"Stages {', '.join(map(str, stages))} share {', '.join(names)}: tie them there, or each stage trains "
             "its own copy."
+        )
+    if plan.loss is not None and plan.loss.over in ("labels", "loss_weight", "sum"):
+        what = "a sum" if plan.loss.over == "sum" else "a mean over the labels that count"
+        said.append(
+            f"The loss is {what}, and `plan train` weighs microbatches by it. {system} takes the mean of the "
+            "microbatches' losses, which is another loss: weigh them in the loss function."
         )
     if plan.autocast is not None:
         said.append(f"The plan is for {plan.autocast} under autocast: use the same here.")

@@ -35,8 +35,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import $schedule
 
 from planner.executor.checkpoint.pretrained import fill_pretrained
-from planner.executor.run.data import make_batches
 from planner.executor.communication.shared import separate_copies
+from planner.executor.run.data import make_batches
+from planner.executor.run.weighed import weighed
+from planner.formats.profile import LossMean
 from planner.model.autocast import autocast_dtype
 from planner.model.spec import load_model_file
 from planner.model.load import capture_file
@@ -56,7 +58,13 @@ STAGES = $layers  # the layers of each
 RECOMPUTE = $recompute  # of each, groups of layers that keep only what enters them for the backward
 WORKERS = $pipeline_workers  # of one pipeline
 WORKER_OF = $worker_of  # for each stage
+LOSS = $loss  # what it is a mean over, by which microbatches count
 SHARED = $shared  # weights by the stages that hold a copy; all copies are updated with the sum of their gradients
+
+
+def weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # The mean over no label at all is no number.
+    return torch.where(weight > 0, loss * weight, 0.0).sum()
 
 
 def main() -> None:
@@ -113,7 +121,7 @@ def main() -> None:
         for index, module in modules.items()
     ]
     # The loss is the last layer of the last stage; $schedule averages its gradients over microbatches.
-    schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=lambda loss, _: loss.sum())
+    schedule = $schedule($schedule_stages, MICROBATCHES, loss_fn=weighted)
     separate_copies(list(modules.values()))  # the schedule divides the gradients of each stage
     parameters = {
         name: p for module in modules.values() for name, p in module.stage.named_parameters() if p.requires_grad
@@ -127,7 +135,8 @@ def main() -> None:
     ]
     optimizer = spec.optimizer(parameters) if parameters else None
     # The stages take microbatches of one size, so the last, smaller ones of an epoch are left out.
-    data = make_batches(spec, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
+    made = make_batches(spec, MICROBATCH_SIZE, MICROBATCHES * PIPELINES, arguments.seed, drop_last=True)
+    data = weighed(made, LOSS, spec)
 
     for minibatch in range(arguments.steps):
         numbers = range(pipeline, MICROBATCHES * PIPELINES, PIPELINES)
@@ -135,8 +144,9 @@ def main() -> None:
         for module in modules.values():
             module.begin(minibatch, batches)
         losses = []
-        target = torch.zeros(MICROBATCHES, device=device)  # the real one is in the batches
-        schedule.step(target=target, losses=losses)
+        # The real target is in the batches. A microbatch weighs 1 where all count alike.
+        weights = [data.share(Unit(minibatch, number)) * MICROBATCHES * PIPELINES for number in numbers]
+        schedule.step(target=torch.tensor(weights, device=device), losses=losses)
         for same, group in shared:
             total = sum((p.grad for p in same if p.grad is not None), start=torch.zeros_like(same[0]))
             dist.all_reduce(total, group=group)
@@ -205,6 +215,7 @@ def torch_pipelining_file(plan: Plan, model: str | None, name: str = "train_pipe
         recompute=[stage.recompute_groups for stage in plan.stages],
         pipeline_workers=workers,
         worker_of=[plan.schedule.worker_of(stage, workers) for stage in range(len(plan.stages))],
+        loss=repr(plan.loss),
         shared=shared_weights(plan),
         threads=plan.device.threads or 1,
     )

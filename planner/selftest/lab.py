@@ -96,7 +96,14 @@ def spec_of(model: str) -> TrainingSpec:
     return load_model_file(model)
 
 
-def even_plan(profile: Profile, schedule: Schedule, replicas: Sequence[int], *, recompute: bool = False) -> Plan:
+def even_plan(
+    profile: Profile,
+    schedule: Schedule,
+    replicas: Sequence[int],
+    *,
+    recompute: bool = False,
+    microbatches: int | None = None,
+) -> Plan:
     """Return a plan whose stages have equally many layers, whatever a solver would choose.
 
     Args:
@@ -104,6 +111,7 @@ def even_plan(profile: Profile, schedule: Schedule, replicas: Sequence[int], *, 
         schedule: if it has several chunks per worker, each of the stages has as many.
         replicas: of each stage; one for each worker's under schedules with chunks.
         recompute: whether stages recompute: by turns the first half of their layers, and all of them at once.
+        microbatches: of a minibatch; None for two per worker, under schedules that divide minibatches.
     """
     chunks = schedule.fixed_chunks or CHUNKS
     workers = sum(replicas)
@@ -112,7 +120,7 @@ def even_plan(profile: Profile, schedule: Schedule, replicas: Sequence[int], *, 
     cuts = [layers * stage // stages for stage in range(stages + 1)]
     layer_costs = LayerCosts(profile)
     chosen = candidates([list(range(start, end)) for start, end in pairwise(cuts)], replicas)
-    microbatches = 2 * workers if schedule.divides else 1
+    microbatches = microbatches or (2 * workers if schedule.divides else 1)
     cluster = flat_cluster(workers, _ANY_BANDWIDTH)
     problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks))
     plan = assemble(problem, Evaluation(tuple(chosen), problem.price(chosen)))

@@ -117,6 +117,10 @@ class Reference:
                 after(minibatch + 1)
             return losses
 
+    def weights(self) -> Weights:
+        """Return the newest weights and the buffers, by name."""
+        return dict(self._model.state_dict())
+
     def evaluate(self) -> float:
         """Return the mean loss of evaluation_dataset()."""
         assert self._plan.microbatch_size is not None
@@ -172,13 +176,14 @@ class _Loss(nn.Module):
 
 
 def _owners(profile: Profile, plan: Plan, model: nn.Module) -> dict[str, int]:
-    """Return the first stage that uses each parameter; a tied one has one name."""
+    """Return the first stage that uses each trained parameter; a tied one has one name."""
     layers = {layer.name: layer.parameters for layer in profile.layers}
     canonical = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     owners: dict[str, int] = {}
     for number, stage in enumerate(plan.stages):
         for name in (name for layer in stage.layers for name in layers[layer]):
-            owners.setdefault(canonical[id(model.get_parameter(name))], number)
+            if (parameter := model.get_parameter(name)).requires_grad:
+                owners.setdefault(canonical[id(parameter)], number)
     return owners
 
 

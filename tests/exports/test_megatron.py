@@ -7,6 +7,7 @@ import pytest
 import planner
 from planner.errors import PlanError
 from planner.formats.plan import Plan
+from planner.formats.profile import LossMean
 from tests.exports.plans import plan_of
 
 
@@ -30,6 +31,13 @@ def test_unequal_stages_are_a_layout() -> None:
     text = planner.export(plan, "megatron")
     assert '--pipeline-model-parallel-layout "Et|ttt|L"' in text
     assert "# The plan's schedule, 1f1b" in text
+
+
+def test_losses_that_are_weighed_are_said() -> None:
+    plan = plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2))
+    labels = plan.model_copy(update={"loss": LossMean(over="labels", ignored=-100)})
+    assert "# The loss is a mean over the labels that count" in planner.export(labels, "megatron")
+    assert "The loss is" not in planner.export(plan, "megatron")
 
 
 def test_sharded_stages_and_layers_that_recompute() -> None:

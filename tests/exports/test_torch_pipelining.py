@@ -12,12 +12,14 @@ import pytest
 
 import planner
 from planner.errors import InputError, PlanError
-from planner.executor.job import Job
+from planner.executor.job import Job, TrainingOptions
 from planner.formats.plan import Plan
 from planner.schedule.registry import find
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import TIMEOUT_S, run_jobs
+from tests.executor.run.test_padded_labels import MODEL
+from tests.executor.run.test_padded_labels import plan_of as plan_of_padded
 from tests.exports.plans import plan_of
 
 STEPS = 4
@@ -62,6 +64,18 @@ def test_the_script_computes_what_plan_train_computes(
     script = tmp_path / "train_pipelining.py"
     script.write_text(planner.export(plan, "torch-pipelining", model=path), encoding="utf-8")
     (ours,) = run_jobs([Job(model=str(path), plan=plan, steps=STEPS, seed=3)], tmp_path)
+    assert losses_of_script(script, plan.workers) == pytest.approx([loss.loss for loss in ours.losses], rel=1e-5)
+
+
+def test_microbatches_count_by_their_labels(tmp_path: Path) -> None:
+    """Microbatches of one sample, some without any label."""
+    path = tmp_path / "padded.py"
+    path.write_text(MODEL, encoding="utf-8")
+    plan = plan_of_padded(path, (1, 1), "1f1b-flush", 8, 1)
+    script = tmp_path / "train_pipelining.py"
+    script.write_text(planner.export(plan, "torch-pipelining", model=path), encoding="utf-8")
+    options = TrainingOptions(drop_last=True)
+    (ours,) = run_jobs([Job(model=str(path), plan=plan, steps=STEPS, seed=3, options=options)], tmp_path)
     assert losses_of_script(script, plan.workers) == pytest.approx([loss.loss for loss in ours.losses], rel=1e-5)
 
 

@@ -150,7 +150,7 @@ def pipeline_context(
             assert part.microbatch_size is not None
             sizes = part.microbatch_size, part.microbatches
             made = make_batches(spec, *sizes, job.seed, drop_last=job.options.drop_last)
-            return weighed(made, part, spec, whole=has_loss)
+            return weighed(made, part.loss, spec, whole=has_loss)
 
         data = ReadAhead(with_start(job, make), pinned=place.compute.type == "cuda")
     check_sizes(built.training.values(), data.last_sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from planner.executor.run.data import BatchSource
-from planner.formats.plan import Plan
+from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.loss_weight import Shares, shares_function
 from planner.model.spec import TrainingSpec
@@ -14,9 +14,9 @@ from planner.schedule.instructions import Unit
 KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
 
 
-def weighed(source: BatchSource, plan: Plan, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
+def weighed(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
     """Return the batches with the shares that the plan's loss asks for; as they are where these follow the samples."""
-    shares = shares_function(plan.loss, spec)
+    shares = shares_function(mean, spec)
     return source if shares is None or source.microbatches == 1 else WeighedBatches(source, shares, whole=whole)
 
 

@@ -36,14 +36,10 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
     if inner is not None:
         return inner
     frame = _user_frame(cause)
-    place = f" at {frame.filename}:{frame.lineno}: {frame.line}" if frame is not None else ""
+    place = f" at {frame.filename}:{frame.lineno}, '{frame.line}'" if frame is not None else ""
     what = f"{type(model).__name__} cannot be captured as a graph{place}"
     if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
-        return CaptureError(
-            f"{what}: this depends on the values of a tensor",
-            hint="replace Python's if, while and .item() on tensors by operations such as torch.where, or name the "
-            "parts of the model in blocks(model): see docs/model-file.md",
-        )
+        return CaptureError(f"{what}: this depends on the values of a tensor", hint=_value_hint(cause))
     if (unsupported := re.search(r"Unsupported input type <class '([^']+)'>", first_line(cause))) is not None:
         return CaptureError(
             f"example_batch() gives the model a {unsupported[1].rpartition('.')[2]}, which no graph can take",
@@ -61,6 +57,21 @@ def decides_by_values(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, _NEEDS_DATA):
         error = error.__cause__
     return error is not None
+
+
+def _value_hint(cause: Exception) -> str:
+    """Return the way out for a forward that decides by the value of a tensor."""
+    files = [frame.filename for frame in traceback.extract_tb(cause.__traceback__)]
+    if any("torch/distributions/" in file for file in files):
+        return "make the distribution with validate_args=False: it looks at the values of its arguments otherwise"
+    hint = (
+        "replace Python's if, while and .item() on tensors by operations such as torch.where, or name the parts of the "
+        "model in blocks(model): see docs/model-file.md"
+    )
+    user = _user_frame(cause)
+    if user is not None and "labels" in (user.line or ""):
+        hint += "; if only the model's own loss does this, give it no labels, and define loss(output, target)"
+    return hint
 
 
 def operation_failure(cause: Exception, places: Mapping[str, str]) -> LayerError | None:

@@ -71,11 +71,11 @@ class _Losses:
         """Return what explains the losses of the batch, and of the batch with ignored labels."""
         simple = [LossMean(over="samples"), LossMean(over="sum")]
         by_labels = list(self._by_labels(batch))
-        best = self._best(batch, [*simple, *(mean for _, means in by_labels for mean in means)])
-        for ignoring, means in by_labels if best is None or best.over != "sum" else ():
-            if (found := self._best(ignoring, [*means, *simple])) in means:
-                return found
-        return best or LossMean(over="batch")
+        explaining = self._explaining(batch, [*simple, *(mean for _, means in by_labels for mean in means)])
+        for ignoring, means in by_labels:
+            if (found := self._explaining(ignoring, explaining)[:1]) and found[0] in means:
+                return found[0]
+        return explaining[0] if explaining else LossMean(over="batch")
 
     def _by_labels(self, batch: Batch) -> Iterator[tuple[Batch, list[LossMean]]]:
         """Yield a batch with ignored labels in one half, and the means over labels that may explain its loss."""
@@ -85,18 +85,19 @@ class _Losses:
             return
         for label in sorted(ignored):
             changed = labels.clone()
-            changed[: -(-batch.size // 2), : labels.shape[1] // 2] = label
+            # Of some samples only the first and the last label stay, so that it matters whether the first one counts.
+            changed[: -(-batch.size // 2), 1:-1] = label
             means = [LossMean(over="labels", ignored=label, shifted=shifted) for shifted in (False, True)]
             yield with_labels(batch, changed), means
 
-    def _best(self, batch: Batch, means: list[LossMean]) -> LossMean | None:
-        """Return the mean that explains the batch's loss best, the first of equals; None if none does."""
-        errors = self._errors(batch, means)
-        error, tolerance, best = min(
-            ((error, tolerance, index) for index, (error, tolerance) in enumerate(errors)),
-            key=lambda each: (max(each[0], each[1]), each[2]),
-        )
-        return means[best] if error <= tolerance else None
+    def _explaining(self, batch: Batch, means: list[LossMean]) -> list[LossMean]:
+        """Return the means that explain the batch's loss, the best first; equals keep their order."""
+        found = [
+            (error, mean)
+            for mean, (error, tolerance) in zip(means, self._errors(batch, means), strict=True)
+            if error <= tolerance
+        ]
+        return [mean for _, mean in sorted(found, key=lambda each: each[0])]
 
     @torch.no_grad()
     def _errors(self, batch: Batch, means: list[LossMean]) -> list[tuple[float, float]]:

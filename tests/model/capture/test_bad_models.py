@@ -30,6 +30,22 @@ def _rows(size: int = 4) -> Batch:
 
 
 REFUSED = {
+    "a distribution that checks its arguments": (
+        MODULE + "    def forward(self, x):\n"
+        "        return torch.distributions.Categorical(logits=self.a(x)).logits\n"
+        "def build_model(): return M()" + ROWS,
+        "depends on the values of a tensor",
+        "validate_args=False",
+    ),
+    "a loss of its own that looks at the labels": (
+        MODULE + "    def forward(self, x, labels):\n"
+        "        if labels.max() > 3: raise ValueError\n"
+        "        return {'loss': F.cross_entropy(self.a(x), labels)}\n"
+        "def build_model(): return M()\n"
+        "def example_batch(n): return (torch.randn(n, 6), torch.randint(0, 4, (n,))), None\n",
+        "depends on the values of a tensor",
+        "give it no labels, and define loss(output, target)",
+    ),
     "no parameters": ("def build_model(): return nn.Tanh()" + ROWS, "Tanh has no parameters", "nothing to train"),
     "frozen": (
         "def build_model(): return nn.Linear(6, 4).requires_grad_(False)" + ROWS,
