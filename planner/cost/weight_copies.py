@@ -102,7 +102,7 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
 
 
 def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> Price:
-    """Return `price` with the memory of duplicated weights.
+    """Return `price` with the memory of duplicated weights, and the bytes that they send.
 
     A duplicate takes its weight's versions, its gradient twice and the optimizer's state. All stages that share
     weights hold the gradients that they exchange, too (see `exchanged_bytes`).
@@ -135,4 +135,24 @@ def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], pric
                 shared.sentence(f", and what stage {number} holds for that does not fit the memory by {over}"),
                 hint=f"keep them in one stage: {shared.together}",
             )
-    return replace(price, memory=tuple(memory))
+    more = _sent_bytes_of_copies(layer_costs, stages, divides=schedule.divides)
+    return replace(price, memory=tuple(memory), communication_bytes=price.communication_bytes + more)
+
+
+def _sent_bytes_of_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides: bool) -> float:
+    """Count the bytes that all workers send per minibatch for duplicated weights.
+
+    Replicas all-reduce the gradients of duplicates, and of all shared weights whole even where the optimizer is
+    sharded, so that these cross the links once more half. Once per round, each replica of a stage gets the gradients of
+    the other stages with which it shares weights.
+    """
+    layers, shared = {layer.name: layer for layer in layer_costs.profile.layers}, shared_in(layer_costs, stages)
+    sent = 0.0
+    for number, (stage, copied) in enumerate(zip(stages, copied_in(layer_costs, stages), strict=True)):
+        pairs = {(weight.stages, weight.layers[0]) for weight in shared if number in weight.stages}
+        ring = 2 * (stage.replicas - 1) * sum(layer.gradient_bytes for layer in copied)
+        if stage.options.sharded:
+            ring += (stage.replicas - 1) * sum(layers[name].gradient_bytes for name in {name for _, name in pairs})
+        received = stage.replicas * sum(layers[name].gradient_bytes for _, name in pairs)
+        sent += (ring + received) / (1 if divides else stage.replicas)
+    return sent

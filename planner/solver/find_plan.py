@@ -49,6 +49,7 @@ from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Found
 from planner.solver.room import solve_with_room
 from planner.solver.stage_rules import Granularity, StageRules
+from planner.solver.tied import solve_tied
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
 
@@ -139,7 +140,7 @@ def solve(
     def answer_of(other: Problem) -> Found:
         return solve_synced(other, lambda each: _found(each, solver)) if vertical_sync else _found(other, solver)
 
-    found = solve_with_room(problem, answer_of)
+    found = solve_with_room(problem, lambda other: solve_tied(other, answer_of, vertical_sync=vertical_sync))
     plan = complete(problem, found.best, _report(problem, found), vertical_sync=vertical_sync)
     return plan.model_copy(update={"solver": plan.solver.model_copy(update={"seconds": time.perf_counter() - started})})
 

@@ -1,0 +1,194 @@
+"""Plans for models with tied weights, whose copies need memory, and under 1f1b as many replicas in all their stages.
+
+The searches count a weight once, in the first layer that uses it, so their answer is a relaxation: its bound holds for
+all plans, and where its copies fit and can be trained, it is the best. Otherwise the best plan has all users of a tied
+weight in one stage, which needs no copies, or counts the weight in every layer that uses it. Under 1f1b, the latter is
+sought for each number of replicas of the stages with copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.layer_costs import Candidate
+from planner.cost.weight_copies import counted_with_copies, price_with_copies
+from planner.cost.work import IMPOSSIBLE, Integers
+from planner.errors import InfeasibleError, PlannerError
+from planner.formats.plan_shape import trainable_pairs
+from planner.formats.shared_weights import trained_parameters
+from planner.solver.bounds.bounds import Bounds
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import evaluate, priced
+from planner.solver.candidates.kinds import counts_to_try
+from planner.solver.candidates.pipelines import shared_between
+from planner.solver.chain.search import Search
+from planner.solver.chain.states import Chain, StateSpace
+from planner.solver.problem import Limits, Problem
+from planner.solver.result import CutPath, Evaluation, Found, stages_along
+
+Answer = Callable[[Problem], Found]
+
+_PRECISION = 1e-4
+
+
+def solve_tied(problem: Problem, answer: Answer, *, vertical_sync: bool = False) -> Found:
+    """Find the best plan of the search `answer` whose copies of tied weights fit the memory and can be trained.
+
+    Raises:
+        InfeasibleError: if there is none.
+    """
+    found = answer(problem)
+    if _trains(problem, found.best, vertical_sync):
+        return found
+    # The simulations so far were of plans that cannot be used.
+    fresh = replace(problem, budget=Budget(problem.budget.deadline, progress=problem.budget.progress))
+    searches = [_together, _counted] if not vertical_sync else [_together]
+    plans = [plan for search in searches for plan in search(fresh, answer)]
+    fitting = [plan for plan in plans if _trains(problem, plan, vertical_sync)]
+    if not fitting:
+        _refuse(fresh, found, answer)
+        return found
+    by_simulation = all(plan.simulated for plan in fitting)
+    best = min(fitting, key=lambda plan: plan.seconds if by_simulation else plan.formula_s)
+    return replace(found, best=best, bound_s=min(found.bound_s, best.seconds))
+
+
+def _trains(problem: Problem, plan: Evaluation, vertical_sync: bool) -> bool:
+    """Return whether the plan's copies of tied weights fit the memory, and stay equal in training."""
+    shared = shared_between(problem.layer_costs, plan.stages)
+    if not shared:
+        return True
+    if vertical_sync or not trainable_pairs(shared, [stage.replicas for stage in plan.stages], problem.schedule):
+        return False
+    try:
+        price_with_copies(problem.layer_costs, plan.stages, plan.price, problem.setting)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _refuse(problem: Problem, found: Found, answer: Answer) -> None:
+    """Say which schedule has room for the copies, where those of the plan found do not fit the memory.
+
+    Raises:
+        InfeasibleError: if there is such a schedule.
+    """
+    try:
+        price_with_copies(problem.layer_costs, found.best.stages, found.best.price, problem.setting)
+        return
+    except InfeasibleError as error:
+        message = error.message
+    most, microbatches = problem.rules.max_staleness, max(problem.microbatches, problem.cluster.gpus)
+    for schedule in problem.schedule.leaner:
+        if most is not None and schedule.staleness(1) > most:
+            continue
+        other = problem.under(schedule, microbatches)
+        with contextlib.suppress(PlannerError):
+            if _trains(other, solve_tied(other, answer).best, vertical_sync=False):
+                break
+    else:
+        return
+    raise InfeasibleError(message, hint=f"use `schedule={schedule}` `microbatches={microbatches}`, which fits")
+
+
+def _together(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
+    """Yield the best plan with all users of each tied weight in one stage."""
+    names = [layer.name for layer in problem.layer_costs.profile.layers]
+    users = tuple(tuple(names[layer] for layer in group) for group in _users(problem))
+    constraints = problem.constraints
+    constraints = constraints.model_copy(update={"together": (*constraints.together, *users)})
+    with contextlib.suppress(PlannerError):
+        yield answer(replace(problem, constraints=constraints)).best
+
+
+def _counted(problem: Problem, answer: Answer) -> Iterator[Evaluation]:
+    """Yield the best plans where every user of a tied weight has a copy."""
+    if not problem.schedule.stashes or problem.cluster.kinds or not problem.constraints.empty:
+        with contextlib.suppress(PlannerError):
+            yield from _evaluated(problem, answer(_with_copies(problem, 1)).best.stages)
+        return
+    gpus, best_s = problem.cluster.gpus, np.inf
+    # The deeper the pipeline, the more rounds of gradients wait for the sums of tied weights.
+    depths = [gpus] if problem.cluster.memory_bytes is None else [d for d in counts_to_try(gpus) if d > 1]
+    for depth in depths:
+        other = _with_copies(problem, depth)
+        space, limits = Chain(other.layer_costs), replace(other.limits, deepest=min(depth, other.limits.deepest))
+        for replicas in range(gpus // 2, 0, -1):
+            search = _EvenSearch(space, other.asynchronous(), limits, sorted(set().union(*_users(problem))), replicas)
+            if problem.deadline.passed or (path := search.best(best_s)) is None:
+                continue
+            for plan in _evaluated(problem, stages_along(space, path)):
+                if _trains(problem, plan, vertical_sync=False):
+                    best_s = min(best_s, plan.seconds)
+                    yield plan
+
+
+def _evaluated(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluation]:
+    """Yield the plan at the best depths, and at the published ones, which leave more room for copies."""
+    yield (plan := evaluate(problem, stages))
+    published = priced(problem, stages).price.in_flight
+    if plan.price.in_flight != published:
+        yield evaluate(replace(problem, depth="published"), stages)
+
+
+def _with_copies(problem: Problem, depth: int) -> Problem:
+    """Return the problem with tied weights counted in every layer that uses them.
+
+    What stages hold to add up gradients counts as buffers: up to `depth` rounds of what they send and receive.
+    """
+    counted = counted_with_copies(problem.layer_costs.profile)
+    assert counted is not None
+    layers = list(counted.layers)
+    for first, *others in _users(problem):
+        size = problem.layer_costs.profile.layers[first].gradient_bytes
+        # A copy holds its gradient twice.
+        for layer, held in ((first, 2 * size), *((other, 2 * depth * size + size) for other in others)):
+            layers[layer] = layers[layer].model_copy(update={"buffer_bytes": layers[layer].buffer_bytes + held})
+    return problem.about(counted.model_copy(update={"layers": tuple(layers)}))
+
+
+def _users(problem: Problem) -> list[tuple[int, ...]]:
+    """Return the layers that use each trained weight which several use, by position."""
+    position, users = problem.layer_costs.position, dict[str, list[int]]()
+    for layer, weights in trained_parameters(problem.layer_costs.profile).items():
+        for weight in weights:
+            users.setdefault(weight, []).append(position[layer])
+    return sorted({tuple(sorted(layers)) for layers in users.values() if len(layers) > 1})
+
+
+class _EvenSearch(Search):
+    """Finds plans whose stages with any of some layers all have as many replicas."""
+
+    def __init__(self, space: StateSpace, model: Bounds, limits: Limits, layers: Sequence[int], replicas: int) -> None:
+        super().__init__(space, model, limits)
+        self._holds, self._replicas = np.array([space.holds(layer) for layer in layers]), replicas
+
+    def best(self, below_s: float | None = None, precision: float = _PRECISION) -> CutPath | None:
+        """Return a plan that takes less than `below_s`, and is the fastest up to `precision`; None without one."""
+        high_s = self.any_time_s() if below_s is None or np.isinf(below_s) else below_s
+        low_s, best, target_s = float(self._before_s[-1]) / self.gpus, None, high_s
+        while high_s - low_s > precision * high_s:
+            path = self.within(target_s)
+            if path is None and best is None and target_s == high_s:
+                return None
+            if path is None:
+                low_s = target_s
+            else:
+                high_s = target_s
+                best = path if best is None or path.seconds < best.seconds else best
+            target_s = float(np.sqrt(max(low_s, high_s * _PRECISION) * high_s))
+        return best
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers, room: int
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        """Return the same as every search, with the given replicas for stages that have one of the layers."""
+        _, r, again = super().suffixes(state, others, target_s, after, room)
+        holds = (self._holds[:, others] & ~self._holds[:, state, None]).any(axis=0)
+        r = np.where(holds, np.where(r > self._replicas, IMPOSSIBLE, self._replicas), r)
+        return np.where(r >= IMPOSSIBLE, IMPOSSIBLE, after + r), r, again

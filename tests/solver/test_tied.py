@@ -1,0 +1,61 @@
+"""Tied weights: the fastest plan whose copies fit and can be trained, against every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+import pytest
+
+from planner.analysis.own_plan import price
+from planner.errors import PlannerError
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.own_plan import OwnPlan, OwnStage
+from planner.formats.plan import Plan
+from planner.formats.shared_weights import obstacle, shared_weights, trained_parameters
+from planner.schedule.registry import find
+from planner.solver import solve
+from tests.cost.test_weight_copies import tied
+
+GPUS = 4
+
+
+def trains(plan: Plan) -> bool:
+    """Whether the plan's copies stay equal in training, and fit."""
+    limit = plan.cluster.memory_bytes
+    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(tied())))
+    fits = limit is None or all(stage.memory.total_bytes <= limit for stage in plan.stages)
+    return fits and obstacle(plan, shared) is None
+
+
+def every_plan(cluster: Cluster, schedule: str, microbatches: int) -> Iterator[Plan]:
+    """Every plan without sharding and recomputation that can be trained."""
+    names = [layer.name for layer in tied().layers]
+    for inner in product((False, True), repeat=len(names) - 1):
+        ends = [0, *(at + 1 for at, cut in enumerate(inner) if cut), len(names)]
+        for replicas in product(range(1, GPUS + 1), repeat=len(ends) - 1):
+            if sum(replicas) > GPUS:
+                continue
+            stages = tuple(
+                OwnStage(layers=tuple(names[first:end]), replicas=r)
+                for (first, end), r in zip(pairwise(ends), replicas, strict=True)
+            )
+            try:
+                plan = price(
+                    tied(), cluster, OwnPlan(stages=stages, schedule=find(schedule), microbatches=microbatches)
+                )
+            except PlannerError:
+                continue
+            if trains(plan):
+                yield plan
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 20 * 10**6, 13 * 10**6])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b-flush", 4)])
+def test_no_plan_that_can_be_trained_is_faster(schedule: str, microbatches: int, memory_bytes: int | None) -> None:
+    cluster = flat_cluster(GPUS, 1e4, memory_bytes)
+    least_s = min(each.predicted.seconds_per_minibatch for each in every_plan(cluster, schedule, microbatches))
+    plan = solve(tied(), cluster, schedule=schedule, microbatches=microbatches)
+    assert trains(plan)
+    assert plan.predicted.seconds_per_minibatch <= least_s * (1 + 1e-6)
+    assert plan.solver.lower_bound_s <= least_s * (1 + 1e-9)
