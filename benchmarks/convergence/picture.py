@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from planner.report.svg.sweep import COLOURS
+from planner.report.svg.shapes import COLOURS
 
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 70, 200, 56, 64

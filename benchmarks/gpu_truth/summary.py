@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from benchmarks.gpu_truth.rows import Row
-from planner.report.svg.shapes import Font, document, line, text
-from planner.report.svg.sweep import COLOURS
+from planner.report.svg.shapes import COLOURS, Font, document, line, text
 
 _SIZE, _MARGIN, _LEGEND = 520, 60, 150
 

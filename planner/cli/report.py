@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,21 +23,21 @@ from planner.cli.sweep import POINTS
 from planner.errors import InputError, PlannerError
 
 if TYPE_CHECKING:
-    from planner.analysis.compare import Comparison
-    from planner.analysis.sweep import Sweep
     from planner.formats.plan import Plan
     from planner.formats.timeline import Timeline
+    from planner.report.page.page import ReportContent
     from planner.solver.candidates.budget import Patience
 
-COMPARING = 0.3  # share of the time for the comparison; the rest is for the bandwidths
+COMPARING = 0.3  # share of the time for the comparison
+EXPLAINING = 0.4  # share of the time left for the explanation; the rest is for the bandwidths
 FORMATS = ("html", "svg", "png")
 SPREAD = 10.0  # the sweep's bandwidths: from the plan's divided by this to the plan's multiplied by it
 
 DESCRIPTION = """\
 Write a report on a plan: one HTML file that needs no network. It shows the stages and their layers, the simulated
 timeline to zoom and point at, memory over time and what limits the plan. With the profile, it compares the plan with
-data parallelism and hand-made pipelines, and with the plans for other bandwidths. With --run, it shows a training run
-and its simulation on the same axes.
+data parallelism and hand-made pipelines, says what would make it faster, and plans for other bandwidths. With --run,
+it shows a training run and its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
     plan report --run trace.json                measured beside predicted
@@ -101,10 +102,10 @@ def run(args: argparse.Namespace) -> int:
     match style:
         case "html":
             with patience_of(args) as patience:
-                comparison, sweep, why_not = _alternatives(args, plan, patience)
-            if comparison is not None:
-                plan = with_rows(plan, comparison)
-            write_text(output, report_page(ReportContent(plan, simulated, measured, comparison, sweep, why_not)))
+                content = _alternatives(args, ReportContent(plan, simulated, measured), patience)
+            if content.comparison is not None:
+                content = replace(content, plan=with_rows(plan, content.comparison))
+            write_text(output, report_page(content))
         case "svg" | "png":
             picture = timeline_svg([simulated] if measured is None else [simulated, measured])
             write_bytes(output, png(picture) if style == "png" else picture.encode())
@@ -142,28 +143,31 @@ def _style(args: argparse.Namespace) -> tuple[str, Path]:
     return style, output or Path(f"report.{style}")
 
 
-def _alternatives(
-    args: argparse.Namespace, plan: Plan, patience: Patience
-) -> tuple[Comparison | None, Sweep | None, str]:
-    """Return the comparison and the sweep, or why they are missing.
+def _alternatives(args: argparse.Namespace, content: ReportContent, patience: Patience) -> ReportContent:
+    """Add what takes the profile: comparison, explanation and sweep; or why they are missing.
 
     Raises:
         PlannerError: when the user named a profile, and it is not the plan's.
     """
     from planner.analysis.bandwidths import bandwidth_sweep
     from planner.analysis.compare import compare
+    from planner.analysis.explain import explain
     from planner.formats.importers import read_profile
 
-    path = args.profile or PROFILE
+    path, plan = args.profile or PROFILE, content.plan
+    missing = "The comparison, what would help, and other bandwidths"
     if args.profile is None and not path.exists():
-        return None, None, f"The comparison and the bandwidths: there is no {path}; name a profile with --profile."
+        return replace(content, why_not=f"{missing}: there is no {path}; name a profile with --profile.")
     try:
         profile = read_profile(path)
         comparison = compare(profile, plan=plan, patience=patience.part(COMPARING))
     except PlannerError as error:
         if args.profile is not None:
             raise
-        return None, None, f"The comparison and the bandwidths: {as_flags(error.message)}."
+        return replace(content, why_not=f"{missing}: {as_flags(error.message)}.")
+    explanation = explain(profile, plan, patience=patience.part(EXPLAINING))
+    source = profile.provenance.source
+    content = replace(content, comparison=comparison, explanation=explanation, source=source)
     if args.points == 0:
-        return comparison, None, ""
-    return comparison, bandwidth_sweep(profile, plan, args.points, SPREAD, patience), ""
+        return content
+    return replace(content, sweep=bandwidth_sweep(profile, plan, args.points, SPREAD, patience))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from planner.formats.timeline import LANES, LETTERS, Event, EventKind, Timeline
@@ -14,10 +15,15 @@ from planner.simulator.summary import Summary
 
 KINDS: tuple[EventKind, ...] = tuple(LANES)
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
+OPENING = 6  # minibatches on show at first
+_UNITS = 48  # microbatches on show at first, at most: more than these are too narrow to read
 
 
 def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
     """Return JSON that is safe inside a script element.
+
+    Times are whole numbers of `tick_s`, and each start is told by its distance from the one before: that is a third of
+    the size.
 
     Args:
         runs: the simulated run, and the measured one if there is one.
@@ -38,6 +44,9 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
             rows[rank] += _rows(run.source, events[rank], digits)
     content = {
         "span_s": span,
+        "tick_s": 10.0**-digits,
+        "ends": {run.source: run.span_s for run in runs},
+        "opening": opening(summary, first, span),
         "steady": [summary.steady_from_s, summary.steady_to_s] if summary.steady else None,
         "microbatches": first.microbatches,
         "pipeline_length": first.pipeline_length,
@@ -51,6 +60,15 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
     return script_json(content)
 
 
+def opening(summary: Summary, timeline: Timeline, span: float) -> tuple[float, float]:
+    """Return the stretch of time on show at first: about six steady minibatches, fewer of many microbatches each."""
+    length = summary.seconds_per_minibatch * max(2, min(OPENING, _UNITS // timeline.microbatches))
+    if not 0 < length < 0.75 * span:
+        return 0.0, span
+    start = summary.steady_from_s if summary.steady else (span - length) / 2
+    return start, min(start + length, span)
+
+
 def script_json(content: object) -> str:
     """Write JSON in which nothing can end the script element around it or begin a comment."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -61,20 +79,30 @@ def script_json(content: object) -> str:
 
 def _rows(source: str, own: Sequence[Event], digits: int) -> list[dict[str, Any]]:
     """Write a worker's rows of events, each as columns."""
-    return [
-        {
-            "lane": lane,
-            "source": source,
-            "start": [round(event.start_s, digits) for event in events],
-            "end": [round(event.end_s, digits) for event in events],
-            "kind": [KINDS.index(event.kind) for event in events],
-            "stage": [event.stage for event in events],
-            "minibatch": [event.minibatch for event in events],
-            "microbatch": [event.microbatch for event in events],
-            "peer": [-1 if event.peer_rank is None else event.peer_rank for event in events],
-        }
-        for lane, events in rows_of(own)
-    ]
+    scale = 10.0**digits
+    rows = []
+    for lane, events in rows_of(own):
+        starts = [round(event.start_s * scale) for event in events]
+        rows.append(
+            {
+                "lane": lane,
+                "source": source,
+                "step": [start - before for before, start in pairwise((0, *starts))],
+                "length": [round(event.end_s * scale) - start for event, start in zip(events, starts, strict=True)],
+                "kind": _column(KINDS.index(event.kind) for event in events),
+                "stage": _column(event.stage for event in events),
+                "minibatch": _column(event.minibatch for event in events),
+                "microbatch": _column(event.microbatch for event in events),
+                "peer": _column(-1 if event.peer_rank is None else event.peer_rank for event in events),
+            }
+        )
+    return rows
+
+
+def _column(values: Iterable[int]) -> list[int] | int:
+    """Return the values, or the only value that they have."""
+    found = list(values)
+    return found[0] if len(set(found)) == 1 else found
 
 
 def _memory(runs: Sequence[Timeline], workers: Sequence[int], digits: int) -> list[dict[str, Any]]:

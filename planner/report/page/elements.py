@@ -17,17 +17,24 @@ def paragraph(text: str, css: str = "") -> str:
     return f"<p{attribute}>{escape(text)}</p>"
 
 
-def swatch(text: str, colour: str) -> str:
-    """Write a legend's item."""
-    return f'<li><i style="background:{colour}"></i>{escape(text)}</li>'
+def swatch(text: str, colour: str = "", css: str = "") -> str:
+    """Write a legend's item, with its colour or the class that has it."""
+    look = f'class="{css}"' if css else f'style="background:{colour}"'
+    return f"<li><i {look}></i>{escape(text)}</li>"
 
 
 def bar(parts: Iterable[Part]) -> str:
-    """Draw a bar of coloured parts; their names show when they are pointed at."""
+    """Draw a bar of parts, grey without a colour; their names show when they are pointed at."""
     pieces = "".join(
-        f'<i title="{escape(name)}" style="width:{share:.2%};background:{colour}"></i>' for name, share, colour in parts
+        f'<i title="{escape(name)}" style="width:{share:.2%}{colour and f";background:{colour}"}"></i>'
+        for name, share, colour in parts
     )
     return f'<div class="bar">{pieces}</div>'
+
+
+def folded(title: str, content: str, is_open: bool = False) -> str:
+    """Put content behind its title, which opens it."""
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
 
 
 def table_html(label: str, table: Table, chosen: int | None = None) -> str:
@@ -36,7 +43,7 @@ def table_html(label: str, table: Table, chosen: int | None = None) -> str:
     def cells(row: Sequence[object], tag: str, attributes: str = "") -> str:
         return "".join(
             f"<{tag}{attributes}{_NUMBER if align == 'r' else ''}>{escape(str(cell))}</{tag}>"
-            for cell, align in zip(row, table.align, strict=True)
+            for cell, align in zip(row, table.align or "l" * len(table.headers), strict=True)
         )
 
     body = "".join(

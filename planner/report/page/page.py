@@ -13,8 +13,9 @@ from importlib.resources import files
 
 from planner.analysis.compare import Comparison
 from planner.analysis.compare_runs import compare_runs
+from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
-from planner.formats.plan import Plan
+from planner.formats.plan import Plan, short_config
 from planner.formats.timeline import Timeline
 from planner.report.page.data import chart_data
 from planner.report.page.elements import paragraph
@@ -39,7 +40,10 @@ Section = tuple[str, str, str]  # anchor, title, HTML
 
 @dataclass(frozen=True)
 class ReportContent:
-    """What a report is made of; it leaves out what is None. `why_not`: why there is no comparison and no sweep."""
+    """What a report is made of; it leaves out what is None.
+
+    `why_not`: why there is no comparison, explanation and sweep. `source`: of the profile's times, "estimated" or so.
+    """
 
     plan: Plan
     simulated: Timeline
@@ -47,6 +51,8 @@ class ReportContent:
     comparison: Comparison | None = None
     sweep: Sweep | None = None
     why_not: str = ""
+    explanation: Explanation | None = None
+    source: str = ""
 
 
 def report_page(content: ReportContent) -> str:
@@ -61,8 +67,10 @@ def report_page(content: ReportContent) -> str:
     return fill(
         "page.html",
         {
-            "title": escape(f"{plan.model}: {plan.config}"),
-            "heading": f"{escape(plan.model)}: {escape(plan.config)} on {plan.workers} GPU{'s' * (plan.workers > 1)}",
+            "title": escape(f"{plan.model}: {short_config(plan.config)}"),
+            "heading": escape(
+                f"{plan.model}: {short_config(plan.config)} on {plan.workers} GPU{'s' * (plan.workers > 1)}"
+            ),
             "lead": escape(f"{schedule_line(plan)} · {cluster_line(plan.cluster)}"),
             "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections),
             "sections": "\n".join(
@@ -82,16 +90,16 @@ def report_page(content: ReportContent) -> str:
 
 
 def _sections(content: ReportContent, runs: list[Timeline], summary: Summary) -> list[Section]:
-    plan, measured = content.plan, None
-    sections = [
-        ("summary", "Summary", figures(plan, summary)),
-        ("limits", "Bottleneck", limits_section(plan, summary)),
-        ("stages", "Stages", stages_section(plan)),
+    plan = content.plan
+    run = None if content.measured is None else compare_runs(plan, content.simulated, content.measured)
+    measured = None if run is None else run.measured
+    sections = [("summary", "Summary", figures(plan, summary, measured))]
+    if run is not None:
+        sections.append(("measured", "Predicted and measured", measured_section(plan, run)))
+    sections += [
+        ("limits", "Bottleneck", limits_section(plan, summary, content.explanation)),
+        ("stages", "Stages", stages_section(plan, content.source)),
     ]
-    if content.measured is not None:
-        comparison = compare_runs(plan, content.simulated, content.measured)
-        measured = comparison.measured
-        sections.append(("measured", "Predicted and measured", measured_section(plan, comparison)))
     shown = shown_workers(content.simulated)
     sections.append(("timeline", "Timeline", fill("timeline.html", timeline_section(content.simulated, runs, shown))))
     sections.append(("memory", "Memory", memory_section(plan, summary, measured)))

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 
 from planner.analysis.compare import Comparison
 from planner.analysis.compare_runs import RunComparison
+from planner.analysis.explain import Explanation
 from planner.analysis.sweep import Sweep
-from planner.formats.plan import Plan, Stage
+from planner.formats.plan import Plan
 from planner.formats.timeline import EventKind, Timeline
-from planner.report.page.elements import Part, bar, paragraph, swatch, table_html
+from planner.report.page.elements import bar, folded, paragraph, swatch, table_html
 from planner.report.svg.lanes import COLOURS, TEXTS, colour_legend
 from planner.report.svg.sweep import sweep_svg
 from planner.report.tables.compare import comparison_legend, comparison_table
 from planner.report.tables.compare_runs import pace_table, stage_times_table, timing_notes, timing_table
-from planner.report.tables.plan import (
-    bottleneck_place,
-    gpus,
-    less_or_more,
-    ranks_line,
-    recomputing,
-    sent_bytes,
-)
-from planner.report.tables.repeats import layer_range
+from planner.report.tables.explain import explanation_tables, sentences
+from planner.report.tables.memory import memory_table
+from planner.report.tables.plan import bottleneck_place, gpus, less_or_more, stage_table
 from planner.report.tables.run import PEAK, bubble_of_run, legend, percent, worker_table
 from planner.report.tables.sweep import sweep_table
 from planner.report.tables.table import Table
@@ -32,36 +28,47 @@ from planner.schedule.defaults import LATE_UPDATES
 from planner.simulator.summary import Summary, WorkerUse
 from planner.units import format_bytes, format_rate, format_seconds
 
-MOST_BARS = 24
-_MEMORY_COLOURS = ("#0072b2", "#b84f00", "#007a5a", "#6a60c4", "#c87420", "#b0447d", "#8a6100", "#3b8fc4")
+MOST_BARS = 16
+MOST_STAGES = 12  # whose table is open from the start
 
 
-def figures(plan: Plan, summary: Summary) -> str:
-    """Show the numbers that matter most."""
+def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
+    """Show the numbers that matter most, those of a run first."""
     predicted = plan.predicted
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0, default=None)
+    simulated = _rate(summary.samples_per_s, summary.seconds_per_minibatch)
     shown = [
-        ("predicted", *_rate(predicted.samples_per_s, predicted.seconds_per_minibatch)),
-        ("simulated", *_rate(summary.samples_per_s, summary.seconds_per_minibatch)),
+        *([] if measured is None else [("measured", *_rate(measured.samples_per_s, measured.seconds_per_minibatch))]),
+        (f"predicted by {predicted.by}", *_against(predicted.samples_per_s, predicted.seconds_per_minibatch, measured)),
+        # A plan that was simulated when it was made predicts what the same simulation finds.
+        *(
+            []
+            if simulated == _rate(predicted.samples_per_s, predicted.seconds_per_minibatch)
+            else [("simulated", *_against(summary.samples_per_s, summary.seconds_per_minibatch, measured))]
+        ),
         *([("tokens", format_rate(predicted.tokens_per_s), "per second")] if predicted.tokens_per_s else []),
         *([("utilisation", percent(used), "of the GPUs' peak")] if (used := predicted.flop_utilisation) else []),
         ("over one GPU", *_speed_up(over_one_gpu(plan), "")),
         ("over data parallel", *_speed_up(over_data_parallel(plan), f"on {gpus(plan)}")),
         ("gradients", *_late(plan)),
-        ("bubble", percent(summary.bubble_share), bubble_of_run(summary)),
+        ("bubble, simulated", percent(summary.bubble_share), bubble_of_run(summary)),
     ]
     if predicted.communication_cut is not None:
         shown.append(("sent", less_or_more(predicted.communication_cut), "than data parallel"))
     if fullest is not None and fullest.peak_bytes is not None:
         limit = "no limit" if fullest.limit_bytes is None else f"of {format_bytes(fullest.limit_bytes)}"
-        shown.append(("fullest worker", format_bytes(fullest.peak_bytes), limit))
+        if fullest.limit_bytes is not None and fullest.peak_bytes > fullest.limit_bytes:
+            limit += ": does not fit"
+        shown.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
         for name, value, more in shown
     )
     beside = [("Baselines", best_baseline_line(plan)), ("Synchronous", synchronous_line(plan))]
-    notes = "".join(paragraph(f"{name}: {line}.", "note") for name, line in beside if line is not None)
-    return f'<dl class="figures">{items}</dl>{notes}'
+    notes = [f"{name}: {line}" for name, line in beside if line is not None]
+    notes = [*notes, *(note[:1].upper() + note[1:] for note in plan.notes)]
+    written = "".join(paragraph(f"{note.removesuffix('.')}.", "note") for note in notes)
+    return f'<dl class="figures">{items}</dl>{written}'
 
 
 def _speed_up(text: str, more: str) -> tuple[str, str]:
@@ -85,8 +92,17 @@ def _rate(samples_per_s: float | None, seconds: float) -> tuple[str, str]:
     return format_rate(samples_per_s), f"samples/s, {format_seconds(seconds)} per minibatch"
 
 
-def limits_section(plan: Plan, summary: Summary) -> str:
-    """Show the busiest resources, predicted and simulated."""
+def _against(samples_per_s: float | None, seconds: float, measured: Summary | None) -> tuple[str, str]:
+    """Write a rate, and how far its time per minibatch is from the measured one."""
+    value, unit = _rate(samples_per_s, seconds)
+    if measured is None:
+        return value, unit
+    off = seconds / measured.seconds_per_minibatch - 1
+    return value, f"{unit}, {abs(off):.1%} {'less' if off < 0 else 'more'} than measured"
+
+
+def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None) -> str:
+    """Show the busiest resources, predicted and simulated, and what `plan explain` says of them."""
     bottleneck = plan.predicted.bottleneck
     text = (
         f"<p>Predicted: <strong>{escape(bottleneck_place(bottleneck))}</strong>, busy "
@@ -98,107 +114,118 @@ def limits_section(plan: Plan, summary: Summary) -> str:
     if len(shares) > MOST_BARS:
         note += f" The {MOST_BARS} busiest of {len(shares)}."
         shares = sorted(shares, key=lambda share: -share[1])[:MOST_BARS]
-    bars = "".join(
-        f'<span>{escape(name)}</span><span class="bar"><i style="width:{share:.1%};background:{colour}"></i></span>'
-        f"<b>{share:.0%}</b>"
-        for name, share, colour in shares
-    )
-    return f'{text}{paragraph(note, "note")}<div class="busy">{bars}</div>'
+    bars = "".join(f"<span>{escape(name)}</span>{bar([(name, share, '')])}<b>{share:.0%}</b>" for name, share in shares)
+    drawn = f'{text}{paragraph(note, "note")}<div class="busy">{bars}</div>'
+    if explanation is None:
+        return drawn
+    # The first sentence names the bottleneck, which stands above.
+    said = "".join(map(paragraph, sentences(explanation).splitlines()[1:]))
+    tables = "".join(folded(title, table_html(title, table)) for title, table in explanation_tables(explanation))
+    return f"{drawn}{said}{tables}"
 
 
-def _shares(summary: Summary) -> list[Part]:
+def _shares(summary: Summary) -> list[tuple[str, float]]:
     """List the busy shares of each stage's busiest replica, and of each shared link."""
     stages: dict[tuple[int, ...], list[WorkerUse]] = {}
     for worker in summary.workers:
         stages.setdefault(worker.stages, []).append(worker)
-    found: list[Part] = []
+    found: list[tuple[str, float]] = []
     for numbers, group in stages.items():
         name = f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         found += [
-            (f"{name} computes", max(worker.compute_share for worker in group), COLOURS["forward"]),
-            (f"{name} sends", max(worker.send_share for worker in group), COLOURS["send_gradient"]),
-            (f"{name} receives", max(worker.receive_share for worker in group), COLOURS["backward_weight"]),
+            (f"{name} computes", max(worker.compute_share for worker in group)),
+            (f"{name} sends", max(worker.send_share for worker in group)),
+            (f"{name} receives", max(worker.receive_share for worker in group)),
         ]
-    return found + [(link.name, link.busy_share, COLOURS["all_reduce"]) for link in summary.shared_links]
+    return found + [(link.name, link.busy_share) for link in summary.shared_links]
 
 
-def stages_section(plan: Plan) -> str:
-    """Show a card per stage: its layers, its times, its memory."""
-    longest_s = max(stage.compute_s for stage in plan.stages)
-    cards = "".join(_card(plan, number, longest_s) for number in range(len(plan.stages)))
-    kinds = [kind for kind in _PARTS if kind != "recompute" or any(stage.recompute for stage in plan.stages)]
-    colours = "".join(swatch(TEXTS[kind], COLOURS[kind]) for kind in kinds)
-    return f'<ul class="legend">{colours}</ul><ul class="stages">{cards}</ul>'
+def stages_section(plan: Plan, source: str) -> str:
+    """Draw what a worker of each stage computes, and tabulate the stages and their memory.
+
+    Args:
+        plan: the plan.
+        source: "measured", "estimated" or "imported", as the profile's times are; empty if that is not known.
+    """
+    longest_s = max(map(sum, times)) if (times := [_parts_s(plan, number) for number in range(len(plan.stages))]) else 0
+    rows = []
+    for (_, text), group in groupby(enumerate(times), key=lambda pair: (pair[1], format_seconds(sum(pair[1])))):
+        (first, parts), *others = group
+        name = f"stages {first}–{others[-1][0]}" if others else f"stage {first}"
+        pieces = [
+            (f"{TEXTS[kind]} {format_seconds(seconds)}", seconds / longest_s, COLOURS[kind])
+            for kind, seconds in zip(_PARTS, parts, strict=True)
+            if seconds
+        ]
+        rows.append(f"<span>{name}</span>{bar(pieces)}<b>{text}</b>")
+    shown = [kind for place, kind in enumerate(_PARTS) if any(parts[place] for parts in times)]
+    colours = "".join(swatch(TEXTS[kind], COLOURS[kind]) for kind in shown)
+    listed = "".join(
+        f"<li>stage {number}<ol>{''.join(f'<li>{escape(name)}</li>' for name in stage.layers)}</ol></li>"
+        for number, stage in enumerate(plan.stages)
+    )
+    few = len(plan.stages) <= MOST_STAGES
+    legend_text = _IN_FLIGHT + (_LATE if plan.staleness else "")
+    return (
+        paragraph(
+            f"What a worker of each stage computes per minibatch, by the profile's {source} times of layers:".replace(
+                "  ", " "
+            )
+        )
+        + f'<ul class="legend">{colours}</ul><div class="busy">{"".join(rows)}</div>'
+        + folded(
+            "Stages, per microbatch", table_html("Stages", stage_table(plan)) + paragraph(legend_text, "note"), few
+        )
+        + folded("Predicted memory per GPU", table_html("Predicted memory per GPU", memory_table(plan)), few)
+        + folded("All layers", f'<ul class="layers">{listed}</ul>')
+    )
 
 
 _PARTS: tuple[EventKind, ...] = ("forward", "recompute", "backward", "update")
+_IN_FLIGHT = "In flight: microbatches, or undivided minibatches, whose activations a worker holds at once."
+_LATE = " Late: updates between the weights that a gradient was computed with and those that it changes."
 
 
-def _card(plan: Plan, number: int, longest_s: float) -> str:
+def _parts_s(plan: Plan, number: int) -> tuple[float, ...]:
+    """Return the seconds per minibatch that each worker of a stage takes for the parts."""
     stage = plan.stages[number]
-    recompute_s = stage.again_s
-    times = zip(_PARTS, (stage.forward_s, recompute_s, stage.backward_s, stage.update_s), strict=True)
-    compute_bar = bar(
-        (f"{TEXTS[kind]} {format_seconds(seconds)}", seconds / longest_s if longest_s else 0.0, COLOURS[kind])
-        for kind, seconds in times
-        if seconds
-    )
-    activations, gradients = map(format_bytes, sent_bytes(plan, number))
-    many = "s" * (stage.replicas > 1)
-    again = recomputing(stage)
-    lines = [
-        f"{stage.replicas} replica{many}: worker{many} {ranks_line(stage)}",
-        f"{stage.in_flight} in flight",
-        f"{format_seconds(stage.compute_s)} per microbatch{f', recomputes {again}' if again else ''}",
-        f"sends {activations} of activations, {gradients} of gradients",
-    ]
-    if stage.sharded:
-        lines.append(f"each replica has 1/{stage.replicas} of the optimizer's state")
-    if plan.microbatches > 1 and stage.accumulate_s:
-        accumulation = format_seconds(stage.accumulate_s)
-        lines.insert(3, f"{accumulation} of gradient accumulation, except for a minibatch's first microbatch")
-    layers = "".join(f"<li>{escape(name)}</li>" for name in stage.layers)
-    return (
-        f"<li><h3>Stage {number}</h3>{compute_bar}{''.join(map(paragraph, lines))}{_memory_bar(stage)}"
-        f"<details><summary>{escape(layer_range(stage.layers))}</summary><ol>{layers}</ol></details></li>"
-    )
-
-
-def _memory_bar(stage: Stage) -> str:
-    """Show what a stage's memory is used for, each part with its name."""
-    total = stage.memory.total_bytes
-    sizes = {name: size for name, size in stage.memory.model_dump().items() if size > 0}
-    parts = [
-        (f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(size)}", size / total, colour)
-        for (name, size), colour in zip(sizes.items(), _MEMORY_COLOURS, strict=False)
-    ]
-    text = ", ".join(
-        f'<span class="part"><i style="background:{colour}"></i>{escape(name)}</span>' for name, _, colour in parts
-    )
-    return f"<p>memory {format_bytes(total)}{': ' if text else ''}{text}</p>{bar(parts)}"
+    share = plan.microbatches / stage.replicas
+    adding_s = stage.accumulate_s * max(0, plan.microbatches - stage.replicas) / stage.replicas
+    update_s = stage.update_s if plan.schedule.divides else stage.update_s / stage.replicas
+    return share * stage.forward_s, share * stage.again_s, share * stage.backward_s + adding_s, update_s
 
 
 def timeline_section(simulated: Timeline, runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str, str]:
     """Describe the timeline's chart, and list its colours; the script draws the rest."""
     text = (
         f"{simulated.minibatches} minibatches, {' and '.join(run.source for run in runs)}. Each worker has a thick row "
-        "for its computations and thin rows for what it sends, receives and all-reduces. The shaded part is the steady "
-        "state."
+        "for its computations and thin rows for what it sends, receives and all-reduces; where a thick row is blank, "
+        "the worker waits. The shaded part is the simulation's steady state."
     )
+    if len(runs) > 1:
+        text += (
+            " The measured rows are moved so that both runs begin the first minibatch on show together, unless "
+            "“Align by minibatch” is off."
+        )
     if len(shown) < (workers := len(simulated.workers)):
         text += f" {len(shown)} of {workers} workers are shown."
     colours = colour_legend(kind for run in runs for kind in run.events.kind)
-    return {"what": escape(text), "legend": "".join(swatch(name, colour) for colour, name in colours)}
+    swatches = [swatch(name, colour) for colour, name in colours]
+    if len(runs) > 1:
+        swatches += [swatch(f"mark of {run.source} rows", css=run.source) for run in runs]
+    return {"what": escape(text), "legend": "".join(swatches)}
 
 
 def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     """Frame the chart of memory over time, and tabulate the peaks."""
     limit = plan.cluster.memory_bytes
+    recorded = measured is not None and any(worker.peak_bytes is not None for worker in measured.workers)
     text = "Memory that each worker holds over time, simulated"
-    text += ". " if measured is None else "; measured memory has another colour. "
-    text += "There is no limit." if limit is None else f"The limit is {format_bytes(limit)}, dashed if it is near."
+    if measured is not None:
+        text += " (filled) and measured (a line)" if recorded else "; the run did not record its memory"
+    text += ". There is no limit." if limit is None else f". The limit is {format_bytes(limit)}, dashed if it is near."
     table = worker_table(summary.workers)
-    if measured is not None and any(worker.peak_bytes is not None for worker in measured.workers):
+    if measured is not None and recorded:
         peaks = [row[PEAK] for row in worker_table(measured.workers).rows]
         rows = [[*row, peak] for row, peak in zip(table.rows, peaks, strict=True)]
         table = Table([*table.headers, "measured peak"], rows, f"{table.align}r")
@@ -207,7 +234,8 @@ def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> st
     return (
         f"{paragraph(text)}{paragraph(too_full, 'warn') if over else ''}"
         '<div class="chart" id="memory-chart" role="img" aria-label="Memory of each worker over time">'
-        f"<canvas></canvas></div>{table_html('Workers', table)}"
+        "<canvas></canvas></div>"
+        + folded("Simulated use of each worker", table_html("Workers", table), len(table.rows) <= MOST_STAGES)
     )
 
 
@@ -233,6 +261,6 @@ def sweep_section(sweep: Sweep) -> str:
     """Show the picture and the table of `plan sweep`."""
     table = table_html("Plans by bandwidth", sweep_table(sweep))
     return (
-        f'<figure class="scroll" tabindex="0">{sweep_svg(sweep)}</figure>'
-        f"<details><summary>As a table</summary>{table}</details>"
+        '<figure class="scroll" tabindex="0" role="img" aria-label="Speed of the plans by bandwidth">'
+        f"{sweep_svg(sweep)}</figure>{folded('As a table', table)}"
     )

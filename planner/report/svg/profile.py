@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from html import escape
 
 from planner.formats.profile import Layer, Profile
+from planner.formats.timeline import EventKind
+from planner.report.svg.lanes import COLOURS
 from planner.report.svg.shapes import Font, box, document, line, text
 from planner.report.tables.profile import output_bytes, time_s
 from planner.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 960, 130, 90, 40, 46
-_PARTS = (("forward", "#4c78a8"), ("backward", "#f58518"), ("update", "#54a24b"))
-_WEIGHTS, _OUTPUT = "#9d755d", "#b279a2"
+_PARTS: tuple[EventKind, ...] = ("forward", "backward", "update")
+_BYTES = "#6b7785"  # no kind of event has this colour
 _LABEL = Font(12, "end")
 
 
@@ -32,14 +34,14 @@ def profile_svg(profile: Profile) -> str:
     layers = profile.layers
     times = [[layer.forward_s, layer.backward_s, layer.update_s] for layer in layers]
     charts = (
-        _Chart("time", times, [colour for _, colour in _PARTS], format_seconds),
-        _Chart("weights", [[layer.weight_bytes] for layer in layers], [_WEIGHTS], format_bytes),
-        _Chart("output", [[output_bytes(layer)] for layer in layers], [_OUTPUT], format_bytes),
+        _Chart("time", times, [COLOURS[kind] for kind in _PARTS], format_seconds),
+        _Chart("weights", [[layer.weight_bytes] for layer in layers], [_BYTES], format_bytes),
+        _Chart("output", [[output_bytes(layer)] for layer in layers], [_BYTES], format_bytes),
     )
     samples = f", {profile.microbatch_size} samples" if profile.microbatch_size is not None else ""
     title = f"{profile.model} on {profile.device.name}{samples}, {profile.provenance.source}"
     parts = [text(_LEFT, 16, title, Font(14))]
-    parts += [text(_LEFT + 120 * i, 34, f"■ {name}", Font(12, fill=colour)) for i, (name, colour) in enumerate(_PARTS)]
+    parts += [text(_LEFT + 120 * i, 34, f"■ {kind}", Font(12, fill=COLOURS[kind])) for i, kind in enumerate(_PARTS)]
     for number, chart in enumerate(charts):
         parts += _drawn(chart, layers, _TOP + number * (_HEIGHT + _GAP) + 10)
     return document(_LEFT + _WIDTH + 20, _TOP + len(charts) * (_HEIGHT + _GAP), parts)

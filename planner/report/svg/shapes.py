@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 Point = tuple[float, float]
+# The first are from Okabe & Ito 2008, for the colour-blind. For curves of any kind.
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLOURS = (*OKABE_ITO, "#882255", "#999933", "#332288", "#aa4499", "#44aa99", "#661100", "#6699cc", "#888888")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Draw a sweep: the speed of the plans and of data parallelism, with a colour per config."""
+"""Draw a sweep: the speed of the plans and of data parallelism, with a number per config."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from planner.units import format_rate
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 70, 230, 56, 64
 LEGEND_LENGTH = 26  # characters of a config
-# The first are from Okabe & Ito 2008, for the colour-blind. If there are more configs than colours, they repeat.
-OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-COLOURS = (*OKABE_ITO, "#882255", "#999933", "#332288", "#aa4499", "#44aa99", "#661100", "#6699cc", "#888888")
 _NAMES: dict[Quantity, str] = {"gpus": "number of GPUs", "bandwidth": "bandwidth", "memory": "memory per GPU"}
+_DOT = "#4a5563"
 _CENTRED = Font(anchor="middle")
 _CHANGE_DASH = "2 3"
 _DATA_PARALLEL = 'stroke="#777777" stroke-dasharray="6 4"'
@@ -29,15 +27,14 @@ def sweep_svg(sweep: Sweep) -> str:
     axes = _Axes(sweep)
     points = sorted((*sweep.points, *(change.above for change in sweep.changes)), key=lambda point: point.value)
     configs = list(dict.fromkeys(point.config or NONE_FITS for point in points))
-    colour = {config: COLOURS[number % len(COLOURS)] for number, config in enumerate(configs)}
-    colour[NONE_FITS] = "#999999"
+    names = {config: "×" if config == NONE_FITS else str(number) for number, config in enumerate(configs, 1)}
     parts = [
         text(LEFT, 28, f"{sweep.model}: the fastest plan by {_NAMES[sweep.quantity]}", Font(17, weight="bold")),
         *axes.frame(),
         *_changes(sweep, axes),
         *_curve([(point, _data_parallel(point)) for point in points], axes, _DATA_PARALLEL),
-        *_lines(sweep.quantity, points, axes, colour),
-        *_legend(configs, colour),
+        *_lines(sweep.quantity, points, axes, names),
+        *_legend(names),
     ]
     return document(WIDTH, HEIGHT, parts)
 
@@ -82,15 +79,23 @@ class _Axes:
         return parts
 
 
-def _lines(quantity: Quantity, points: list[SweepPoint], axes: _Axes, colour: dict[str, str]) -> list[str]:
-    """Draw the plans' speeds: a line through all, and a dot per point in the colour of its config."""
+def _lines(quantity: Quantity, points: list[SweepPoint], axes: _Axes, names: dict[str, str]) -> list[str]:
+    """Draw the plans' speeds: a line through all, a dot per point, and where the config is new its number."""
     parts = _curve([(point, point.rate_per_s if point.config else None) for point in points], axes, 'stroke="#333333"')
+    before = None
     for point in points:
-        x, y = axes.x(point.value), axes.y(point.rate_per_s)
         config = point.config or NONE_FITS
-        title = escape(f"{value_text(point.value, quantity)}: {config}")
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour[config]}"><title>{title}</title></circle>')
+        title = f"{value_text(point.value, quantity)}: {config}"
+        parts.append(_dot(axes.x(point.value), axes.y(point.rate_per_s), names[config] * (config != before), title))
+        before = config
     return parts
+
+
+def _dot(x: float, y: float, name: str, title: str = "") -> str:
+    """Draw a dot, with a name in it or a small one."""
+    shown = f"<title>{escape(title)}</title>" if title else ""
+    circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{9 if name else 4}" fill="{_DOT}">{shown}</circle>'
+    return circle + (text(x, y + 4, name, Font(11, "middle", "#ffffff")) if name else "")
 
 
 def _curve(values: list[tuple[SweepPoint, float | None]], axes: _Axes, stroke: str) -> list[str]:
@@ -110,13 +115,12 @@ def _changes(sweep: Sweep, axes: _Axes) -> list[str]:
     return [line((x, TOP), (x, HEIGHT - BOTTOM), "#bbbbbb", _CHANGE_DASH) for x in places]
 
 
-def _legend(configs: list[str], colour: dict[str, str]) -> list[str]:
+def _legend(names: dict[str, str]) -> list[str]:
     x, parts = WIDTH - RIGHT + 24, []
-    for number, config in enumerate(configs):
+    for number, (config, name) in enumerate(names.items()):
         y = TOP + 12 + 22 * number
-        parts.append(f'<circle cx="{x}" cy="{y - 4}" r="5" fill="{colour[config]}"/>')
-        parts.append(text(x + 14, y, short_config(config, LEGEND_LENGTH)))
-    y = TOP + 22 + 22 * len(configs)
+        parts += [_dot(x, y - 4, name), text(x + 14, y, short_config(config, LEGEND_LENGTH))]
+    y = TOP + 22 + 22 * len(names)
     return [
         *parts,
         line((x - 7, y - 4), (x + 7, y - 4), "#777777", "6 4"),

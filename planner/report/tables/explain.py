@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.analysis.explain import Alternative, Explanation
-from planner.formats.plan import short_config
+from planner.formats.plan import GIVEN, short_config
 from planner.report.tables.plan import bottleneck_place
 from planner.report.tables.table import Table
 from planner.units import format_bytes, format_change, format_seconds, format_times
@@ -23,13 +23,15 @@ _ROUNDING = 1e-9  # relative slack that is only rounding
 
 def explanation_report(explanation: Explanation) -> str:
     """Report what limits the plan, the slack of everything else, and the alternatives."""
-    parts = [sentences(explanation), _uses(explanation), _memory(explanation)]
+    return "\n\n".join((sentences(explanation), *(table.text() for _, table in explanation_tables(explanation))))
+
+
+def explanation_tables(explanation: Explanation) -> list[tuple[str, Table]]:
+    """Return the tables, each with a title."""
+    tables = [("Busy times and slack", _uses(explanation)), ("Memory and slack", _memory(explanation))]
     if explanation.moves:
-        parts.append(_moves(explanation))
-    elif len(explanation.memory) > 1:
-        parts.append("No boundary was moved: the stages are not runs of consecutive layers, or several share a worker.")
-    parts.append(_alternatives(explanation))
-    return "\n\n".join(parts)
+        tables.append(("Boundaries moved by one layer", _moves(explanation)))
+    return [*tables, ("Other plans and other clusters", _alternatives(explanation))]
 
 
 def sentences(explanation: Explanation) -> str:
@@ -46,6 +48,8 @@ def sentences(explanation: Explanation) -> str:
         )
     lines.append(_optimality(explanation))
     lines += [_gain(alternative) for alternative in explanation.what_if]
+    if not explanation.moves and len(explanation.memory) > 1:
+        lines.append("No boundary was moved: the stages are not runs of consecutive layers, or several share a worker.")
     if explanation.out_of_time:
         lines.append("The time limit ended this: more may be gained, and moves or other configs may be missing.")
     return "\n".join(lines)
@@ -53,6 +57,8 @@ def sentences(explanation: Explanation) -> str:
 
 def _optimality(explanation: Explanation) -> str:
     solver = explanation.solver
+    if solver.name == GIVEN:
+        return "The stages were given: no search says how far from the fastest plan this is."
     if solver.simulated == 0:
         if solver.status == "optimal":
             return "No plan is faster by this cost model: the search was exact."
@@ -89,7 +95,7 @@ def _faster(gain: float) -> str:
     return f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
 
 
-def _uses(explanation: Explanation) -> str:
+def _uses(explanation: Explanation) -> Table:
     seconds = explanation.seconds_per_minibatch
     rows = [
         [
@@ -101,10 +107,10 @@ def _uses(explanation: Explanation) -> str:
         ]
         for use in explanation.uses
     ]
-    return Table(["stage", "resource", "busy", "of the time", "slack"], rows).text()
+    return Table(["stage", "resource", "busy", "of the time", "slack"], rows)
 
 
-def _memory(explanation: Explanation) -> str:
+def _memory(explanation: Explanation) -> Table:
     rows = [
         [
             use.stage,
@@ -115,10 +121,10 @@ def _memory(explanation: Explanation) -> str:
         for use in explanation.memory
     ]
     table = Table(["stage", "memory per GPU", OVERHEAD, "slack"], rows)
-    return (table if any(use.overhead_bytes for use in explanation.memory) else table.without(OVERHEAD)).text()
+    return table if any(use.overhead_bytes for use in explanation.memory) else table.without(OVERHEAD)
 
 
-def _moves(explanation: Explanation) -> str:
+def _moves(explanation: Explanation) -> Table:
     rows = [
         [
             f"{move.boundary} | {move.boundary + 1}",
@@ -129,10 +135,10 @@ def _moves(explanation: Explanation) -> str:
         ]
         for move in explanation.moves
     ]
-    return Table(["boundary", "moving", "per minibatch", "time", "fits"], rows).text()
+    return Table(["boundary", "moving", "per minibatch", "time", "fits"], rows)
 
 
-def _alternatives(explanation: Explanation) -> str:
+def _alternatives(explanation: Explanation) -> Table:
     others = [explanation.next_best] if explanation.next_best else []
     rows = [
         [
@@ -143,4 +149,4 @@ def _alternatives(explanation: Explanation) -> str:
         ]
         for other in (*others, *explanation.what_if)
     ]
-    return Table(["otherwise", "config", "per minibatch", "speed"], rows).text()
+    return Table(["otherwise", "config", "per minibatch", "speed"], rows)

@@ -24,7 +24,7 @@ _RESOURCES = {
 def plan_report(plan: Plan) -> str:
     """Report the plan, its stages and its prediction."""
     notes = [f"note: {note}" for note in plan.notes]
-    return "\n\n".join((_head(plan), _stage_table(plan), memory_table(plan).text(), _prediction(plan), *notes))
+    return "\n\n".join((_head(plan), stage_table(plan).text(), memory_table(plan).text(), _prediction(plan), *notes))
 
 
 def _head(plan: Plan) -> str:
@@ -61,9 +61,14 @@ def staleness_line(plan: Plan) -> str:
     if late == 0:
         return "of the current weights"
     updates = f"up to {late} update{'s' * (late > 1)} late"
-    stages = [late if plan.vertical_sync else plan.schedule.staleness(stage.in_flight) for stage in plan.stages]
-    by_stage = ", ".join(map(str, stages))
+    by_stage = ", ".join(map(str, late_updates(plan)))
     return f"{updates} (by stage: {by_stage})" if late <= LATE_UPDATES else f"{updates}: TRAINING MAY NOT CONVERGE"
+
+
+def late_updates(plan: Plan) -> list[int]:
+    """List how many updates late each stage's gradients are."""
+    late = plan.staleness
+    return [late if plan.vertical_sync else plan.schedule.staleness(stage.in_flight) for stage in plan.stages]
 
 
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:
@@ -101,9 +106,11 @@ def _memory(limit: int | None) -> str:
     return "no memory limit" if limit is None else f"{format_bytes(limit)} each"
 
 
-def _stage_table(plan: Plan) -> str:
-    headers = ["stage", "layers", "replicas", "ranks", "in flight", "compute", "accumulation", "sends"]
+def stage_table(plan: Plan) -> Table:
+    """Tabulate the stages; columns in which nothing is to be said are left out."""
+    headers = ["stage", "layers", "replicas", "ranks", "in flight", "late", "compute", "accumulation", "sends"]
     headers += ["optimizer", "recomputes"]
+    late = late_updates(plan)
     model = [name for stage in plan.stages for name in stage.layers]
     rows = [
         [
@@ -112,6 +119,7 @@ def _stage_table(plan: Plan) -> str:
             stage.replicas,
             ranks_line(stage),
             stage.in_flight,
+            late[number],
             format_seconds(stage.compute_s),
             format_seconds(stage.accumulate_s),
             format_bytes(sum(sent_bytes(plan, number))),
@@ -121,12 +129,14 @@ def _stage_table(plan: Plan) -> str:
         for number, stage in enumerate(plan.stages)
     ]
     table = Table(headers, rows)
+    if not any(late):
+        table = table.without("late")
     # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
     if plan.microbatches == 1 or not any(stage.accumulate_s for stage in plan.stages):
         table = table.without("accumulation")
     if not any(stage.sharded for stage in plan.stages):
         table = table.without("optimizer")
-    return (table if any(stage.recomputes for stage in plan.stages) else table.without("recomputes")).text()
+    return table if any(stage.recomputes for stage in plan.stages) else table.without("recomputes")
 
 
 def recomputing(stage: Stage) -> str:

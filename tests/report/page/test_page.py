@@ -20,11 +20,12 @@ from planner.errors import InputError
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
-from planner.report.page.data import script_json
+from planner.report.page.data import opening, script_json
 from planner.report.page.page import ReportContent, report_page
 from planner.report.svg.lanes import MOST_WORKERS, shown_workers
 from planner.report.svg.timeline import timeline_svg
 from planner.simulator.plan import simulate
+from planner.simulator.summary import summarize
 from planner.solver import solve
 from tests.samples import layer, profile
 from tests.simulator.plans import equal_layers, plan_of
@@ -118,8 +119,9 @@ def test_the_charts_have_every_event_and_curve() -> None:
     timeline = simulate(plan, 6)
     data = data_of(report_page(ReportContent(plan, timeline)))
     rows = [row for worker in data["workers"] for row in worker["rows"]]
-    assert sum(len(row["start"]) for row in rows) == len(timeline.events)
-    assert all(row["end"] == sorted(row["end"]) for row in rows)
+    assert sum(len(row["step"]) for row in rows) == len(timeline.events)
+    ends = [(sum(row["step"]) + row["length"][-1]) * data["tick_s"] for row in rows]
+    assert max(ends) == pytest.approx(timeline.span_s)
     assert [strip["rank"] for strip in data["memory"]] == [0, 1, 2]
     assert data["memory"][0]["limit_bytes"] == 10**6
     assert data["span_s"] == timeline.span_s
@@ -158,6 +160,31 @@ def test_a_page_shows_some_of_very_many_workers() -> None:
     assert len(shown_workers(long)) <= MOST_WORKERS
     page = report_page(ReportContent(wide, simulate(wide, 140)))
     assert "2 of 140 workers are shown" in page
+
+
+def test_a_timeline_opens_on_six_steady_minibatches() -> None:
+    plan = evil_plan()
+    long = simulate(plan, 48)
+    summary = summarize(long)
+    start, end = opening(summary, long, long.span_s)
+    assert end - start == pytest.approx(6 * summary.seconds_per_minibatch)
+    assert summary.steady_from_s <= start < end <= summary.steady_to_s
+    short = simulate(plan, 4)
+    assert opening(summarize(short), short, short.span_s) == (0.0, short.span_s)
+
+
+def test_what_was_measured_stands_first() -> None:
+    plan = evil_plan()
+    timeline = simulate(plan, 12)
+    found = Elements(report_page(ReportContent(plan, timeline, slower(timeline, 1.25)))).found
+    sections = [attributes["id"] for tag, attributes in found if tag == "section"]
+    assert sections[:2] == ["summary", "measured"]
+
+
+def test_equal_neighbours_are_drawn_once() -> None:
+    plan = plan_of(equal_layers(5), (1,) * 5)
+    drawn = "".join(Elements(report_page(ReportContent(plan, simulate(plan, 8)))).texts)
+    assert "stages 0–4" in drawn
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -106,6 +106,11 @@ def opened(browser: Browser, file: Path, size: tuple[int, int], scheme: str = "l
     return result
 
 
+def settled(shown: Opened) -> None:
+    """Wait until the charts are painted anew."""
+    shown.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
 def wait_for(page: Page, condition: str) -> None:
     """Wait until an expression holds; Playwright's own way polls by `eval`, which the page forbids."""
     for _ in range(1200):
@@ -127,19 +132,21 @@ def test_everything_is_there(wide: Opened) -> None:
     titles = wide.page.locator("h2").all_inner_texts()
     assert titles == [
         "Summary",
+        "Predicted and measured",
         "Bottleneck",
         "Stages",
-        "Predicted and measured",
         "Timeline",
         "Memory",
         "Compared with other plans",
         "At other bandwidths",
     ]
-    assert wide.page.locator(".stages > li").count() == 3
+    assert wide.page.locator(".layers > li").count() == 3
+    wide.page.get_by_role("button", name="Whole run").click()
+    settled(wide)
     assert wide.page.locator("figure svg").count() == 1
     assert wide.colour_at("#timeline-chart canvas", 90, 27) == [0x00, 0x72, 0xB2]  # F0
-    wide.page.locator("details summary").first.click()
-    assert wide.page.locator(".stages ol").first.inner_text().strip() == '</script><script>alert("1")</script>'
+    wide.page.get_by_text("All layers").click()
+    assert wide.page.locator(".layers ol").first.inner_text().strip() == '</script><script>alert("1")</script>'
 
 
 def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
@@ -148,6 +155,7 @@ def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
     box = chart.bounding_box()
     assert box is not None
     assert not wide.page.locator(".tip").is_visible()
+    wide.page.get_by_role("button", name="Whole run").click()
     wide.page.mouse.move(box["x"] + 90, box["y"] + 35)
     wide.page.wait_for_selector(".tip:not([hidden])")
     assert wide.event() == "F0"
@@ -163,6 +171,7 @@ def test_wheel_and_buttons_zoom_and_dragging_moves(wide: Opened) -> None:
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     assert box is not None
+    wide.page.get_by_role("button", name="Whole run").click()
     whole = wide.shown()
     wide.page.mouse.move(box["x"] + 600, box["y"] + 35)
     wide.page.mouse.wheel(0, -240)
@@ -193,6 +202,7 @@ def test_the_keyboard_does_all_of_it(wide: Opened) -> None:
         if page.evaluate("document.activeElement.id") == "timeline-chart":
             break
     assert page.evaluate("document.activeElement.id") == "timeline-chart"
+    page.keyboard.press("Home")
     whole = wide.shown()
     page.keyboard.press("ArrowRight")
     assert wide.event() == "F0"
@@ -216,6 +226,17 @@ def test_the_keyboard_does_all_of_it(wide: Opened) -> None:
     assert wide.event() == ""
 
 
+def test_runs_are_aligned_by_minibatch(wide: Opened) -> None:
+    page = wide.page
+    start, end = wide.shown()
+    assert end - start == pytest.approx(18.9)  # six minibatches
+    chart = page.locator("#timeline-chart")
+    assert chart.get_attribute("data-shift") not in (None, "0")
+    page.get_by_role("button", name="Align by minibatch").click()
+    assert chart.get_attribute("data-shift") == "0"
+    assert wide.shown() == (start, end)
+
+
 def test_memory_follows_the_timeline(wide: Opened) -> None:
     picture = "document.querySelector('#memory-chart canvas').toDataURL()"
     before = wide.page.evaluate(picture)
@@ -237,6 +258,9 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, file: Pat
     assert buttons
     chart = phone.page.locator("#timeline-chart")
     chart.scroll_into_view_if_needed()
+    assert phone.page.get_by_text("Pinch to zoom").is_visible()
+    assert not phone.page.get_by_text("The wheel").is_visible()
+    phone.page.get_by_role("button", name="Whole run").tap()
     chart.tap(position={"x": 50, "y": 35})
     assert phone.event() == "F0"
     phone.page.context.close()
@@ -278,11 +302,12 @@ def test_light_and_dark_have_contrast(browser: Browser, file: Path, scheme: str)
 
 def test_paper_is_light_and_shows_what_is_folded(browser: Browser, file: Path, tmp_path: Path) -> None:
     shown = opened(browser, file, WIDE, "dark")
+    unfolded = shown.page.locator("details[open]").count()
     shown.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert shown.colour_at("#timeline-chart canvas", 5, 5) == [255, 255, 255]
     assert shown.page.locator("details:not([open])").count() == 0
     shown.page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert shown.colour_at("#timeline-chart canvas", 5, 5) != [255, 255, 255]
-    assert shown.page.locator("details[open]").count() == 0
+    assert shown.page.locator("details[open]").count() == unfolded
     assert shown.page.pdf(format="A4").startswith(b"%PDF")
     shown.page.context.close()

@@ -32,6 +32,31 @@ class View {
   }
 }
 const view = new View(DATA.span_s);
+const paired = Object.keys(DATA.ends).length > 1;
+
+// Runs are aligned by the first minibatch on show: later on, what a run is ahead or behind would hide all else.
+const alignment = { on: paired, shift: 0, firsts: {} };
+function firstForwards(rows) {
+  for (const row of rows) {
+    if (row.lane !== "compute") continue;
+    const firsts = (alignment.firsts[row.source] ||= []);
+    row.start.forEach((start, i) => {
+      if (row.stage[i] !== 0 || DATA.kinds[row.kind[i]].letter !== "F") return;
+      firsts[row.minibatch[i]] = Math.min(start, firsts[row.minibatch[i]] ?? Infinity);
+    });
+  }
+}
+function align() {
+  const { simulated = [], measured = [] } = alignment.firsts;
+  let shift = 0;
+  simulated.some((start, number) => {
+    if (measured[number] === undefined) return false;
+    shift = start - measured[number];
+    return start >= view.from;
+  });
+  alignment.shift = alignment.on ? shift : 0;
+}
+const shiftOf = (source) => (source === "measured" ? alignment.shift : 0);
 
 const unitOf = (size) => (size >= 1 ? ["s", 1] : size >= 1e-3 ? ["ms", 1e3] : size >= 1e-6 ? ["µs", 1e6] : ["ns", 1e9]);
 function seconds(value) {

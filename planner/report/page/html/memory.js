@@ -1,5 +1,5 @@
 // Memory over time, a strip per worker, on the timeline's axis.
-const STRIP = 62;
+const STRIP = DENSE ? 30 : 62;
 
 class Memory {
   constructor(box) {
@@ -28,7 +28,7 @@ class Memory {
     pen.font = `11px ${FONT}`;
     const peak = Math.max(...strip.curves.flatMap((curve) => curve.held_bytes));
     pen.fillText(bytes(peak), 6, top + 27);
-    if (!narrow) pen.fillText("at most", 6, top + 41);
+    if (!narrow && !DENSE) pen.fillText("at most", 6, top + 41);
     pen.save();
     pen.beginPath();
     pen.rect(canvas.gutter, top, canvas.width - canvas.gutter, STRIP);
@@ -50,20 +50,26 @@ class Memory {
     pen.lineWidth = 1.5;
     pen.beginPath();
     let last = null;
+    const shift = shiftOf(curve.source);
+    let first = canvas.gutter;
+    let end = canvas.gutter; // a run's curve ends with the run
     for (let i = 0; i < curve.time_s.length; i += 1) {
-      const until = i + 1 < curve.time_s.length ? curve.time_s[i + 1] : view.span;
-      if (until < view.from || curve.time_s[i] > view.to) continue;
-      const x = canvas.x(Math.max(curve.time_s[i], view.from));
+      const since = curve.time_s[i] + shift;
+      const until = shift + (i + 1 < curve.time_s.length ? curve.time_s[i + 1] : DATA.ends[curve.source]);
+      if (until < view.from || since > view.to) continue;
+      const x = canvas.x(Math.max(since, view.from));
+      if (last === null) first = x;
       if (last === null) pen.moveTo(x, y(curve.held_bytes[i]));
       else pen.lineTo(x, last);
       last = y(curve.held_bytes[i]);
       pen.lineTo(x, last);
-      pen.lineTo(canvas.x(Math.min(until, view.to)), last);
+      end = canvas.x(Math.min(until, view.to));
+      pen.lineTo(end, last);
     }
     pen.stroke();
     if (last === null || measured) return;
-    pen.lineTo(canvas.x(view.to), bottom);
-    pen.lineTo(canvas.gutter, bottom);
+    pen.lineTo(end, bottom);
+    pen.lineTo(first, bottom);
     pen.globalAlpha = 0.14;
     pen.fill();
     pen.globalAlpha = 1;

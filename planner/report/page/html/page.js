@@ -1,4 +1,7 @@
 // Wiring: charts, buttons, dark mode, print.
+const touch = navigator.maxTouchPoints > 0 && matchMedia("(pointer: coarse), (hover: none), (max-width: 40rem)").matches;
+document.documentElement.classList.toggle("by-touch", touch);
+view.listeners.push(align); // before the charts, which draw what it finds
 const charts = [];
 const box = document.getElementById("timeline-chart");
 const timeline = new Timeline(box, document.getElementById("timeline-detail"));
@@ -16,6 +19,14 @@ for (const button of document.querySelectorAll("[data-zoom]")) {
   button.addEventListener("click", buttons[button.dataset.zoom]);
   if (button.dataset.zoom === "steady" && !DATA.steady) button.hidden = true;
 }
+const aligning = document.getElementById("align");
+aligning.hidden = !paired;
+aligning.addEventListener("click", () => {
+  alignment.on = !alignment.on;
+  aligning.setAttribute("aria-pressed", String(alignment.on));
+  view.set(view.from, view.to);
+});
+view.set(...DATA.opening);
 const repaint = () => charts.forEach((chart) => chart.paint());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 

@@ -1,15 +1,24 @@
 // The timeline: a row per worker, lane and source. An event is an index into its row's columns.
-const ROW = { compute: 22, send: 9, receive: 9, "all-reduce": 9 };
+const DENSE = DATA.workers.length > 16;
+const ROW = DENSE ? { compute: 12, send: 3, receive: 3, "all-reduce": 3 } : { compute: 22, send: 9, receive: 9, "all-reduce": 9 };
 const TOP = 24;
-const GAP = 8;
+const GAP = DENSE ? 5 : 8;
 
+// The data has steps between starts in ticks, and one value for a column that has no other.
+function expanded(row) {
+  let at = 0;
+  const start = row.step.map((step) => (at += step) * DATA.tick_s);
+  const column = (given) => (Array.isArray(given) ? given : new Array(start.length).fill(given));
+  const columns = Object.fromEntries(["kind", "stage", "minibatch", "microbatch", "peer"].map((name) => [name, column(row[name])]));
+  return { ...row, ...columns, start, end: row.length.map((length, i) => start[i] + length * DATA.tick_s) };
+}
 function place(workers) {
   let y = TOP;
   const rows = [];
   for (const worker of workers) {
     worker.y = y;
     for (const row of worker.rows) {
-      rows.push({ ...row, worker, y, height: ROW[row.lane] });
+      rows.push({ ...expanded(row), worker, y, height: ROW[row.lane] });
       y += ROW[row.lane] + 1;
     }
     worker.bottom = y;
@@ -55,6 +64,7 @@ class Timeline {
     this.chosen = null;
     const { rows, height } = place(DATA.workers);
     this.rows = rows;
+    firstForwards(rows);
     this.canvas = new Canvas(box, height, (pen, canvas) => this.draw(pen, canvas));
     view.listeners.push(() => this.tell());
     this.listen();
@@ -63,6 +73,7 @@ class Timeline {
   tell() {
     this.box.dataset.from = view.from;
     this.box.dataset.to = view.to;
+    this.box.dataset.shift = alignment.shift;
   }
   draw(pen, canvas) {
     const right = canvas.width - canvas.gutter;
@@ -86,30 +97,30 @@ class Timeline {
     let painted = -1; // events that share a pixel are painted once
     pen.font = `12px ${FONT}`;
     pen.textAlign = "center";
-    pen.globalAlpha = row.source === "measured" ? 0.85 : 1;
-    for (let i = firstAfter(row, view.from); i < row.start.length && row.start[i] < view.to; i += 1) {
-      const x = canvas.x(row.start[i]);
-      const width = canvas.x(row.end[i]) - x;
+    const shift = shiftOf(row.source);
+    for (let i = firstAfter(row, view.from - shift); i < row.start.length && row.start[i] + shift < view.to; i += 1) {
+      const x = canvas.x(row.start[i] + shift);
+      const width = canvas.x(row.end[i] + shift) - x;
       if (width < 0.6 && Math.floor(x) === painted) continue;
       painted = Math.floor(x);
       pen.fillStyle = DATA.kinds[row.kind[i]].colour;
       pen.fillRect(x, row.y, Math.max(width - (width > 3 ? 1 : 0), 0.8), row.height);
       if (row.height < 15 || width < 18) continue;
       const name = nameOf(row, i);
-      const middle = Math.max(x, canvas.gutter) + (Math.min(x + width, canvas.width) - Math.max(x, canvas.gutter)) / 2;
-      if (pen.measureText(name).width > width - 4) continue;
+      const left = Math.max(x, canvas.gutter);
+      const right = Math.min(x + width, canvas.width);
+      if (pen.measureText(name).width > right - left - 4) continue;
       pen.fillStyle = "#ffffff";
-      pen.fillText(name, middle, row.y + row.height / 2 + 1);
+      pen.fillText(name, (left + right) / 2, row.y + row.height / 2 + 1);
     }
-    pen.globalAlpha = 1;
   }
   drawChosen(pen, canvas) {
     if (!this.chosen) return;
     const { row, i } = this.chosen;
     pen.strokeStyle = colour("--fg");
     pen.lineWidth = 2;
-    const x = canvas.x(row.start[i]);
-    pen.strokeRect(x, row.y, Math.max(canvas.x(row.end[i]) - x, 2), row.height);
+    const x = canvas.x(row.start[i] + shiftOf(row.source));
+    pen.strokeRect(x, row.y, Math.max(canvas.x(row.end[i] + shiftOf(row.source)) - x, 2), row.height);
   }
   drawNames(pen, canvas) {
     const narrow = canvas.gutter < 60;
@@ -123,21 +134,24 @@ class Timeline {
       pen.font = `11px ${FONT}`;
       pen.fillText(narrow ? `s${worker.stages}` : `stage ${worker.stages}`, 6, worker.y + 25);
     }
-    const second = this.rows.find((row) => row.source === "measured");
-    if (!second || narrow) return;
+    if (!paired) return;
     for (const row of this.rows) {
-      if (row.lane !== "compute" || row.source !== "measured") continue;
+      pen.fillStyle = colour(row.source === "measured" ? "--measured" : "--memory");
+      pen.fillRect(0, row.y, 3, row.height + 1);
+      if (row.lane !== "compute" || DENSE) continue;
       pen.fillStyle = colour("--muted");
       pen.font = `11px ${FONT}`;
-      pen.fillText("measured", 6, row.y + row.height / 2);
+      const name = narrow ? row.source.slice(0, 3) : row.source;
+      pen.fillText(name, 6, row.source === "measured" ? row.y + row.height / 2 : row.y + 38);
     }
   }
   find(x, y) {
     const row = this.rows.find((candidate) => y >= candidate.y - 1 && y < candidate.y + candidate.height + 1);
     if (!row || x < this.canvas.gutter) return null;
     const slack = (2 * (view.to - view.from)) / this.canvas.width;
-    const i = firstAfter(row, this.canvas.time(x) - slack);
-    return i < row.start.length && row.start[i] <= this.canvas.time(x) + slack ? { row, i } : null;
+    const time = this.canvas.time(x) - shiftOf(row.source);
+    const i = firstAfter(row, time - slack);
+    return i < row.start.length && row.start[i] <= time + slack ? { row, i } : null;
   }
   choose(found, at) {
     this.chosen = found;
@@ -160,21 +174,24 @@ class Timeline {
     if (!this.chosen) return this.start();
     const { row, i } = this.chosen;
     const next = Math.min(Math.max(i + by, 0), row.start.length - 1);
-    view.reveal(row.start[next], row.end[next]);
-    this.choose({ row, i: next });
+    this.reveal(row, next);
+  }
+  reveal(row, i) {
+    const shift = shiftOf(row.source);
+    view.reveal(row.start[i] + shift, row.end[i] + shift);
+    this.choose({ row, i });
   }
   start() {
     const row = this.rows.find((candidate) => candidate.start.length > 0);
-    if (row) this.choose({ row, i: Math.min(firstAfter(row, view.from), row.start.length - 1) });
+    if (row) this.choose({ row, i: Math.min(firstAfter(row, view.from - shiftOf(row.source)), row.start.length - 1) });
   }
   change(by) {
     if (!this.chosen) return this.start();
     const { row, i } = this.chosen;
     const filled = this.rows.filter((candidate) => candidate.start.length > 0);
     const next = filled[Math.min(Math.max(filled.indexOf(row) + by, 0), filled.length - 1)];
-    const near = Math.min(firstAfter(next, row.start[i]), next.start.length - 1);
-    view.reveal(next.start[near], next.end[near]);
-    this.choose({ row: next, i: near });
+    const time = row.start[i] + shiftOf(row.source) - shiftOf(next.source);
+    this.reveal(next, Math.min(firstAfter(next, time), next.start.length - 1));
   }
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
