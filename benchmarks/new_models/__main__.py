@@ -20,7 +20,7 @@ from tabulate import tabulate
 from benchmarks.kept import Results
 from benchmarks.new_models.one_process import Trained, initial_weights, largest_difference, one_process
 from planner.api import profile, train
-from planner.executor.job import CheckpointOptions
+from planner.executor.job import CheckpointOptions, RunOptions
 from planner.formats.files import write_text
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -32,6 +32,7 @@ from planner.selftest.reference import Reference
 HERE = Path(__file__).parent
 PACKAGES = ("transformers", "timm", "diffusers", "peft")
 BATCH_SIZE, MICROBATCHES, STEPS, HALF, SEED = 4, 4, 6, 3, 0
+PATIENT = RunOptions(hang_timeout_s=600)  # others may use the cores
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,15 @@ def in_pipeline(spec: TrainingSpec, plans: Sequence[Plan]) -> Trained:
             # A checkpoint drains the pipeline, after which weight stashing begins anew.
             every, seed = HALF if len(plans) > 1 else None, None if resume else SEED
             checkpoints = CheckpointOptions(folder=f"{folder}/checkpoints", every=every, resume=resume)
-            result = train(str(spec.path), plan, steps=steps, seed=seed, checkpoints=checkpoints, save_weights=weights)
+            result = train(
+                str(spec.path),
+                plan,
+                steps=steps,
+                seed=seed,
+                checkpoints=checkpoints,
+                save_weights=weights,
+                run_options=PATIENT,
+            )
             losses += [each.loss or float("nan") for each in result.losses]
             resume = "auto"
         return Trained(losses, load_file(weights))

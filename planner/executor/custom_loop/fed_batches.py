@@ -46,6 +46,10 @@ class FedBatches(BatchSource):
     def share(self, unit: Unit) -> float:
         return self._shares[unit.minibatch][unit.microbatch] if self.size(unit) else 0.0
 
+    def parts_of(self, minibatch: int) -> int:
+        """Count the parts of a minibatch's loss: its microbatches that have samples."""
+        return len(self._parts[minibatch])
+
     def minibatch_size(self, minibatch: int) -> int:
         return self._sizes[minibatch]
 

@@ -10,9 +10,8 @@ the newest minibatches stay in flight until more come, or until `drain`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +25,8 @@ from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.collect import broadcast_bytes, gather_bytes
 from planner.executor.communication.control import control_group
-from planner.executor.custom_loop.fed_batches import ENDLESS, FedBatches, FedEvaluation
+from planner.executor.custom_loop.allowed_instructions import AllowedInstructions
+from planner.executor.custom_loop.fed_batches import FedBatches, FedEvaluation
 from planner.executor.custom_loop.shared_losses import SharedLosses
 from planner.executor.health.script_supervisor import ScriptSupervisor
 from planner.executor.job import CheckpointOptions, Evaluation, Job, TrainingOptions
@@ -43,7 +43,6 @@ from planner.formats.plan import Plan
 from planner.model.batch import make_batch
 from planner.model.loss_weight import shares_function
 from planner.model.spec import TrainingSpec
-from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Unit, Update
 
 
 class Pipeline:
@@ -70,9 +69,6 @@ class Pipeline:
         self._data = FedBatches(plan.microbatches, self._kept, shares_function(plan.loss, spec))
         self._context = pipeline_context(job, spec, take_place(job, heartbeat), heartbeat, self._data)
         self._group = ExitStack()
-        self._base = 0  # minibatches before the last drain
-        self._executed = 0  # instructions since then
-        self._next: Instruction | None = None
         self._checkpoints: Checkpointer | None = None
         self._resumed: str | None = None  # the checkpoint that the state is from
 
@@ -86,8 +82,8 @@ class Pipeline:
             self._worker = make_worker(self._context, groups, observers, lambda: ())
             self._evaluator = self._make_evaluator(groups)
             lag = self._depth if self.plan.schedule.asynchronous else 0
-            self._losses = SharedLosses(control_group(), lag, self._kept, self._parts_of)
-            self._instructions = self._stream(ENDLESS)
+            self._losses = SharedLosses(control_group(), lag, self._kept, self._data.parts_of)
+            self._instructions = AllowedInstructions(self._context)
             connect_all(self._context)
             dist.barrier(control_group())
             self._group = entering.pop_all()
@@ -123,17 +119,15 @@ class Pipeline:
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
         self._data.feed(minibatch)
-        self._worker.run(self._ready())
+        self._worker.run(self._instructions.allowed(self._data.count))
         self._share_losses()
         self._context.heartbeat.enter("running the script's own code")
         return self._losses.newest
 
     def drain(self) -> float | None:
         """Finish all minibatches in flight, as at the end of a run; return the newest loss, as `step` does."""
-        minibatches = self._data.count - self._base
-        if minibatches:
-            # A stream that ends there begins with what was executed of the endless one: they differ at the end only.
-            self._worker.run(islice(self._stream(minibatches), self._executed, None))
+        if self._data.count > self._instructions.base:
+            self._worker.run(self._instructions.rest(self._data.count))
             self._share_losses()
             self._losses.settle()
             self._begin_at(self._data.count)
@@ -273,36 +267,8 @@ class Pipeline:
 
     def _begin_at(self, minibatch: int) -> None:
         """Begin the stream anew, with an empty pipeline."""
-        self._base, self._executed, self._next = minibatch, 0, None
-        self._instructions = self._stream(ENDLESS)
+        self._instructions.begin_at(minibatch)
         self._worker.restart()
-
-    def _stream(self, minibatches: int) -> Iterator[Instruction]:
-        return self._context.stream(self._base, self._base + minibatches)
-
-    def _ready(self) -> Iterator[Instruction]:
-        """Return the instructions that the minibatches handed in allow, in order."""
-        allowed: list[Instruction] = []
-        while True:
-            if self._next is None:
-                self._next = next(self._instructions)
-            if not self._allows(self._next):
-                break
-            allowed.append(self._next)
-            self._next = None
-        self._executed += len(allowed)
-        return iter(allowed)
-
-    def _allows(self, instruction: Instruction) -> bool:
-        match instruction:
-            case AllReduce(round=round_) | AddShared(round=round_) | Update(round=round_):
-                pass
-            case SendShared(unit=unit) | ReceiveShared(unit=unit):
-                round_ = unit.minibatch
-            case _:
-                return instruction.unit.minibatch < self._data.count
-        per_round = self._context.shape.minibatches_per_update(instruction.stage)
-        return self._base + (round_ - self._base + 1) * per_round <= self._data.count
 
     def _share_losses(self) -> None:
         """Tell all workers what this one has seen of the losses."""
@@ -310,11 +276,6 @@ class Pipeline:
         seen = list(self._worker.log.losses)
         self._worker.log.losses.clear()
         self._losses.exchange(self._data.count, seen)
-
-    def _parts_of(self, minibatch: int) -> int:
-        """Count the parts of a minibatch's loss: its microbatches that have samples."""
-        units = (Unit(minibatch, microbatch) for microbatch in range(self.plan.microbatches))
-        return sum(self._data.size(unit) > 0 for unit in units)
 
     def _make_evaluator(self, groups: Groups) -> Evaluator | None:
         evaluation = self._context.evaluation
