@@ -67,11 +67,14 @@ def _by_names(layers: Sequence[Layer]) -> list[range]:
 
 
 def _by_kinds(profile: Profile) -> list[range]:
-    """Return the repetitions of the shortest sequence of kinds of layers that covers most layers."""
+    """Return the repetitions of the shortest sequence of kinds of layers that covers most layers.
+
+    Where whole blocks are single layers, that is one layer: several of them are no block.
+    """
     numbers: dict[object, int] = {}
     kinds = np.array([numbers.setdefault(kind_of(layer), len(numbers)) for layer in profile.layers])
     best_start, best_stop, best_period = 0, 0, 1
-    for period in range(FEWEST_LAYERS, len(kinds) // FEWEST_REPEATS + 1):
+    for period in range(1, len(kinds) // FEWEST_REPEATS + 1):
         start = 0
         for same, group in groupby((kinds[:-period] == kinds[period:]).tolist()):
             count = len(list(group))

@@ -34,6 +34,7 @@ from planner.solver.candidates.alternatives import fastest_simulated
 from planner.solver.candidates.budget import Budget, Deadline, OutOfTimeError
 from planner.solver.candidates.depth import TOLERANCE
 from planner.solver.candidates.first_plans import FirstPlans
+from planner.solver.candidates.improvement import improved
 from planner.solver.candidates.progress import Progress
 from planner.solver.chain.interleaved_plan import solve_interleaved
 from planner.solver.chain.mixed import solve_mixed
@@ -282,7 +283,7 @@ def _searched(problem: Problem) -> Found:
         if first.best is None or not problem.simulates:
             raise
         found = Found(first.best, PipelineSearch(problem).relaxed_s())
-    return first.at_least(found) if problem.simulates else found
+    return improved(problem, first.at_least(found)) if problem.simulates else found
 
 
 def _by_search(problem: Problem) -> Found:

@@ -44,6 +44,14 @@ def test_measured_times_vary_but_equal_blocks_stay_equal() -> None:
     assert len(repeated_blocks(model.model_copy(update={"layers": tuple(varied)}))) == 5
 
 
+def test_blocks_of_one_layer_are_no_blocks_of_several() -> None:
+    """Four equal layers once were a block, so that stages of 13 and 11 layers were not found."""
+    inside = [layer(f"layers.{number}", 1.0, 2.0, 8, weight_bytes=100) for number in range(24)]
+    assert block_ends(profile(layer("embed", 1.0, 2.0, 8), *inside, layer("head", 1.0, 2.0))) == frozenset()
+    halves = [layer(f"part{number}", 1.0 + number % 2, 2.0, 8) for number in range(24)]
+    assert repeated_blocks(profile(*halves)) == []
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -109,7 +109,7 @@ def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation
             budget.exhausted = False
             break
         evaluation = simulated(problem, candidate, best.seconds)
-        if evaluation.simulated and evaluation.seconds < best.seconds * (1 - SLACK):
+        if evaluation.simulated and evaluation.saves(best):
             best = evaluation
     assert best is not None
     return best

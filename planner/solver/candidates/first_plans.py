@@ -62,10 +62,7 @@ class FirstPlans:
 
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
-        if not found.best.simulated:  # then all are compared by the cost model
-            best = min(self.fitting, key=lambda plan: plan.seconds, default=found.best)
-            return found.with_best(best) if best.saves(found.best) else found
-        self._consider([plan for plan in self.fitting if plan.seconds < found.best.seconds * (1 - SLACK)])
+        self._consider([plan for plan in self.fitting if plan.seconds < found.best.counted_s * (1 - SLACK)])
         return found if self.best is None or not self.best.saves(found.best) else found.with_best(self.best)
 
     def _consider(self, plans: Sequence[Evaluation]) -> None:
@@ -137,6 +134,7 @@ class Leaner:
             ]
             plan = priced(problem, recomputing)
             if plan.fits(problem.cluster):
+                plan = self._with_less(plan, choices, rows)
                 return plan if problem.allows(plan) else None
             for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
                 limit = problem.cluster.memory_of(stages[number].options.kind)
@@ -144,6 +142,21 @@ class Leaner:
                     rows[number] = _leaner_row(each, row, plan.price.in_flight[number], held - limit)
             if any(row == len(each) for row, each in zip(rows, choices, strict=True)):
                 return None
+
+    def _with_less(self, plan: Evaluation, choices: Sequence[Choices], rows: Sequence[int]) -> Evaluation:
+        """Return the plan with the least that each stage recomputes so that it still fits, one stage after the other.
+
+        The way here went by what stages hold at one moment, and what counts is their peak.
+        """
+        for number, (each, row) in enumerate(zip(choices, rows, strict=True)):
+            for less in reversed(range(row)):
+                stages = list(plan.stages)
+                stages[number] = _with(stages[number], each.groups(less))
+                leaner = priced(self._problem, stages)
+                if not leaner.fits(self._problem.cluster):
+                    break
+                plan = leaner
+        return plan
 
     def leanest(self, stages: Sequence[Candidate]) -> Evaluation:
         """Return the priced plan with stages that recompute so that they need least."""

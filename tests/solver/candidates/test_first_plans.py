@@ -16,6 +16,7 @@ from planner.solver.candidates.evaluation import priced
 from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.problem import Problem
 from planner.solver.reference.baselines import data_parallel, equal_blocks
+from planner.solver.result import Evaluation
 from tests.formats.test_repeated_blocks import transformer
 
 MODEL = transformer(8, "h.{block}.part{part}")
@@ -98,14 +99,20 @@ def test_published_cost_models_have_first_plans_without_sharded_optimizers() -> 
     assert not any(stage.sharded for stage in plan.stages)
 
 
-def test_like_is_compared_with_like() -> None:
+def test_plans_have_one_order_whether_they_were_simulated_or_not() -> None:
+    """When both were compared by the cost model where one was not simulated, these three went round in a circle."""
     problem = Problem(LayerCosts(MODEL), Setting(FLAT, find("1f1b-flush"), 32))
-    unsimulated = priced(problem, equal_blocks(problem.layer_costs, 4))
-    slower = replace(unsimulated, price=replace(unsimulated.price, seconds_per_minibatch=unsimulated.seconds * 1.05))
-    waits = replace(unsimulated, price=unsimulated.price.simulated(unsimulated.seconds * 1.5))
-    assert waits.saves(slower)  # by the cost model, whatever it waits
-    assert not slower.saves(waits)
-    assert unsimulated.saves(slower, share=0.04)
-    assert not unsimulated.saves(slower, share=0.05)
-    assert slower.price.cost_model_s is None
-    assert replace(slower, price=slower.price.simulated(slower.seconds * 1.2)).saves(waits)  # both by simulation
+    plan = priced(problem, equal_blocks(problem.layer_costs, 4))
+
+    def made(formula_s: float, simulated_s: float | None) -> Evaluation:
+        price = replace(plan.price, seconds_per_minibatch=formula_s)
+        return replace(plan, price=price if simulated_s is None else price.simulated(simulated_s))
+
+    waits, quick, unsimulated = made(8.0, 10.0), made(8.5, 9.0), made(8.2, None)
+    assert quick.saves(waits)
+    assert unsimulated.saves(quick)
+    assert unsimulated.saves(waits)
+    assert not any(slow.saves(fast) for slow, fast in ((waits, quick), (quick, unsimulated), (waits, unsimulated)))
+    assert not made(8.9, None).saves(quick)  # it may wait as others do
+    assert made(8.0, None).saves(made(8.5, None), share=0.05)
+    assert not made(8.0, None).saves(made(8.5, None), share=0.06)
