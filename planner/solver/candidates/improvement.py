@@ -6,11 +6,12 @@ a replica elsewhere, may be busier by a little and wait less by more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from planner.cost.rounding import SLACK
+from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import SETTLED, priced_path, simulated
 from planner.solver.candidates.orders import in_every_order
 from planner.solver.chain.best_ways import BestWays
@@ -19,59 +20,47 @@ from planner.solver.levels.local_search import Effort, LocalSearch
 from planner.solver.problem import Problem
 from planner.solver.result import CutPath, Evaluation, Found
 
-MOST_PRICED = 200  # plans that are priced from each start; few of them are simulated
-MOST_LAYERS = 2_000  # of the plans that are priced, together: pricing takes as long as the model is large
+MOST_PRICED, FEW_LAYERS = 100, 50  # plans that are priced, for models of so many layers; of larger ones, fewer
+MOST_INSTRUCTIONS = 2**15  # of the simulations: a part of a second
 
 
-def improved(problem: Problem, found: Found, others: Iterable[Evaluation] = ()) -> Found:
-    """Return the answer with the fastest plan that single changes lead to, one after the other.
-
-    Args:
-        problem: whose budget is spent.
-        found: of its searches.
-        others: plans to begin from beside the best one.
-    """
+def improved(problem: Problem, found: Found) -> Found:
+    """Return the answer with the fastest plan that single changes lead to, one after the other."""
     best = found.best
     if best.seconds <= found.bound_s * (1 + SETTLED) or problem.budget.over:
         return found
-    walk = _Walk(problem, best)
-    for start in [best, *(other for other in others if other.stages != best.stages)]:
-        walk.from_(start)
-    return found if walk.best is best else found.with_best(walk.best)
+    space, budget = Chain(problem.layer_costs), problem.budget
+    if (path := _path(space, best)) is None:
+        return found
+    own = Budget(budget.deadline, min(budget.left, MOST_INSTRUCTIONS), seen=budget.seen, progress=budget.progress)
+    trials = _Trials(replace(problem, budget=own), space, best)
+    layers = len(problem.layer_costs.profile.layers)
+    effort = Effort(MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
+    LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, BestWays(problem, space).options).from_(path)
+    budget.count += own.count
+    return found if trials.best is best else found.with_best(trials.best)
 
 
-class _Walk:
-    """Local searches that share their budget, and the best plan so far."""
+class _Trials:
+    """The best plan so far, and how plans are compared with it."""
 
-    def __init__(self, problem: Problem, best: Evaluation) -> None:
-        self._problem, self.best = problem, best
-        self._space = Chain(problem.layer_costs)
-        most = max(1, min(MOST_PRICED, MOST_LAYERS * MOST_PRICED // (4 * len(problem.layer_costs.profile.layers))))
-        effort, ways = Effort(most, problem.budget.deadline), BestWays(problem, self._space)
-        self._search = LocalSearch(self._space, problem.cluster.gpus, self._seconds, effort, ways.options)
-        self._known: dict[CutPath, float] = {}
+    def __init__(self, problem: Problem, space: Chain, start: Evaluation) -> None:
+        self._problem, self._space, self._start, self.best = problem, space, start, start
 
-    def from_(self, start: Evaluation) -> None:
-        """Search from a plan, if it is one along the profile's order."""
-        if (path := _path(self._space, start)) is not None:
-            self._known[path] = start.counted_s
-            self._search.from_(path)
-
-    def _seconds(self, path: CutPath) -> float:
+    def seconds(self, path: CutPath) -> float:
         """Return the seconds that count; infinity for what does not fit, or cannot be faster than the best plan."""
-        if path in self._known:
-            return self._known[path]
         plan = priced_path(self._problem, self._space, path)
+        if plan.stages == self._start.stages:
+            return self._start.counted_s
         if not self._problem.allows(plan):
             return np.inf
         least_s = np.inf
         for order in in_every_order(self._problem, [plan]):
-            if self._problem.budget.over:
-                self._problem.budget.exhausted = False
-                break
-            if order.seconds >= min(least_s, self.best.counted_s) * (1 - SLACK):
-                break  # simulating only adds waiting
+            if self._problem.budget.over or order.seconds >= min(least_s, self.best.counted_s) * (1 - SLACK):
+                break  # there is no time left; or simulating, which only adds waiting, cannot help
             evaluation = simulated(self._problem, order, self.best.counted_s)
+            if self._start.simulated and not evaluation.simulated:
+                break  # the budget ended the simulation
             least_s = min(least_s, evaluation.counted_s)
             self.best = evaluation if evaluation.saves(self.best) else self.best
         return least_s

@@ -1,0 +1,58 @@
+"""Local search on simulated times leads from any plan to one that no single change makes faster."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.setting import Setting
+from planner.formats.cluster import flat_cluster
+from planner.schedule.registry import find
+from planner.solver.candidates.budget import Budget
+from planner.solver.candidates.evaluation import evaluate, priced
+from planner.solver.candidates.improvement import improved
+from planner.solver.problem import Problem
+from planner.solver.result import Found
+from tests.samples import layer, profile
+
+LAYERS = [layer(f"h{n}", 1.0, 2.0, output_bytes=10, weight_bytes=100, saved_bytes=10) for n in range(8)]
+
+
+def problem(schedule: str, microbatches: int, memory_bytes: int | None = None) -> Problem:
+    setting = Setting(flat_cluster(2, 1e6, memory_bytes), find(schedule), microbatches)
+    return Problem(LayerCosts(profile(*LAYERS)), setting)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b-flush", 8)])
+def test_an_uneven_plan_becomes_even(schedule: str, microbatches: int) -> None:
+    asked = problem(schedule, microbatches)
+    uneven = evaluate(asked, candidates([range(6), range(6, 8)], [1, 1]))
+    even = evaluate(asked, candidates([range(4), range(4, 8)], [1, 1]))
+    better = improved(asked, Found(uneven, 0.0))
+    assert better.best.seconds <= even.seconds * (1 + 1e-9)
+    assert better.best.simulated
+    assert better.bound_s == 0.0
+
+
+def test_nothing_is_tried_at_the_bound_or_without_a_budget() -> None:
+    asked = problem("1f1b", 1)
+    uneven = Found(evaluate(asked, candidates([range(6), range(6, 8)], [1, 1])), 0.0)
+    assert improved(asked, Found(uneven.best, uneven.best.seconds)).best is uneven.best
+    asked.budget.left = 0
+    assert improved(asked, uneven) is uneven
+
+
+def test_what_does_not_fit_is_no_improvement() -> None:
+    limit = max(priced(problem("1f1b", 1), candidates([range(6), range(6, 8)], [1, 1])).price.gpu_bytes)
+    asked = problem("1f1b", 1, limit)
+    start = Found(evaluate(asked, candidates([range(6), range(6, 8)], [1, 1])), 0.0)
+    better = improved(asked, start).best
+    assert better.fits(asked.cluster)
+    assert better.seconds < start.best.seconds
+
+
+def test_the_time_of_a_simulation_that_the_budget_ended_does_not_count() -> None:
+    asked = problem("1f1b-flush", 8)
+    uneven = Found(evaluate(asked, candidates([range(6), range(6, 8)], [1, 1])), 0.0)
+    asked = Problem(asked.layer_costs, asked.setting, budget=Budget(left=1))
+    assert improved(asked, uneven).best is uneven.best
