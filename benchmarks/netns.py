@@ -140,12 +140,13 @@ def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
 
 
 @contextmanager
-def shaped_network(hosts: int, burst: str = "1mb") -> Iterator[Network]:
+def shaped_network(hosts: int, burst: str = "1mb", socket_bytes: int | None = None) -> Iterator[Network]:
     """Yield a network of hosts whose links can change; call `shape` first.
 
     Args:
         hosts: how many.
         burst: bytes that pass a link at full speed after a pause.
+        socket_bytes: most that a socket sends ahead of its receiver's answers; None for what the machine allows.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
@@ -161,6 +162,8 @@ def shaped_network(hosts: int, burst: str = "1mb") -> Iterator[Network]:
             net.add_switch("br0")
             for index, host in enumerate(made):
                 _connect(host, switch, f"port{index}")
+                if socket_bytes is not None:
+                    _limit_sockets(host, socket_bytes)
             yield net
         finally:
             with _uninterrupted():
@@ -187,6 +190,12 @@ def _connect(host: Host, switch: str, port: str) -> None:
     _ip("-n", host.name, "link", "set", "lo", "up")
     _ip("-n", host.name, "link", "set", INTERFACE, "up")
     _call(*host.command(["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={_CONGESTION_CONTROL}"]))
+
+
+def _limit_sockets(host: Host, most_bytes: int) -> None:
+    for buffer in ("tcp_rmem", "tcp_wmem"):  # least, at first, most
+        sizes = f"4096 {most_bytes} {most_bytes}"
+        _call(*host.command(["sysctl", "-qw", f"net.ipv4.{buffer}={sizes}"]))
 
 
 def _ip(*arguments: str) -> None:

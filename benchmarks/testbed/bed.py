@@ -24,6 +24,9 @@ MESSAGE_BYTES = 2_000_000  # of messages that links are measured with
 FEW = 8  # hosts; more have more links, which are measured one after the other
 FIRST_PORT = 20_000
 BURST = "16kb"  # passes the shapers at full speed after a pause; must be small next to a message
+# Of a socket's buffers, which are megabytes elsewhere: like all bytes, they are scaled down to some hundredths. Larger
+# ones fill the queues of the links, where acknowledgements and other streams then wait for as long as for a message.
+SOCKET_BYTES = 2**16
 
 
 class TestbedError(PlannerError):
@@ -57,7 +60,8 @@ class Testbed:
         if key not in self._links:
             seconds = 120 + 60 * message_bytes / min(rates)
             answer = self._ask({"kind": "links", "message_bytes": message_bytes}, nominal, 1.0, seconds)
-            self._links[key] = Cluster.model_validate(answer)
+            # Emulated devices sleep while they compute, which leaves the cores to the messages.
+            self._links[key] = Cluster.model_validate(answer | {"overlap": True})
         return self._links[key]
 
     def train(self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float) -> TrainResult:
@@ -93,7 +97,7 @@ def testbed(hosts: int) -> Iterator[Testbed]:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
         TestbedError: when the workers do not start.
     """
-    with shaped_network(hosts, BURST) as net:
+    with shaped_network(hosts, BURST, SOCKET_BYTES) as net:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise it warns that the hosts have no names
         nursery = subprocess.Popen(

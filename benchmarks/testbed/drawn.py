@@ -38,7 +38,7 @@ FLAT = (2, 3, 4, 4, 5, 6, 8, 8, 16)  # devices
 LEVELS = ((2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (4, 4))  # devices per server, servers
 RATES = ("200Mbps", "300Mbps", "500Mbps", "1Gbps", "1Gbps", "2Gbps", "4Gbps", "10Gbps")
 FASTER = (2, 4)  # links within servers, as a multiple of those between them
-MESSAGE_BYTES = 500_000  # of messages that links are measured with: many clusters are
+MESSAGE_BYTES = 1_000_000  # of messages that links are measured with: many clusters are
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,17 @@ The executor, which fills buckets, and the simulation, which only knows layers, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from planner.cost.link import BUCKETS
+from planner.cost.rounding import SLACK
 from planner.formats.profile import Layer
 
 # Smaller buckets would be dominated by latency. The largest are as large as DistributedDataParallel's.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
+
+MOST_PARTS = 8  # buckets of a stage that a simulation tells apart
 
 
 def bucket_bytes(total_bytes: int) -> int:
@@ -19,13 +24,34 @@ def bucket_bytes(total_bytes: int) -> int:
     return min(max(total_bytes // BUCKETS, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
 
 
-def ready_s(
-    layers: Sequence[Layer], copied: Sequence[Layer] = (), again_s: Mapping[int, float] | None = None
-) -> tuple[float, ...]:
-    """Return the seconds from the start of a backward until each of `BUCKETS` equal parts of its gradients is ready.
+class Buckets(NamedTuple):
+    """The buckets of a stage's gradients, in the order in which a backward fills them.
 
-    A part is ready when the bucket that holds its last byte is full. The last part waits for the end of the backward,
-    as in the cost model, which thereby stays a lower bound of every simulation.
+    Attributes:
+        ready_s: from the start of the backward until each is full; the last one is its end.
+        shares: of the gradients' bytes in each; 0 in the last one if the others have all of them.
+    """
+
+    ready_s: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def even(cls, backward_s: float) -> Buckets:
+        """Return equal buckets, evenly spaced over a backward."""
+        return cls(tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)), (1 / BUCKETS,) * BUCKETS)
+
+    def reduced_s(self, reduce_s: float) -> float:
+        """Return the seconds from the start of the backward to the end of the all-reduce, which takes `reduce_s`."""
+        clock_s = 0.0
+        for at_s, share in zip(self.ready_s, self.shares, strict=True):
+            clock_s = max(clock_s, at_s) + reduce_s * share
+        return clock_s
+
+
+def buckets_of(
+    layers: Sequence[Layer], copied: Sequence[Layer] = (), again_s: Mapping[int, float] | None = None
+) -> Buckets:
+    """Return the buckets that the executor fills in a backward of these layers.
 
     Args:
         layers: of the stage, in their order.
@@ -40,29 +66,33 @@ def ready_s(
     pieces = _pieces(layers, copied, again_s)
     total_bytes = sum(size for size, _ in pieces)
     if total_bytes <= 0:
-        return tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS))
-    full_bytes, buckets = bucket_bytes(round(total_bytes)), list[tuple[float, float]]()  # bytes so far, time
+        return Buckets.even(backward_s)
+    full_bytes, filled = bucket_bytes(round(total_bytes)), list[tuple[float, float]]()  # bytes so far, time
     size_bytes, done_bytes = 0.0, 0.0
     for size, at_s in pieces:
-        if not buckets or size_bytes >= full_bytes:
-            buckets.append((0.0, 0.0))
+        if not filled or size_bytes >= full_bytes:
+            filled.append((0.0, 0.0))
             size_bytes = 0.0
         size_bytes, done_bytes = size_bytes + size, done_bytes + size
-        buckets[-1] = done_bytes, at_s
-    times, bucket = [], 0
-    for part in range(BUCKETS - 1):
-        while bucket < len(buckets) - 1 and buckets[bucket][0] < total_bytes * (part + 1) / BUCKETS:
-            bucket += 1
-        times.append(buckets[bucket][1])
-    return (*times, backward_s)
+        filled[-1] = done_bytes, at_s
+    filled = _fewer(filled)
+    if filled[-1][1] < backward_s * (1 - SLACK):
+        filled.append((done_bytes, backward_s))
+    ends = [0.0, *(end / total_bytes for end, _ in filled)]
+    times = (*(at_s for _, at_s in filled[:-1]), backward_s)
+    return Buckets(times, tuple(end - start for start, end in pairwise(ends)))
 
 
-def reduced_s(parts_s: Sequence[float], reduce_s: float) -> float:
-    """Return the seconds from the start of a backward to the end of its all-reduce, whose parts are ready then."""
-    clock_s = 0.0
-    for at_s in parts_s:
-        clock_s = max(clock_s, at_s) + reduce_s / len(parts_s)
-    return clock_s
+def _fewer(filled: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join buckets between the first and the last until `MOST_PARTS` are left: simulations count each of them.
+
+    The first decides when an all-reduce begins, the last one how much of it is left after the backward.
+    """
+    if len(filled) <= MOST_PARTS:
+        return filled
+    groups = MOST_PARTS - 2
+    ends = [(len(filled) - 2) * (group + 1) // groups for group in range(groups)]
+    return [filled[0], *(filled[end] for end in ends), filled[-1]]
 
 
 def _pieces(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.buckets import ready_s
+from planner.cost.buckets import Buckets, buckets_of
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.price import Price
 from planner.cost.setting import Setting
@@ -55,13 +55,13 @@ def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     return sum(layer.accumulate_s for layer in copied) / stage.options.speed
 
 
-def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> tuple[float, ...]:
-    """Return when in the backward each part of the gradients can be all-reduced; empty without replicas.
+def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> Buckets:
+    """Return the buckets of the stage's gradients; none without replicas.
 
     Groups that recompute right before their own backward are part of it, but for one with which it begins.
     """
     if stage.replicas == 1:
-        return ()
+        return Buckets((), ())
     order = sorted(stage.layers)
     layers = [layer_costs.profile.layers[index] for index in order]
     again_s = {
@@ -69,7 +69,8 @@ def ready_of_gradients_s(layer_costs: LayerCosts, stage: Candidate, copied: Sequ
         for group in stage.options.recompute
         if max(group) != order[-1]
     }
-    return tuple(seconds / stage.options.speed for seconds in ready_s(layers, copied, again_s))
+    found = buckets_of(layers, copied, again_s)
+    return found._replace(ready_s=tuple(seconds / stage.options.speed for seconds in found.ready_s))
 
 
 def exchanged_bytes(

@@ -81,10 +81,13 @@ class Stage(GrownRecord):
     backward_s: Seconds
     update_s: Seconds  # of its part of the weights, where the optimizer's state is divided
     accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
-    ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each of equal parts of gradients is complete
+    ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each part of the gradients is complete
+    ready_shares: tuple[
+        Annotated[float, Field(ge=0)], ...
+    ] = ()  # of the gradients' bytes in each part; equal ones where it is empty
     memory: StageMemory
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"sharded", "recompute_s", "ready_shares"})
 
     @property
     def replicas(self) -> int:

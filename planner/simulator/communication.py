@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planner.cost.link import BUCKETS
 from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
 from planner.simulator.cluster_links import ClusterLinks
 from planner.simulator.fair_network import FairNetwork, LinkPath
@@ -49,12 +48,12 @@ class _Connection:
 
 @dataclass
 class _Ring:
-    """A collective of a stage; `waiting` has the round of each part that has not started."""
+    """A collective of a stage; `waiting` has the round and the share of each part that has not started."""
 
     path: LinkPath
     latency_s: float
-    part_bytes: float
-    waiting: deque[int] = field(default_factory=deque)
+    moved_bytes: float
+    waiting: deque[tuple[int, float]] = field(default_factory=deque)
     busy: bool = False
 
 
@@ -74,18 +73,14 @@ class Communication:
         self._connections: dict[_Key, _Connection] = {}
         self._rings: dict[Collective, _Ring] = {}
 
-    def parts_ready_s(self, stage: int, backward_s: float) -> list[float]:
-        """List when the parts of an all-reduce are ready, from the start of the last replica's backward.
+    def parts(self, stage: int, backward_s: float) -> list[tuple[float, float]]:
+        """List when each part of an all-reduce is ready, from the start of the last replica's backward, and its share.
 
         Without overlap all of them wait for the backward's end.
         """
-        costs = self._costs.stages[stage]
         if not self._costs.cluster.overlap:
-            return [backward_s] * BUCKETS
-        if costs.ready_s and costs.backward_s > 0:
-            # `ready_s` is for a backward that does not accumulate; this one may be longer.
-            return [seconds * (backward_s / (costs.backward_s + costs.late_s)) for seconds in costs.ready_s]
-        return [backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)]
+            return [(backward_s, 1.0)]
+        return list(zip(*self._costs.stages[stage].buckets(backward_s), strict=True))
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """Queue a message."""
@@ -107,12 +102,12 @@ class Communication:
         connection.taken += 1
         self._start_message(connection, now_s)
 
-    def start_part(self, collective: Collective, round_: int, now_s: float) -> None:
-        """Queue a part of a collective that is ready on all replicas."""
+    def start_part(self, collective: Collective, round_: int, share: float, now_s: float) -> None:
+        """Queue a part of a collective, of this share of its bytes, that is ready on all replicas."""
         if collective not in self._rings:
             self._rings[collective] = self._ring(collective)
         ring = self._rings[collective]
-        ring.waiting.append(round_)
+        ring.waiting.append((round_, share))
         self._start_part(collective, ring, now_s)
 
     def _start_message(self, connection: _Connection, now_s: float) -> None:
@@ -136,15 +131,16 @@ class Communication:
         """Start the ring's next part, if there is one."""
         if ring.busy or not ring.waiting:
             return
-        round_ = ring.waiting.popleft()
+        round_, share = ring.waiting.popleft()
+        size_bytes = share * ring.moved_bytes
         ring.busy = True
 
         def ended(end_s: float) -> None:
             ring.busy = False
-            self._on_part(collective, round_, now_s, end_s + (ring.latency_s if ring.part_bytes > 0 else 0.0))
+            self._on_part(collective, round_, now_s, end_s + (ring.latency_s if size_bytes > 0 else 0.0))
             self._start_part(collective, ring, end_s)
 
-        self.network.start(now_s, ring.path, ring.part_bytes, ended)
+        self.network.start(now_s, ring.path, size_bytes, ended)
 
     def _size_bytes(self, send: Send) -> int:
         if isinstance(send, SendShared):
@@ -166,11 +162,11 @@ class Communication:
         if not self._costs.stages[stage].sharded:
             return 0.0
         ring = self._ring(Collective(stage, gathers=True))
-        return ring.part_bytes / ring.path.bytes_per_s + ring.latency_s
+        return ring.moved_bytes / ring.path.bytes_per_s + ring.latency_s
 
     def _ring(self, collective: Collective) -> _Ring:
         ranks, costs = self._costs.shape.ranks[collective.stage], self._costs.stages[collective.stage]
         path, latency_s = self.links.ring(ranks)
-        reduced_bytes = costs.gathered_bytes * BUCKETS if collective.gathers else costs.reduced_bytes
+        reduced_bytes = costs.gathered_bytes if collective.gathers else costs.reduced_bytes
         moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * reduced_bytes
-        return _Ring(path, latency_s / 2 if costs.sharded else latency_s, moved_bytes / BUCKETS)
+        return _Ring(path, latency_s / 2 if costs.sharded else latency_s, moved_bytes)

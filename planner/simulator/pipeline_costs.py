@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from planner.cost.buckets import Buckets
 from planner.cost.link import Link
 from planner.cost.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
@@ -28,6 +29,7 @@ class StageCosts:
         ready_s: from the start of a backward that does not accumulate until each part of the gradients can be
             all-reduced, as in `planner.cost.buckets`, with `late_s`; empty for parts that are evenly spaced over the
             backward.
+        ready_shares: of the gradients in each of these parts; empty for equal ones.
         gradient_bytes: that the replicas all-reduce per round.
         sharded: whether they only reduce-scatter these, and gather the weights after the update, of which each does its
             part.
@@ -41,6 +43,7 @@ class StageCosts:
     recompute_s: float = 0.0
     accumulate_s: float = 0.0
     ready_s: tuple[float, ...] = ()
+    ready_shares: tuple[float, ...] = ()
     late_s: float = 0.0
     gradient_bytes: int = 0
     sharded: bool = False
@@ -55,6 +58,15 @@ class StageCosts:
     def gathered_bytes(self) -> float:
         """The same for the all-gather after the update, which is the other half."""
         return self.gradient_bytes / 2 if self.sharded else 0.0
+
+    def buckets(self, backward_s: float) -> Buckets:
+        """Return the buckets that a backward of this length fills, with what recomputes within it."""
+        if not self.ready_s or self.backward_s <= 0:
+            return Buckets.even(backward_s)
+        # `ready_s` is for a backward that does not accumulate; this one may be longer.
+        longer = backward_s / (self.backward_s + self.late_s)
+        shares = self.ready_shares or (1 / len(self.ready_s),) * len(self.ready_s)
+        return Buckets(tuple(seconds * longer for seconds in self.ready_s), shares)
 
     @property
     def backward_weight_s(self) -> float:

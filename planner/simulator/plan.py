@@ -74,6 +74,7 @@ def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:
             recompute_s=stage.again_s,
             accumulate_s=stage.accumulate_s,
             ready_s=stage.ready_s,
+            ready_shares=stage.ready_shares,
             late_s=stage.late_s,
             gradient_bytes=stage.memory.gradients_bytes - _received_bytes(plan, number),
             sharded=stage.sharded,

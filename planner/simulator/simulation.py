@@ -86,7 +86,7 @@ class Simulation:
         # What moves next, by time: a worker, by its rank, or part n of all-reduces so far, as -n. At equal times parts
         # come before workers, so that a worker never waits for a part that could have started.
         self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
-        self._parts: list[tuple[Collective, int]] = []  # with the round of each
+        self._parts: list[tuple[Collective, int, float]] = []  # with the round and the size of each
         self._clock = dict.fromkeys(self._streams, 0.0)
         self._begun: dict[int, float] = {}  # when each worker had first work to do
         self._all_reduces, self._all_gathers = AllReduces(self.shape.ranks), AllReduces(self.shape.ranks)
@@ -273,15 +273,15 @@ class Simulation:
         joined = self._all_reduces.join(rank, stage, start_s, backward_s, arrived_s)
         if joined is None:
             return
-        parts_s = self.communication.parts_ready_s(stage, joined.backward_s)
-        joined.parts_left = len(parts_s)
-        for after_s in parts_s:
+        parts = self.communication.parts(stage, joined.backward_s)
+        joined.parts_left = len(parts)
+        for after_s, share in parts:
             # Not before now, though the backward that ends last may have started earlier: time does not run back.
             ready_s = max(joined.backward_start_s + after_s, joined.arrived_s, self._clock[rank])
-            self._start_part_at(ready_s, Collective(stage), joined.number)
+            self._start_part_at(ready_s, Collective(stage), joined.number, share)
 
-    def _start_part_at(self, ready_s: float, collective: Collective, number: int) -> None:
-        self._parts.append((collective, number))
+    def _start_part_at(self, ready_s: float, collective: Collective, number: int, share: float = 1.0) -> None:
+        self._parts.append((collective, number, share))
         heapq.heappush(self._ready, (ready_s, -len(self._parts)))
 
     def _finish_part(self, collective: Collective, number: int, start_s: float, end_s: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.buckets import ready_s, reduced_s
+from planner.cost.buckets import buckets_of
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
@@ -14,9 +14,9 @@ from planner.cost.stage_options import StageOptions, whole_stage
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import (
     adding_of_copies_s,
+    buckets_in,
     copied_in,
     price_with_copies,
-    ready_of_gradients_s,
     update_of_copies_s,
 )
 from planner.formats.cluster import DeviceKind
@@ -99,7 +99,7 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
         options = stage.options
         accumulate_s = sum(layer.accumulate_s for layer in layers) / options.speed
         update_s = sum(layer.update_s for layer in layers) / options.speed
-        recompute = _recompute(layer_costs, stage)
+        recompute, buckets = _recompute(layer_costs, stage), buckets_in(layer_costs, stage, again)
         made.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
@@ -112,7 +112,8 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
                 backward_s=sum(layer.backward_s for layer in layers) / options.speed,
                 update_s=update_s / options.shards + update_of_copies_s(stage, again),
                 accumulate_s=accumulate_s + adding_of_copies_s(stage, again),
-                ready_s=ready_of_gradients_s(layer_costs, stage, again),
+                ready_s=buckets.ready_s,
+                ready_shares=buckets.shares,
                 memory=price.memory[number],
             )
         )
@@ -208,6 +209,7 @@ def _late_buckets_s(problem: Problem, speed: float) -> float:
     if not link.overlap or gpus == 1:
         return 0.0
     layers = problem.layer_costs.profile.layers
-    parts_s = [seconds / speed for seconds in ready_s(layers)]
+    buckets = buckets_of(layers)
+    buckets = buckets._replace(ready_s=tuple(seconds / speed for seconds in buckets.ready_s))
     reduce_s = float(ring_all_reduce_s(sum(layer.gradient_bytes for layer in layers), gpus, link))
-    return reduced_s(parts_s, reduce_s) - float(backward_and_reduce_s(parts_s[-1], reduce_s, link))
+    return buckets.reduced_s(reduce_s) - float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))

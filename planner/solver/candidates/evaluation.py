@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.layer_costs import Candidate
+from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.price import stage_memory
 from planner.cost.rounding import SLACK
 from planner.formats.cluster import flat_cluster
+from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.candidates.depth import (
     FAR,
     HARDLY,
@@ -141,7 +143,7 @@ class _Simulated:
         times = PipelineTimes(
             pipeline=pipeline,
             wires_s=wires_s(pipeline),
-            busiest_s=price.bottleneck.busy_s / problem.microbatches,
+            busiest_s=self._busiest_s(pipeline) / problem.microbatches,
             deepest=self._deepest(),
             budget=problem.budget,
         )
@@ -152,6 +154,25 @@ class _Simulated:
         if choice is None:
             return self.candidate
         return self._at(choice.seconds_per_unit * problem.microbatches, choice.depths)
+
+    def _busiest_s(self, pipeline: PipelineCosts) -> float:
+        """Return the busy seconds per minibatch of the busiest resource.
+
+        The cost model does not know a stage's buckets. It takes a sixth of an all-reduce to follow the backward, and
+        the last bucket may be less.
+        """
+        problem, bottleneck = self.problem, self.candidate.price.bottleneck
+        costs, replicas = pipeline.stages[bottleneck.stage], self.candidate.stages[bottleneck.stage].replicas
+        if bottleneck.resource != "compute" or not costs.ready_s:
+            return bottleneck.busy_s
+        link = problem.link
+        if problem.placed:
+            link = problem.topology.stage_link(self.candidate.ranks[bottleneck.stage])
+        reduce_s = float(ring_all_reduce_s(costs.reduced_bytes, replicas, link))
+        last_s = costs.backward_s + (costs.accumulate_s if problem.microbatches > replicas else 0.0)
+        counted_s = float(backward_and_reduce_s(last_s, reduce_s, link))
+        less_s = max(0.0, counted_s - costs.buckets(last_s).reduced_s(reduce_s)) if link.overlap else 0.0
+        return bottleneck.busy_s - (less_s if problem.schedule.divides else less_s / replicas)
 
     def _synchronous(self) -> Evaluation:
         """Choose between the published depths of a synchronous pipeline and those that hide its messages."""

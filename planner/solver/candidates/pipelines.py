@@ -11,8 +11,8 @@ from planner.cost.layer_costs import Candidate, LayerCosts, messages
 from planner.cost.topology import Topology
 from planner.cost.weight_copies import (
     adding_of_copies_s,
+    buckets_in,
     copied_in,
-    ready_of_gradients_s,
     shared_in,
     update_of_copies_s,
 )
@@ -52,8 +52,9 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
             update_s=float(work.update_s) / stage.options.shards + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
             accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
-            ready_s=(ready := ready_of_gradients_s(layer_costs, stage, again)),
-            late_s=max(0.0, ready[-1] - float(work.backward_s)) if ready else 0.0,
+            ready_s=(buckets := buckets_in(layer_costs, stage, again)).ready_s,
+            ready_shares=buckets.shares,
+            late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
             gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
             sharded=stage.options.sharded,
         )

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from planner.cost.buckets import bucket_bytes, ready_s, reduced_s
+from planner.cost.buckets import bucket_bytes, buckets_of
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import BUCKETS, Link, ring_all_reduce_s
@@ -112,8 +112,8 @@ class _Replicas:
 
     def _reduced_s(self, exchange_s: float) -> float:
         """Return the seconds of a backward with an exchange beside it, part by part as gradients become complete."""
-        parts_s = ready_s(self.layer_costs.profile.layers)
-        return reduced_s(parts_s, exchange_s) if self.link.overlap else parts_s[-1] + exchange_s
+        buckets = buckets_of(self.layer_costs.profile.layers)
+        return buckets.reduced_s(exchange_s) if self.link.overlap else buckets.ready_s[-1] + exchange_s
 
     def _gathered_s(self, forward_s: float, gather_s: float) -> float:
         """Return the seconds of a forward whose weights arrive beside it; nothing can run before the first part."""
