@@ -95,6 +95,11 @@ def format_times(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio >= 0.01 else "less than 0.01x"
 
 
+def times_words(ratio: float) -> str:
+    """Return a ratio for a sentence: 1.234 -> "1.23 times"."""
+    return f"{format_times(ratio).removesuffix('x')} times"
+
+
 def format_change(share: float) -> str:
     """Return a relative change for people: 0.051 -> "+5.1%", 4 -> "5.00x"; none for what rounds to none."""
     if share >= 1:

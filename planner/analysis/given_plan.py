@@ -58,6 +58,13 @@ class GivenPlan:
                 f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'",
                 hint="give the plan's own `profile`, or solve again",
             )
+        names = [name for stage in plan.stages for name in stage.layers]
+        if missing := set(names) ^ set(layer_costs.position):
+            whose = "profile" if min(missing) in names else "plan"
+            raise PlanError(
+                f"the {whose} has no layer '{min(missing)}', and the other of plan and profile has",
+                hint="make the plan again with: plan solve",
+            )
         before: frozenset[int] = frozenset()
         stages = []
         for stage in plan.stages:

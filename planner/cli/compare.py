@@ -15,6 +15,7 @@ stages. All are priced on the same cluster by the same cost model and, with the 
 
     plan compare --gpus 8 --bandwidth 10Gbps
     plan compare --plan plan.json
+    plan compare --plan plan.json --topology 4x2 --bandwidth 128Gbps,10Gbps     its stages on another cluster
 """
 
 

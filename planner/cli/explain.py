@@ -15,6 +15,7 @@ more memory would gain.
 
     plan explain --gpus 8 --bandwidth 10Gbps
     plan explain --plan plan.json
+    plan explain --plan plan.json --gpus 8 --bandwidth 1Gbps     its stages on another cluster
 """
 
 

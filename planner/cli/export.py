@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from planner.cli.arguments.verb import Verbs, add_plan_argument, declare
@@ -34,7 +35,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="FILE",
         help="file to write, - for stdout (default: train_pipelining.py, pipeline_partition.py; stdout for megatron)",
     )
-    parser.add_argument("--json", action="store_true", help="print the name of the file as JSON")
+    parser.add_argument("--json", action="store_true", help="print the name of the file as JSON, or the text itself")
     parser.set_defaults(run=run)
 
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     text = export(load_plan(args.plan), args.to, model=args.model)
     output = args.output or Path(FILES[args.to])
     if output == STDOUT:
-        print(text, end="")
+        print(json.dumps({"text": text}) if args.json else text.rstrip("\n"))
     else:
         write_text(output, text)
         print_written(output, as_json=args.json)

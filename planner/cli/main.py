@@ -6,7 +6,6 @@ Only light modules are imported here and by the verbs' `add_parser`, so that hel
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import select
@@ -127,35 +126,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except PlannerError as error:
-        if as_json and "RANK" not in os.environ:  # the answer of workers is that of all, after restarts
-            print_failure(error)
-        return _fail(error.message, error.hint, error.exit_code, verbose)
-    except KeyboardInterrupt:
-        return _fail("interrupted", "", INTERRUPTED, verbose)
-    except BrokenPipeError as error:
-        if _reader_left():
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
             return 1
-        return _unexpected(error, verbose)
-    except OSError as error:
-        return _fail(f"the system refused: {error}", "-vv shows where", 1, verbose)
-    except Exception as error:
-        return _unexpected(error, verbose)
+        failure = _failure(error)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
+        try:
+            if as_json and "RANK" not in os.environ:  # the answer of workers is that of all, after restarts
+                print_failure(failure, code)
+            sys.stdout.flush()  # results printed before the failure come before the message
+        except BrokenPipeError:
+            _reader_left()
+        if verbose:
+            traceback.print_exc()
+        print_complaint("error", failure.message, failure.hint)
+        return code
 
 
-def _unexpected(error: Exception, verbose: bool) -> int:
-    what = f"{type(error).__name__}: {error}".rstrip(": ")
-    return _fail(f"unexpected {what}", "this is a bug in plan; -vv shows where", 1, verbose)
-
-
-def _fail(message: str, hint: str, code: int, verbose: bool) -> int:
-    # Results printed before the failure come before the message.
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-    if verbose:
-        traceback.print_exc()
-    print_complaint("error", message, hint)
-    return code
+def _failure(error: BaseException) -> PlannerError:
+    """Return the sentence and the hint for whatever was raised."""
+    match error:
+        case PlannerError():
+            return error
+        case KeyboardInterrupt():
+            return PlannerError("interrupted")
+        case OSError() if not isinstance(error, BrokenPipeError):
+            return PlannerError(f"the system refused: {error}", hint="-vv shows where")
+        case _:
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            return PlannerError(f"unexpected {what}", hint="this is a bug in plan; -vv shows where")
 
 
 def _reader_left() -> bool:

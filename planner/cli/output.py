@@ -33,9 +33,9 @@ def print_complaint(kind: str, message: str, hint: str = "") -> None:
         print(f"hint: {as_flags(hint)}", file=sys.stderr)
 
 
-def print_failure(error: PlannerError) -> None:
+def print_failure(error: PlannerError, exit_code: int) -> None:
     """Print an error on stdout for a machine that reads the answer there."""
-    told = {"error": as_flags(error.message), "hint": as_flags(error.hint), "exit_code": error.exit_code}
+    told = {"error": as_flags(error.message), "hint": as_flags(error.hint), "exit_code": exit_code}
     print(json.dumps(told, indent=1))
 
 

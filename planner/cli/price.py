@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
-from planner.cli.arguments.numbers import at_least
+from planner.cli.arguments.numbers import at_least, is_count
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, refuse
 from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InfeasibleError, InputError
@@ -132,7 +132,7 @@ def _stages(text: str, profile: Profile) -> list[OwnStage]:
     from planner.formats.own_plan import OwnStage
 
     parts = text.split(",")
-    if not all(part.isdigit() for part in parts):
+    if not all(is_count(part) for part in parts):
         return stages_ending_at(profile, parts)
     if len(parts) == 1:
         return equal_stages(profile, int(text))
@@ -157,7 +157,7 @@ def _recomputing(text: str | None, stages: int) -> dict[int, bool | int]:
     found: dict[int, bool | int] = {}
     for part in text.split(",") if text is not None else ():
         which, colon, units = part.partition(":")
-        if colon and not (units.isdigit() and int(units)):
+        if colon and not (is_count(units) and int(units)):
             raise InputError(f"--recompute {text} is no list of stages", hint="for example: --recompute 0,1:4")
         for stage in range(stages) if which == "all" else _numbers("recompute", which):
             found[_existing(stage, stages, "recompute")] = int(units) if colon else True
@@ -187,6 +187,6 @@ def _existing(stage: int, stages: int, purpose: str) -> int:
 
 def _numbers(name: str, text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.isdigit() for part in parts):
+    if not all(is_count(part) for part in parts):
         raise InputError(f"--{name} {text} is no list of numbers", hint=f"for example: --{name} 2,1,1")
     return [int(part) for part in parts]

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.arguments.numbers import at_least
 from planner.cli.arguments.verb import PLAN, Verbs, declare
 from planner.cli.flags import as_flags
 from planner.errors import InputError
@@ -33,7 +34,9 @@ def add_parser(verbs: Verbs) -> None:
         default="order",
         help="sort a profile's layers: in the order of execution, or the largest first (default: %(default)s)",
     )
-    parser.add_argument("--top", type=int, metavar="N", help="show only the first N layers of a profile (default: all)")
+    parser.add_argument(
+        "--top", type=at_least(1), metavar="N", help="show only the first N layers of a profile (default: all)"
+    )
     parser.add_argument(
         "--format",
         choices=["table", "json", "svg", "graph.txt"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments.cluster import cluster_of
+from planner.cli.arguments.numbers import is_count
 from planner.cli.arguments.question import add_question_arguments, options_of, patience_of
 from planner.cli.arguments.verb import Verbs, declare
 from planner.cli.output import print_answer, print_written
@@ -110,7 +111,7 @@ def _clusters(args: argparse.Namespace, quantity: Quantity, profile: Profile) ->
 
 
 def _count(text: str) -> int:
-    if not text.isdigit():
+    if not is_count(text):
         raise ClusterError(f"'{text}' is not a number of GPUs", hint="write --gpus 8, or a range: --gpus 2:16")
     return int(text)
 

@@ -24,6 +24,8 @@ from planner.errors import InputError, PlannerError
 
 _TRIED_BYTES = 4096  # more than a disk that is full has left
 
+_KINDS = {"stages": "plan", "layers": "profile", "levels": "cluster", "events": "timeline"}  # by a field of theirs
+
 RecordT = TypeVar("RecordT", bound="Record")
 
 
@@ -84,8 +86,10 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise error(f"there is no file '{path}'", hint=remedy) from None
-    except (OSError, UnicodeDecodeError) as cause:
-        raise error(f"'{path}' cannot be read: {cause}", hint=remedy) from None
+    except OSError as cause:
+        raise error(f"'{path}' cannot be read: {cause.strerror or cause}", hint=remedy) from None
+    except UnicodeDecodeError:
+        raise error(f"'{path}' is not JSON, nor any text in UTF-8", hint=remedy) from None
     try:
         content = json.loads(text)
     except json.JSONDecodeError as cause:
@@ -98,8 +102,12 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         raise error(
             f"'{path}' has schema_version {content.get('schema_version')!r}, this version reads {expected}", hint=remedy
         )
+    for field, kind in _KINDS.items():
+        if field in content and field not in record.model_fields:
+            raise error(f"'{path}' holds a {kind}, not what is read here", hint=remedy)
     try:
-        return record.model_validate(content)
+        # Strictly: a number in quotation marks is a mistake of whoever wrote the file.
+        return record.model_validate_json(text, strict=True)
     except ValidationError as cause:
         raise error(f"'{path}': {first_problem(cause)}", hint=remedy) from None
 
@@ -186,8 +194,9 @@ def first_problem(cause: ValidationError) -> str:
     problem = cause.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        message = "unknown field"
+    message = {"extra_forbidden": "unknown field", "too_short": "there has to be one at least"}.get(
+        problem["type"], message
+    )
     if problem["type"] == "missing":
         return f"field '{place}' is missing"
     value = repr(problem["input"])

@@ -179,7 +179,7 @@ class Bottleneck(Record):
 class Prediction(Record):
     """What to expect of the plan in steady state."""
 
-    seconds_per_minibatch: Seconds
+    seconds_per_minibatch: Annotated[float, Field(gt=0)]
     by: Literal["simulation", "cost model"] = "cost model"  # if the cost model is published, or simulation too slow
     samples_per_s: Annotated[float, Field(gt=0)] | None  # None if the profile does not know its batch size
     bottleneck: Bottleneck

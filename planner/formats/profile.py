@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 from planner.errors import ProfileError
 from planner.formats.files import GrownRecord, Record, load_record, save_record
 
-Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e15)]  # what is above is no time, and would overflow
+Bytes = Annotated[int, Field(ge=0, le=2**62)]
 
 Autocast = Literal["bfloat16", "float16"]
 MemoryFormat = Literal["channels-last"]

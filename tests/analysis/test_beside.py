@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_no_measure() -> None:
     text = plan_report(plan)
     assert "one GPU does not fit (100 MB too many)" in text
     assert "data parallel does not fit (100 MB too many)" in text
-    assert "over the fastest that fits, " in text
+    assert "over the fastest other way that fits, " in text
     assert "x over data parallel" not in text
 
 
@@ -55,7 +55,7 @@ def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     assert plan.synchronous is not None
     assert plan.synchronous.config == drained.config
     assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
-    assert f"1f1b-flush {drained.config} on current weights" in plan_report(plan)
+    assert f"1f1b-flush {drained.config}, whose gradients are never late" in plan_report(plan)
     assert with_synchronous(MODEL, drained, options, Patience()) is drained
 
 

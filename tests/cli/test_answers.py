@@ -45,6 +45,31 @@ def test_compare_solves_or_takes_a_plan(folder: Path) -> None:
     assert [row["name"] for row in rows][:2] == ["chosen plan", "data parallel"]
 
 
+def test_a_plan_is_compared_on_another_cluster(folder: Path) -> None:
+    assert plan("solve", *CLUSTER, cwd=folder).returncode == 0
+    other = ("--plan", "plan.json", "--topology", "2x2", "--bandwidth", "10Gbps,1bps")
+    compared = json.loads(plan("compare", *other, "--json", cwd=folder).stdout)
+    assert [level["size"] for level in compared["cluster"]["levels"]] == [2, 2]
+    own = json.loads(plan("price", "--stages", "a", "--replicas", "2,1", *other[2:], "--json", cwd=folder).stdout)
+    assert compared["rows"][0]["seconds_per_microbatch"] == own["predicted"]["seconds_per_minibatch"]
+    assert "The stages were given" in plan("explain", *other, cwd=folder).stdout
+    few = plan("compare", "--plan", "plan.json", "--gpus", "1", "--bandwidth", "1Gbps", "--json", cwd=folder)
+    assert few.returncode == 2
+    assert json.loads(few.stdout)["exit_code"] == 2
+
+
+@pytest.mark.parametrize("arguments", [("compare", *CLUSTER), ("compare", *CLUSTER, "--memory", "1kB", "--json")])
+def test_a_reader_that_leaves_ends_it_quietly(folder: Path, arguments: tuple[str, ...]) -> None:
+    verb = [sys.executable, "-m", "planner", *arguments]
+    with subprocess.Popen(verb, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        said = running.stderr.read()
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+
+
 def test_explain_solves_or_takes_a_plan(folder: Path) -> None:
     solved = plan("explain", *CLUSTER, cwd=folder)
     assert solved.returncode == 0, solved.stderr
@@ -87,7 +112,7 @@ def test_a_published_profile_knows_no_samples(tmp_path: Path) -> None:
     [
         (("compare",), 2, "the cluster has no bandwidth"),
         (("compare", "--plan", "none.json"), 2, "there is no file 'none.json'"),
-        (("compare", "--plan", "p.json", "--gpus", "2"), 2, "--gpus has no meaning with --plan"),
+        (("compare", "--plan", "p.json", "--microbatches", "2"), 2, "--microbatches has no meaning with --plan"),
         (("explain", "--plan", "p.json", "--schedule", "gpipe"), 2, "--schedule has no meaning with --plan"),
         (("compare", *CLUSTER, "--memory", "1GB"), 3, "no plan fits 3 GPUs of 1 GB"),
         (("sweep", *CLUSTER), 2, "one of --bandwidth, --gpus and --memory has to be a range, not none"),

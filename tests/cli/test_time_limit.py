@@ -23,7 +23,7 @@ def test_progress_says_what_is_known() -> None:
     progress.begin(time.monotonic() + 30.5, 0.5)
     progress.meet("2-2", 2.0)
     progress.meet("4", 3.0)  # slower
-    assert progress_text(progress) == "best so far 2-2, 2 s per minibatch; none is below 500 ms; 30 s left"
+    assert progress_text(progress) == "best so far 2-2, 2 s per minibatch; no plan takes less than 500 ms; 30 s left"
 
 
 def test_progress_is_shown_while_the_search_runs(

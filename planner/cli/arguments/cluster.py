@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from planner.cli.arguments.numbers import is_count
 from planner.cli.arguments.verb import refuse
 from planner.errors import ClusterError
 from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
@@ -117,7 +118,7 @@ def _memory(asked: int | None, profile: Profile) -> int | None:
 
 
 def _size(text: str) -> int:
-    if not text.isdigit():
+    if not is_count(text):
         raise ClusterError(f"'{text}' is not a number of members", hint="write --topology 4x8, inner to outer")
     return int(text)
 

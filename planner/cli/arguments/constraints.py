@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.arguments.numbers import is_count
 from planner.errors import InputError
 
 if TYPE_CHECKING:
@@ -67,6 +68,6 @@ def constraints_of(args: argparse.Namespace) -> Constraints:
 
 def _pair(text: str, option: str, what: str) -> tuple[str, int]:
     layer, separator, number = text.rpartition("=")
-    if not separator or not number.isdigit():
+    if not separator or not is_count(number):
         raise InputError(f"{option} '{text}' is not LAYER={what}", hint=f"for example: {option} classifier.6=1")
     return layer, int(number)

@@ -7,6 +7,11 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 
+def is_count(text: str) -> bool:
+    """Return whether the text is a whole number of 0 or more, in the digits that people type."""
+    return text.isascii() and text.isdecimal()
+
+
 def positive(text: str) -> float:
     """Parse a number above 0."""
     value = float(text)

@@ -43,8 +43,9 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
             "--plan",
             type=Path,
             metavar="FILE",
-            help="plan made from that profile, with its own cluster and schedule (default: the fastest plan for the "
-            f"cluster that the arguments describe; {PLAN} where they describe none)",
+            help="plan made from that profile, with its own schedule, on its own cluster or on the one that the "
+            "arguments describe (default: the fastest plan for the cluster that the arguments describe; "
+            f"{PLAN} where they describe none)",
         )
     parser.add_argument(
         "--schedule",
@@ -113,9 +114,12 @@ def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
 def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> Plan:
     """Return the plan of --plan, or the fastest for the arguments' cluster, or plan.json where neither is given.
 
+    With --plan and a cluster, return the plan's stages as they are on that cluster.
+
     Raises:
-        InputError: for a plan and a cluster at once.
+        InputError: for --plan with arguments that say how to solve, or with a cluster of fewer GPUs.
     """
+    from planner.analysis.given_plan import GivenPlan
     from planner.formats.plan import load_plan
 
     path = args.plan
@@ -123,5 +127,8 @@ def plan_of(args: argparse.Namespace, profile: Profile, patience: Patience) -> P
         path = PLAN
     if path is None:
         return options_of(args, patience).within(SOLVING).solve(profile, cluster_of(args, profile))
-    refuse(args, "plan", *_CLUSTER, *_SOLVING, *RULES, why=", which says so itself")
-    return load_plan(path)
+    refuse(args, "plan", *_SOLVING, *RULES, why=", which says so itself")
+    plan = load_plan(path)
+    if not any(given(args, name) for name in _CLUSTER):
+        return plan
+    return GivenPlan.of(profile, plan).on(cluster_of(args, profile))

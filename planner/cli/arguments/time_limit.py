@@ -76,7 +76,7 @@ def progress_text(progress: Progress) -> str:
     else:
         parts.append("no plan so far")
     if progress.bound_s > 0:
-        parts.append(f"none is below {format_seconds(progress.bound_s)}")
+        parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
     if progress.ends_at_s is not None:
         parts.append(f"{max(progress.ends_at_s - time.monotonic(), 0):.0f} s left")
     return "; ".join(parts)

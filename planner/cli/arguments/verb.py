@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TypeAlias
 
+from planner.cli.arguments.numbers import at_least
 from planner.errors import InputError
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -30,7 +31,7 @@ def add_accumulate_argument(parser: argparse.ArgumentParser) -> None:
     """Declare --accumulate for a verb that simulates a plan."""
     parser.add_argument(
         "--accumulate",
-        type=int,
+        type=at_least(1),
         metavar="K",
         help="under 1f1b, update after K minibatches per replica, as `plan train --accumulate K` does (default: 1)",
     )

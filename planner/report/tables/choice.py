@@ -54,5 +54,5 @@ def _why(option: Option) -> str:
     if option.obstacle is None:
         return ""
     if isinstance(option.obstacle, MinibatchError):
-        return "makes no such minibatch"
+        return "cannot make a minibatch of this size"
     return "too little to divide" if isinstance(option.obstacle, InputError) else "does not fit the memory"

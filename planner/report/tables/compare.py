@@ -47,8 +47,8 @@ def _reference(comparison: Comparison) -> str:
     """Say what speed-ups are relative to."""
     if comparison.over == DATA_PARALLEL:
         return "speed-up and less sent: relative to data parallelism"
-    relative = "no speed-up: nothing else fits" if comparison.over is None else f"speed-up: over {comparison.over}"
-    return f"data parallelism does not fit; {relative}; less sent: than data parallelism would"
+    relative = "nothing else does, either" if comparison.over is None else f"speed-up is over {comparison.over}"
+    return f"data parallelism does not fit, and {relative}; less sent: than data parallelism would send"
 
 
 def comparison_legend(comparison: Comparison) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from planner.analysis.explain import Alternative, Explanation
 from planner.formats.plan import GIVEN, short_config
-from planner.report.tables.plan import bottleneck_place
+from planner.report.tables.plan import bottleneck_place, simulated_words
 from planner.report.tables.table import Table
-from planner.units import format_bytes, format_change, format_seconds, format_times
+from planner.units import format_bytes, format_change, format_seconds, times_words
 
 _NAMES = {
     "compute": "computation",
@@ -43,8 +43,8 @@ def sentences(explanation: Explanation) -> str:
     ]
     if explanation.waiting_s > _WORTH_A_SENTENCE * seconds:
         lines.append(
-            f"It spends {format_seconds(explanation.waiting_s)} of that ({explanation.waiting_s / seconds:.0%}) "
-            "waiting for messages or for the other replicas of a round."
+            f"For the other {format_seconds(explanation.waiting_s)} ({explanation.waiting_s / seconds:.0%}) it waits "
+            "for messages or for other replicas."
         )
     lines.append(_optimality(explanation))
     lines += [_gain(alternative) for alternative in explanation.what_if]
@@ -59,24 +59,14 @@ def _optimality(explanation: Explanation) -> str:
     solver = explanation.solver
     if solver.name == GIVEN:
         return "The stages were given: no search says how far from the fastest plan this is."
-    if solver.simulated == 0:
-        if solver.status == "optimal":
-            return "No plan is faster by this cost model: the search was exact."
-        return (
-            f"It may not be the fastest: the cost model's lower bound is {format_seconds(solver.lower_bound_s)}, "
-            f"{solver.gap:.1%} below it."
-        )
     bound = f"By the cost model no plan takes less than {format_seconds(solver.lower_bound_s)}"
     if solver.status == "optimal":
-        return f"{bound}: the search was exact, and the simulation of this plan is within 1% of that."
-    count = solver.simulated
-    which = "only simulated candidate" if count == 1 else f"fastest of {count} simulated candidates"
-    others = (
-        "by the cost model no other candidate could be faster, though not every plan is a candidate"
-        if solver.exhausted
-        else "the work allowed for simulating was used up before all that could be faster were simulated"
-    )
-    return f"{bound}; the simulation of this plan is {solver.gap:.1%} above that.\nIt is the {which}; {others}."
+        simulated = ", and in its simulation the plan is within 1% of that" if solver.simulated else ""
+        return f"{bound}: the search was exact{simulated}."
+    less = f"{bound}, which is {solver.gap:.1%} less"
+    if solver.simulated == 0:
+        return f"{less}; whether a plan reaches that was not decided."
+    return f"{less}.\nThe plan is {simulated_words(solver)}."
 
 
 def _gain(alternative: Alternative) -> str:
@@ -91,7 +81,7 @@ def _gain(alternative: Alternative) -> str:
 
 def _faster(gain: float) -> str:
     if gain >= 1:
-        return f"{format_times(1 + gain).removesuffix('x')} times as fast"
+        return f"{times_words(1 + gain)} as fast"
     return f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.plan import GIVEN, Bottleneck, Plan, Stage, short_config
+from planner.formats.plan import GIVEN, Bottleneck, Plan, SolverReport, Stage, short_config
 from planner.formats.profile import Profile
 from planner.report.tables.memory import memory_table
 from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table, named_values
 from planner.report.tables.ways import best_baseline_line, share_of_speed, speed_up_line, synchronous_line
 from planner.schedule.defaults import LATE_UPDATES
-from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
+from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds, times_words
 
 MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
 _RESOURCES = {
@@ -76,7 +76,7 @@ def staleness_warning(plan: Plan) -> tuple[str, str] | None:
     hint = f"bound it with `max_staleness={LATE_UPDATES}`, or choose a synchronous `schedule`"
     if (way := plan.synchronous) is not None and plan.staleness and (share := share_of_speed(plan, way)) > 1:
         return (
-            f"the best plan under {way.schedule} is {share:.2f} times as fast, and none of its gradients is late",
+            f"the best plan under {way.schedule} is {times_words(share)} as fast, and none of its gradients is late",
             f"solve with `schedule={way.schedule}`",
         )
     if plan.staleness <= LATE_UPDATES:
@@ -202,7 +202,7 @@ def _prediction(plan: Plan) -> str:
         ("solver", _solver(plan)),
     ]
     if predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN:
-        lines.append(("bound", _bound(plan)))
+        lines += [("bound", _bound(plan)), ("candidate", simulated_words(solver))]
     if predicted.flop_utilisation is not None:
         lines.insert(1, ("utilisation", f"{predicted.flop_utilisation:.1%} of the GPUs' peak, by the model's FLOPs"))
     if solver.cost_model != "resource":
@@ -264,9 +264,17 @@ def _by(plan: Plan) -> str:
 
 
 def _bound(plan: Plan) -> str:
-    """Say how far the simulated time is from the cost model's bound, and which candidates were simulated."""
+    """Say what no plan is below by the cost model."""
     solver = plan.solver
-    text = f"{solver.gap:.1%} above the cost model's bound of {format_seconds(solver.lower_bound_s)}"
+    least = format_seconds(solver.lower_bound_s)
+    return f"by the cost model no plan takes less than {least}, which is {solver.gap:.1%} less"
+
+
+def simulated_words(solver: SolverReport) -> str:
+    """Say which of the candidates that were simulated the plan is."""
+    count = solver.simulated
     if solver.exhausted:
-        return f"{text}; the fastest of {solver.simulated} simulated" if solver.simulated > 1 else text
-    return f"{text}; {solver.simulated} simulated, others that could be faster were not"
+        which = "the only candidate" if count == 1 else f"the fastest of {count} candidates that were simulated"
+        return f"{which}; by the cost model no other could be faster"
+    some = "the only candidate" if count == 1 else f"the fastest of the {count} candidates"
+    return f"{some} that there was time to simulate; others could be faster"

@@ -32,7 +32,7 @@ class Table:
     def _narrowed(self, width: int) -> Table:
         """Shorten the cells of the widest column until the table fits, as far as they are legible then."""
         cells = [[str(cell) for cell in row] for row in (self.headers, *self.rows)]
-        widths = [max(len(header) + GAP, *map(len, column)) for header, *column in zip(*cells, strict=True)]
+        widths = [max([len(header) + GAP, *map(len, column)]) for header, *column in zip(*cells, strict=True)]
         over = sum(widths) + GAP * (len(widths) - 1) - width
         if over <= 0 or not self.rows:
             return self

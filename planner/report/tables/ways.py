@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.analysis.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.formats.plan import OtherWay, Plan, short_config
-from planner.units import format_bytes, format_rate, format_seconds, format_times
+from planner.units import format_bytes, format_rate, format_seconds, format_times, times_words
 
 
 def over_one_gpu(plan: Plan) -> str:
@@ -44,8 +44,8 @@ def best_baseline_line(plan: Plan) -> str | None:
         return None
     ratio, name = _ratio(plan, best), f"{best.name} ({short_config(best.config)})"
     if ratio < 1:
-        return f"slower than the fastest that fits, {name}: {ratio:.2f} times as fast"
-    return f"{format_times(ratio)} over the fastest that fits, {name}"
+        return f"{name} fits and is faster: the plan is {times_words(ratio)} as fast"
+    return f"{format_times(ratio)} over the fastest other way that fits, {name}"
 
 
 def synchronous_line(plan: Plan) -> str | None:
@@ -56,7 +56,7 @@ def synchronous_line(plan: Plan) -> str | None:
     each_s, size = way.seconds_per_microbatch, plan.microbatch_size
     pace = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
     name, share = f"{way.schedule} {short_config(way.config)}", share_of_speed(plan, way)
-    return f"{name} on current weights: {pace}, {share:.2f} times as fast"
+    return f"{name}, whose gradients are never late: {pace}, {times_words(share)} as fast"
 
 
 def share_of_speed(plan: Plan, way: OtherWay) -> float:
