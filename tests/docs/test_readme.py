@@ -21,7 +21,8 @@ def test_the_example_is_what_plan_solve_prints(
     monkeypatch.chdir(ROOT)
     assert main([*example[1].split(), "-o", str(tmp_path / "plan.json")]) == 0
     shown = re.sub(r"^    ", "", example[2], flags=re.MULTILINE)
-    assert _without_seconds(shown) == _without_seconds(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert _without_seconds(shown) == _without_seconds(printed), f"put this into README.md:\n{printed}"
 
 
 def _without_seconds(text: str) -> list[str]:
