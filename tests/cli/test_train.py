@@ -277,6 +277,10 @@ def test_the_trace_has_what_every_worker_did_in_the_minibatches_asked_for(folder
     assert min(event.start_s for event in forwards.values()) == 0.0
     for minibatch in range(4, 8):
         assert forwards[0, minibatch].end_s <= forwards[1, minibatch].start_s
+    assert [curve.rank for curve in timeline.memory] == [0, 1]
+    for curve in timeline.memory:
+        assert len(curve.time_s) == 12  # after each forward, backward and update
+        assert min(curve.held_bytes) > 0
 
 
 def test_a_window_of_no_minibatches_is_refused(folder: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +17,7 @@ from planner.executor.communication.collect import gather_bytes
 from planner.executor.communication.control import control_group
 from planner.executor.observe.clock import Clock, Mark
 from planner.formats.plan import Plan
-from planner.formats.timeline import LANES, Event, EventKind, Events, Timeline
+from planner.formats.timeline import LANES, Event, EventKind, Events, MemoryCurve, Timeline
 from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
 
 _ROUNDS = 8  # round trips per worker to compare clocks; the fastest of them counts
@@ -44,13 +44,17 @@ class TraceRecorder:
         rank: of this worker.
         window: minibatches to record.
         device: that computes. On a GPU an instruction's time is that of its operations there, by events.
+        held_bytes: returns the memory in use, which is recorded after each computation.
     """
 
-    def __init__(self, rank: int, window: Window, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, window: Window, device: torch.device, held_bytes: Callable[[], int] | None = None
+    ) -> None:
         self._rank = rank
         self.window = window
         self._clock = Clock(device)
-        self._notes: deque[tuple[int, Instruction, Mark, Mark]] = deque()
+        self._held_bytes = held_bytes
+        self._notes: deque[tuple[int, Instruction, Mark, Mark, int | None]] = deque()
         self._newest = 0
 
     def mark(self, instruction: Instruction) -> Mark | None:
@@ -64,7 +68,10 @@ class TraceRecorder:
         self._newest = max(self._newest, minibatch)
         if start is None or end is None:
             return
-        self._notes.append((minibatch, instruction, start, end))
+        kind = _kind_of(type(instruction).__name__)
+        computes = kind is not None and LANES[kind] == "compute"
+        held = self._held_bytes() if computes and self._held_bytes is not None else None
+        self._notes.append((minibatch, instruction, start, end, held))
         if self.window.last is not None:
             while self._notes[0][0] <= self._newest - self.window.last:
                 self._notes.popleft()
@@ -72,11 +79,18 @@ class TraceRecorder:
     def events(self, first: int = 0) -> Iterator[Event]:
         """Yield what was recorded, on this worker's clock; after the run."""
         self._clock.settle()
-        for minibatch, instruction, start, end in self._notes:
+        for minibatch, instruction, start, end, _ in self._notes:
             own = isinstance(instruction, Message) and instruction.peer_rank == self._rank
             kind = _kind_of(type(instruction).__name__)
             if kind is not None and minibatch >= first and not own:  # within one worker nothing is sent
                 yield _event(self._rank, instruction, kind, self._clock.seconds(start), self._clock.seconds(end))
+
+    def held(self, first: int = 0) -> Iterator[tuple[float, int]]:
+        """Yield when memory was looked at and how much it was, on this worker's clock; after the run."""
+        self._clock.settle()
+        for minibatch, _, _, end, held_bytes in self._notes:
+            if held_bytes is not None and minibatch >= first:
+                yield self._clock.seconds(end), held_bytes
 
     def _wanted(self, minibatch: int) -> bool:
         return minibatch >= self.window.first and (self.window.end is None or minibatch < self.window.end)
@@ -95,13 +109,15 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
     last = recorder.window.last
     first = 0 if last is None else max(0, minibatches - last)
-    parts = gather_bytes(json.dumps([list(event) for event in recorder.events(first)]).encode())
-    if not parts:
+    own = {"events": [list(event) for event in recorder.events(first)], "held": list(recorder.held(first))}
+    gathered = gather_bytes(json.dumps(own).encode())
+    if not gathered:
         return None
+    parts = [json.loads(part) for part in gathered]
     events = [
         event._replace(start_s=event.start_s + offset, end_s=event.end_s + offset)
         for part, offset in zip(parts, offsets, strict=True)
-        for event in (Event(*row) for row in json.loads(part))
+        for event in (Event(*row) for row in part["events"])
     ]
     start = min((event.start_s for event in events if event.lane == "compute"), default=0.0)
     # Time counts from the first computation: what a worker waited for before it is not of interest.
@@ -110,7 +126,16 @@ def gather_timeline(recorder: TraceRecorder, plan: Plan, minibatches: int, accum
         for event in events
         if event.end_s > start
     ]
-    return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved), accumulate=accumulate)
+    memory = tuple(
+        MemoryCurve(
+            rank=rank,
+            time_s=tuple(max(0.0, time_s + offset - start) for time_s, _ in part["held"]),
+            held_bytes=tuple(held for _, held in part["held"]),
+        )
+        for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+        if part["held"]
+    )
+    return Timeline.of_plan(plan, "measured", minibatches, Events.of(moved), accumulate=accumulate, memory=memory)
 
 
 def _clock_offsets() -> Sequence[float]:

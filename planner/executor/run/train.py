@@ -82,7 +82,9 @@ def train(
     on_progress = _with_hooks(context, first, on_progress)
     peak = peak_memory(context, (stage.module for stage in context.stages.values()))
     window = Window.of(options.trace_minibatches)
-    recorder = TraceRecorder(context.rank, window, place.compute) if options.trace is not None else None
+    recorder = None
+    if options.trace is not None:
+        recorder = TraceRecorder(context.rank, window, place.compute, peak.now_bytes)
     observers = Observers(context.heartbeat, _update_callback(context, on_progress), recorder)
     worker = make_worker(context, groups, observers, lambda: _whole_stream(context, first))
     evaluator = None if context.evaluation is None else Evaluator(context, groups.replicas)

@@ -32,6 +32,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def test_memory_in_use_grows_with_what_is_held() -> None:
+    peak = PeakMemory(torch.device("cpu"), already_bytes=GB)
+    held = torch.ones(50_000_000 // 4)
+    assert peak.now_bytes() >= GB + 45_000_000
+    del held
+
+
 def test_a_gpus_peaks_are_allocated_reserved_and_used(gpu: torch.device) -> None:
     peak = PeakMemory(gpu, already_bytes=2 * GB)
     assert peak.bytes() == 20 * GB

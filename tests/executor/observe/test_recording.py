@@ -33,6 +33,15 @@ def test_a_window_from_the_middle() -> None:
     assert {event.minibatch for event in events if event.kind == "backward"} == {10, 11, 12}
 
 
+def test_memory_is_recorded_after_each_computation() -> None:
+    sizes = iter(range(100, 10_000))
+    recorder = TraceRecorder(0, Window.of((2, 4)), torch.device("cpu"), lambda: next(sizes))
+    for number, instruction in enumerate(stream(SHAPE, 0, 0, 10)):
+        recorder.record(instruction, None if recorder.mark(instruction) is None else float(number), number + 0.5)
+    computed = [event.end_s for event in recorder.events() if event.lane == "compute"]
+    assert list(recorder.held()) == [(end_s, 100 + number) for number, end_s in enumerate(computed)]
+
+
 @pytest.mark.parametrize("window", [Window.of(3), Window.of((0, 3))])
 def test_a_short_run_is_noted_whole(window: Window) -> None:
     instructions = list(stream(SHAPE, 0, 0, 2))
