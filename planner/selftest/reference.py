@@ -74,7 +74,8 @@ class _Stage:
         if len(found) < sum(other == number for other in self.versions.round_of.values()):
             return
         for name, parameter in self.newest.items():
-            parameter.grad = torch.stack([each[name] for each in found]).mean(0)
+            if name in found[0]:  # a weight that the forward does not use has no gradient
+                parameter.grad = torch.stack([each[name] for each in found]).mean(0)
         if self.optimizer is not None:
             self.optimizer.step()
         del self.pending[number]
@@ -156,7 +157,8 @@ class Reference:
         loss: Tensor = functional_call(module, {f"model.{name}": tensor for name, tensor in weights.items()}, ())
         torch.autograd.backward(loss)
         for stage in stages:
-            stage.add(unit, {name: _gradient(weights[name]) for name in stage.names})
+            gradients = {name: weights[name].grad for name in stage.names}
+            stage.add(unit, {name: gradient for name, gradient in gradients.items() if gradient is not None})
         return float(loss.detach())
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -185,8 +187,3 @@ def _owners(profile: Profile, plan: Plan, model: nn.Module) -> dict[str, int]:
             if (parameter := model.get_parameter(name)).requires_grad:
                 owners.setdefault(canonical[id(parameter)], number)
     return owners
-
-
-def _gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad
