@@ -68,7 +68,8 @@ class LoadProblem(Problem):
         moved = moved_values(self.layer_costs, stage.layers)
         moved_s = 0.0 if isinstance(stage.options.kind, Host) else sum(value_load_s(value, link) for value in moved)
         moved_bytes = sum(value.output_bytes + value.gradient_bytes for value in moved)
-        busy_s = sum(compute_s(layer) for layer in layers) / stage.options.speed + moved_s
+        speed = 1.0 if stage.options.kind is None else stage.options.kind.speed
+        busy_s = sum(compute_s(layer) for layer in layers) / speed + moved_s
         return busy_s, sum(held_bytes(layer) for layer in layers) + POSTED * moved_bytes
 
     def longest_s(self, stages: Sequence[Candidate]) -> float:

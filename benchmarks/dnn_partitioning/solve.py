@@ -97,7 +97,8 @@ class LoadColumns(Columns):
                 stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], StageOptions(1, kind=kind))
                 (busy_s, held), limit = request.load(stage), request.cluster.memory_of(kind)
                 if limit is None or held <= limit:
-                    yield Column(state, other, stage.options, number, 0.0, busy_s, request.cluster.gpus - 1)
+                    kinds = frozenset({number})
+                    yield Column(state, other, stage.options, kinds, 0.0, busy_s, request.cluster.gpus - 1)
 
 
 def _placed(request: LoadProblem, deadline: Deadline, solver: MilpName) -> IlpAnswer | None:

@@ -39,8 +39,7 @@ class Way:
     @property
     def over_memory_bytes(self) -> int:
         """By how many bytes the GPU that needs most exceeds its memory; 0 if all fit."""
-        limit = self.problem.cluster.memory_bytes
-        return 0 if limit is None else max(0, max(self.plan.price.gpu_bytes) - limit)
+        return self.plan.over_bytes(self.problem.cluster)
 
 
 def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, budget: Budget) -> Iterator[Way]:

@@ -17,6 +17,8 @@ from planner.cost.overheads import Overheads
 from planner.cost.stage_options import Groups, StageOptions
 from planner.cost.work import Floats, Footprint, Work
 from planner.formats.blocks import blocks_of
+from planner.formats.cluster import DeviceKind
+from planner.formats.device_kinds import profile_on
 from planner.formats.profile import Profile
 
 
@@ -69,6 +71,7 @@ class LayerCosts:
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
         self._works: dict[tuple[frozenset[int], frozenset[int]], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
+        self._on: dict[tuple[str | None, float], LayerCosts] = {}
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -86,6 +89,15 @@ class LayerCosts:
     def about(self, profile: Profile) -> LayerCosts:
         """Return the costs of another profile's layers under the same rule for versions."""
         return LayerCosts(profile, self.versions, tensors_only=self.tensors_only)
+
+    def on(self, kind: DeviceKind | None) -> LayerCosts:
+        """Return the costs of the same layers on devices of that kind; None for the profiled one."""
+        if kind is None:
+            return self
+        key = kind.name, kind.speed
+        if key not in self._on:
+            self._on[key] = self.about(profile_on(self.profile, kind))
+        return self._on[key]
 
     def holding(self, versions: int) -> LayerCosts:
         """Return the costs of the same layers where every stage holds so many versions of its weights."""
@@ -113,6 +125,8 @@ class LayerCosts:
 
     def work(self, stage: Candidate) -> Work:
         """Compute the stage's work for one microbatch."""
+        if stage.options.kind is not None:
+            return self.on(stage.options.kind).work(_on_profiled(stage))
         key = stage.before, stage.layers
         if key not in self._works:
             self._works[key] = self._work(stage)
@@ -120,9 +134,7 @@ class LayerCosts:
         if options.recompute:
             again = (self.profile.layers[index] for group in options.recompute for index in sorted(group))
             work = replace(work, recompute_s=np.float64(sum(layer.forward_s for layer in again)))
-        if options.sharded:
-            work = work.shared_out()
-        return work if options.kind is None else work.at_speed(options.speed)
+        return work.shared_out() if options.sharded else work
 
     def _work(self, stage: Candidate) -> Work:
         layers = [self.profile.layers[index] for index in sorted(stage.layers)]
@@ -164,6 +176,8 @@ class LayerCosts:
 
     def footprint(self, stage: Candidate) -> Footprint:
         """Compute the stage's memory."""
+        if stage.options.kind is not None:
+            return self.on(stage.options.kind).footprint(_on_profiled(stage))
         key = stage.before, stage.layers, stage.options.recompute
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
@@ -221,6 +235,10 @@ class LayerCosts:
     def entering(self, group: Collection[int]) -> set[int]:
         """Return the values that layers of the group use and others make, by their numbers in `traffic`."""
         return {value for layer in group for value in self._used[layer] if self.traffic[value].producer not in group}
+
+
+def _on_profiled(stage: Candidate) -> Candidate:
+    return replace(stage, options=replace(stage.options, kind=None))
 
 
 def exchanges(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], Floats]:

@@ -44,11 +44,6 @@ class StageOptions:
         assert not self.sharded or self.replicas > 1
 
     @property
-    def speed(self) -> float:
-        """Device speed relative to the profiled device."""
-        return 1.0 if self.kind is None else self.kind.speed
-
-    @property
     def shards(self) -> int:
         """Parts of the optimizer's state, each on another replica."""
         return self.replicas if self.sharded else 1

@@ -24,8 +24,11 @@ def shared_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Shar
 
 
 def copied_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[Layer]]:
-    """Return for each stage the layers of earlier stages whose trained weights it duplicates."""
-    return copied_layers(layer_costs.profile, _names(layer_costs, stages))
+    """Return for each stage the layers of earlier stages whose trained weights it duplicates, as on its own device."""
+    names = _names(layer_costs, stages)
+    on = {stage.options.kind: layer_costs.on(stage.options.kind).profile for stage in stages}
+    copied = {kind: copied_layers(profile, names) for kind, profile in on.items()}
+    return [copied[stage.options.kind][number] for number, stage in enumerate(stages)]
 
 
 def counted_with_copies(profile: Profile) -> Profile | None:
@@ -47,12 +50,12 @@ def counted_with_copies(profile: Profile) -> Profile | None:
 
 def update_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
     """Return the seconds of a replica's optimizer for a stage's duplicates of the weights of the layers `copied`."""
-    return sum(layer.update_s for layer in copied) / stage.options.speed / stage.options.shards
+    return sum(layer.update_s for layer in copied) / stage.options.shards
 
 
-def adding_of_copies_s(stage: Candidate, copied: Sequence[Layer]) -> float:
+def adding_of_copies_s(copied: Sequence[Layer]) -> float:
     """Return the seconds of accumulating the gradients of these duplicates."""
-    return sum(layer.accumulate_s for layer in copied) / stage.options.speed
+    return sum(layer.accumulate_s for layer in copied)
 
 
 def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> Buckets:
@@ -62,15 +65,14 @@ def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer
     """
     if stage.replicas == 1:
         return Buckets((), ())
-    order = sorted(stage.layers)
-    layers = [layer_costs.profile.layers[index] for index in order]
+    order, known = sorted(stage.layers), layer_costs.on(stage.options.kind).profile.layers
+    layers = [known[index] for index in order]
     again_s = {
-        order.index(max(group)): sum(layer_costs.profile.layers[index].forward_s for index in group)
+        order.index(max(group)): sum(known[index].forward_s for index in group)
         for group in stage.options.recompute
         if max(group) != order[-1]
     }
-    found = buckets_of(layers, copied, again_s)
-    return found._replace(ready_s=tuple(seconds / stage.options.speed for seconds in found.ready_s))
+    return buckets_of(layers, copied, again_s)
 
 
 def exchanged_bytes(

@@ -57,17 +57,6 @@ class Work:
         """Return the seconds of a replica's last backward in a minibatch, of which it runs `share` microbatches."""
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
-    def at_speed(self, speed: float) -> Work:
-        """Return the work of the same stages on devices of this speed relative to the profiled device."""
-        return replace(
-            self,
-            forward_s=self.forward_s / speed,
-            backward_s=self.backward_s / speed,
-            update_s=self.update_s / speed,
-            recompute_s=self.recompute_s / speed,
-            accumulate_s=self.accumulate_s / speed,
-        )
-
     def shared_out(self, sharded: ArrayLike = True) -> Work:
         """Return the work of the same stages if their replicas divide the optimizer's state and its update."""
         return replace(self, sharded=np.asarray(sharded))

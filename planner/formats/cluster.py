@@ -30,13 +30,25 @@ class Level(Record):
     shared: bool = True  # the devices of a member share its link; false: each has one of its own
 
 
-class DeviceKind(Record):
+class DeviceKind(GrownRecord):
     """Consecutive ranks with devices of one kind, in a cluster of several kinds."""
 
+    later_fields: ClassVar[frozenset[str]] = frozenset({"name", "device"})
+
     count: Annotated[int, Field(ge=1)]
-    speed: Annotated[float, Field(gt=0)] = 1.0  # relative to the profiled device
+    name: str | None = None  # as the profile calls it, where that has several kinds
+    speed: Annotated[float, Field(gt=0)] = 1.0  # relative to the profiled device of that name
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for that of the cluster
+    device: str | None = None  # name of the device that was measured; workers on these ranks must have it
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
+
+    @property
+    def title(self) -> str:
+        """Name for people: the profile's, and the speed where that differs."""
+        speed = f"speed {self.speed:g}"
+        if self.name is None:
+            return speed
+        return self.name if self.speed == 1 else f"{self.name} of {speed}"
 
 
 class Cluster(GrownRecord):

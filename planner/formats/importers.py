@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from planner.errors import InputError
+from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.pipedream import is_graph_txt, load_graph_txt
 from planner.formats.profile import Profile, load_profile
 
@@ -17,6 +19,24 @@ def read_profile(path: Path | str) -> Profile:
     """
     path = Path(path)
     return load_graph_txt(path) if is_graph_txt(path) else load_profile(path)
+
+
+def read_profiles(text: str) -> list[Profile]:
+    """Read FILE, FILE,FILE of several batch sizes, or NAME=FILE,NAME=FILE of several kinds of devices as one profile.
+
+    Raises:
+        ProfileError: naming the file and what is wrong in it, or where the kinds' layers differ.
+        InputError: for kinds of which some have no name, or of which two have the same.
+    """
+    parts = [part.rpartition("=") for part in text.split(",")]
+    if not any(separator for _, separator, _ in parts) or Path(text).exists():
+        return [read_profile(part) for part in ([text] if Path(text).exists() else text.split(","))]
+    names = [name for name, _, _ in parts]
+    if "" in names or len(set(names)) < len(names):
+        raise InputError(
+            f"`profile={text}` does not name each kind of GPU once", hint="write NAME=FILE,NAME=FILE, as in a100=a.json"
+        )
+    return [profile_of_kinds({name: read_profile(path) for name, _, path in parts})]
 
 
 def is_profile(path: Path) -> bool:

@@ -24,6 +24,7 @@ MemoryFormat = Literal["channels-last"]
 TF32 = "tf32"  # as a profile's dtype: float32 in memory, products of matrices in TF32
 
 REMEDY = "make a profile with: plan profile model.py"
+KIND_COLUMNS = ("forward_s", "backward_s", "update_s", "accumulate_s", "workspace_bytes", "update_workspace_bytes")
 
 
 class Value(Record):
@@ -86,6 +87,20 @@ class Device(GrownRecord):
     memory_bytes: Annotated[int, Field(gt=0)] | None = None
     context_bytes: Bytes | None = None  # of its memory that a process takes beside tensors, on CUDA; None: not measured
     peak_flops_per_s: Annotated[float, Field(gt=0)] | None = None  # of an estimate's device, in the profile's dtype
+
+
+class KindTimes(Record):
+    """What the profile's layers cost on one kind of device, in their order."""
+
+    name: str  # for the cluster's `kinds`
+    device: Device
+    source: Literal["measured", "estimated", "imported"]
+    forward_s: tuple[Seconds, ...]
+    backward_s: tuple[Seconds, ...]
+    update_s: tuple[Seconds, ...]
+    accumulate_s: tuple[Seconds, ...]
+    workspace_bytes: tuple[Bytes, ...]
+    update_workspace_bytes: tuple[Bytes, ...]
 
 
 class WholeStep(Record):
@@ -169,6 +184,7 @@ class Profile(Record):
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
     tied_parameters: tuple[tuple[str, ...], ...] = ()  # each group: the names of one and the same parameter
     whole_step: WholeStep | None = None
+    kinds: tuple[KindTimes, ...] | None = None  # on each of several kinds of devices; the layers' own are the first's
     provenance: Provenance
 
     @model_validator(mode="after")
@@ -192,6 +208,10 @@ class Profile(Record):
         for name in self.no_cut_after:
             if name not in position:
                 raise ValueError(f"no_cut_after names the unknown layer '{name}'")
+        for kind in self.kinds or ():
+            counts = {len(getattr(kind, name)) for name in KIND_COLUMNS}
+            if counts != {len(self.layers)}:
+                raise ValueError(f"the kind '{kind.name}' has not one value for each of {len(self.layers)} layers")
         return self
 
     @property

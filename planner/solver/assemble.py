@@ -8,9 +8,10 @@ import numpy as np
 
 from planner.cost.buckets import buckets_of
 from planner.cost.communicators import with_overheads
+from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.stage_options import StageOptions, whole_stage
+from planner.cost.stage_options import whole_stage
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import (
     adding_of_copies_s,
@@ -19,7 +20,6 @@ from planner.cost.weight_copies import (
     price_with_copies,
     update_of_copies_s,
 )
-from planner.formats.cluster import DeviceKind
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan, Prediction, SolverReport, Stage
 from planner.simulator.plan import simulated_s
@@ -95,10 +95,11 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
     made: list[Stage] = []
     price, copied = best.price, copied_in(layer_costs, best.stages)
     for number, (stage, again) in enumerate(zip(best.stages, copied, strict=True)):
-        layers = [layer_costs.profile.layers[index] for index in sorted(stage.layers)]
         options = stage.options
-        accumulate_s = sum(layer.accumulate_s for layer in layers) / options.speed
-        update_s = sum(layer.update_s for layer in layers) / options.speed
+        known = layer_costs.on(options.kind).profile.layers
+        layers = [known[index] for index in sorted(stage.layers)]
+        accumulate_s = sum(layer.accumulate_s for layer in layers)
+        update_s = sum(layer.update_s for layer in layers)
         recompute, buckets = _recompute(layer_costs, stage), buckets_in(layer_costs, stage, again)
         made.append(
             Stage(
@@ -108,10 +109,10 @@ def _stages(layer_costs: LayerCosts, best: Evaluation) -> tuple[Stage, ...]:
                 sharded=options.sharded,
                 recompute=recompute,
                 recompute_s=None if isinstance(recompute, bool) else float(layer_costs.work(stage).recompute_s),
-                forward_s=sum(layer.forward_s for layer in layers) / options.speed,
-                backward_s=sum(layer.backward_s for layer in layers) / options.speed,
+                forward_s=sum(layer.forward_s for layer in layers),
+                backward_s=sum(layer.backward_s for layer in layers),
                 update_s=update_s / options.shards + update_of_copies_s(stage, again),
-                accumulate_s=accumulate_s + adding_of_copies_s(stage, again),
+                accumulate_s=accumulate_s + adding_of_copies_s(again),
                 ready_s=buckets.ready_s,
                 ready_shares=buckets.shares,
                 memory=price.memory[number],
@@ -133,7 +134,7 @@ def predict(problem: Problem, best: Evaluation) -> Prediction:
     """Predict the plan's speed, and compare it with one GPU and with data parallelism under the same cost model.
 
     One GPU trains the same minibatch in the same microbatches, with one update. Neither needs to fit the memory. Where
-    devices differ, the one GPU is the profiled one.
+    devices differ, the one GPU is of the fastest kind.
     """
     price, seconds, microbatches = best.price, best.seconds, problem.microbatches
     profile = problem.layer_costs.profile
@@ -164,14 +165,14 @@ def predict(problem: Problem, best: Evaluation) -> Prediction:
 
 def _one_gpu_s(problem: Problem) -> float:
     """Return the seconds of a minibatch on one GPU, which accumulates the gradients of its microbatches."""
-    work, microbatches = problem.layer_costs.everything, problem.microbatches
+    alone = everything_on(problem.layer_costs, problem.cluster, [fastest_rank(problem.layer_costs, problem.cluster)])
+    work, microbatches = problem.layer_costs.work(alone), problem.microbatches
     adding_s = (microbatches - 1) * float(work.accumulate_s)
     return microbatches * float(work.compute_s - work.update_s) + adding_s + float(work.update_s)
 
 
-def _everything(problem: Problem, replicas: int = 1, kind: DeviceKind | None = None) -> Candidate:
-    layers = range(len(problem.layer_costs.profile.layers))
-    return Candidate(frozenset(), frozenset(layers), StageOptions(replicas, kind=kind))
+def _on_all_gpus(problem: Problem) -> Candidate:
+    return everything_on(problem.layer_costs, problem.cluster, range(problem.cluster.gpus))
 
 
 def _data_parallel(problem: Problem, simulates: bool) -> tuple[float, float]:
@@ -180,12 +181,11 @@ def _data_parallel(problem: Problem, simulates: bool) -> tuple[float, float]:
     If its gradient buckets are ready as late as in a simulation, the formula equals its simulation: nothing else uses
     the links during its all-reduce. Where devices differ, it waits for the slowest.
     """
-    cluster, everything = problem.cluster, problem.layer_costs.everything
-    slowest = min((kind.speed for kind in cluster.kinds), default=1.0)
-    seconds = float(problem.asynchronous().stage_s(everything.at_speed(slowest), np.float64(cluster.gpus)))
+    gpus, everything = problem.cluster.gpus, problem.layer_costs.work(_on_all_gpus(problem))
+    seconds = float(problem.asynchronous().stage_s(everything, np.float64(gpus)))
     if simulates:
-        seconds += _late_buckets_s(problem, slowest) / cluster.gpus
-    return seconds, 2 * (cluster.gpus - 1) / cluster.gpus * float(everything.trainable_bytes)
+        seconds += _late_buckets_s(problem) / gpus
+    return seconds, 2 * (gpus - 1) / gpus * float(everything.trainable_bytes)
 
 
 def _data_parallel_divided(problem: Problem, simulates: bool) -> tuple[float, float]:
@@ -193,23 +193,21 @@ def _data_parallel_divided(problem: Problem, simulates: bool) -> tuple[float, fl
 
     If a minibatch has fewer microbatches than there are GPUs, data parallelism has one per GPU: others would idle.
     """
-    slowest = min(problem.cluster.kinds, key=lambda kind: kind.speed, default=None)
     most = max(problem.microbatches, problem.cluster.gpus)
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
     alone = replace(problem.under(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
-    parallel = priced(alone, [_everything(problem, problem.cluster.gpus, slowest)])
+    parallel = priced(alone, [_on_all_gpus(problem)])
     if simulates:
         parallel = simulated(alone, parallel)
     return parallel.seconds / most, parallel.price.communication_bytes / most
 
 
-def _late_buckets_s(problem: Problem, speed: float) -> float:
+def _late_buckets_s(problem: Problem) -> float:
     """Return how much later than by the formula the gradients that all devices reduce are summed."""
     link, gpus = problem.link, problem.cluster.gpus
     if not link.overlap or gpus == 1:
         return 0.0
-    layers = problem.layer_costs.profile.layers
+    layers = problem.layer_costs.on(_on_all_gpus(problem).options.kind).profile.layers
     buckets = buckets_of(layers)
-    buckets = buckets._replace(ready_s=tuple(seconds / speed for seconds in buckets.ready_s))
     reduce_s = float(ring_all_reduce_s(sum(layer.gradient_bytes for layer in layers), gpus, link))
     return buckets.reduced_s(reduce_s) - float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))

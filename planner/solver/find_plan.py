@@ -3,7 +3,7 @@
 There are three methods, and the problem decides which of them can solve it:
 
 search   exact; GPUs alike; layers pinned to stages; other constraints that are forbidden cuts. Also good plans for
-         GPUs that differ, under asynchronous schedules, on any levels
+         GPUs that differ, on any levels
 ilp      an integer program: all constraints, GPUs that differ; clusters of one level
 brute    every plan, for up to ten layers
 """
@@ -53,6 +53,7 @@ from planner.solver.stage_rules import Granularity, StageRules
 from planner.solver.tied import solve_tied
 
 SolverName = Literal["auto", "search", "ilp", "brute"]
+MOST_COLUMNS = 40_000  # about: of an integer program that is tried beside a search
 
 
 def solve(
@@ -182,7 +183,7 @@ def _found(problem: Problem, solver: SolverName) -> Found:
         problem.budget.seen.clear()  # the same stages are other plans under another schedule
         return solve_zero_bubble(problem, _found(problem.under(other), solver))
     if _mixed(problem) and solver in ("auto", "search"):
-        return _on_mixed_gpus(problem, exact=solver == "auto" and len(problem.cluster.joined) == 1)
+        return _on_mixed_gpus(problem, exact=solver == "auto" and _small(problem))
     if (method := _other_method(problem, solver)) is not None:
         return answer(problem, method)
     search = solve_interleaved if problem.schedule.chunked else _searched
@@ -200,7 +201,7 @@ def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
     within = problem.with_cuts_forbidden()
     assert within is not None
     try:
-        found = solve_mixed(within)
+        found = solve_blocks_first(within, solve_mixed)
     except (InfeasibleError, InputError):
         if not exact:
             raise
@@ -215,13 +216,17 @@ def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
     return replace(best, bound_s=max(found.bound_s, other.bound_s))
 
 
+def _small(problem: Problem) -> bool:
+    """Return whether an integer program for GPUs of several kinds is quick."""
+    columns = len(problem.layer_costs.profile.layers) ** 2 * problem.cluster.gpus * 2 ** len(problem.cluster.kinds)
+    return len(problem.cluster.joined) == 1 and columns <= MOST_COLUMNS
+
+
 def _mixed(problem: Problem) -> bool:
     """Return whether the search for GPUs of several kinds can take the problem."""
-    constraints, rules = problem.constraints, problem.rules
-    plain = rules.max_stages is None and rules.max_staleness is None
-    plain &= rules.recompute in ("auto", "never") and rules.shard_optimizer in ("auto", "never")
-    pinned = bool(constraints.stage_of or constraints.gpu_of) or problem.with_cuts_forbidden() is None
-    return bool(problem.cluster.kinds) and problem.schedule.asynchronous and plain and not pinned
+    constraints = problem.constraints
+    expressed = not constraints.gpu_of and problem.with_cuts_forbidden() is not None
+    return bool(problem.cluster.kinds) and expressed and not problem.schedule.chunked
 
 
 def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:

@@ -186,8 +186,7 @@ class PipelineSearch:
     def relaxed_s(self) -> float:
         """Return a time that no plan is below, whatever its cuts: perfect balance and no communication."""
         ways = WaysOf(self.space, self.problem.limits, prices_shards=self.problem.simulates)
-        everything = ways.least(self.space.work(0, np.array([len(self.space) - 1])))
-        return balanced_s(everything, self.problem.setting)
+        return balanced_s(self.space.layer_costs, self.problem.setting, ways.least)
 
     def _search(self, limits: Limits) -> Search | SynchronousSearch:
         problem = self.problem

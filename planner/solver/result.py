@@ -118,9 +118,13 @@ class Evaluation:
 
     def fits(self, cluster: Cluster) -> bool:
         """Return whether each stage fits the memory of its GPUs, with the GPU's other stages."""
-        limits = [cluster.memory_of(stage.options.kind) for stage in self.stages]
+        return self.over_bytes(cluster) == 0
+
+    def over_bytes(self, cluster: Cluster) -> int:
+        """Return by how many bytes the GPU that lacks most exceeds its memory; 0 if all fit."""
+        limits = (cluster.memory_of(stage.options.kind) for stage in self.stages)
         held = zip(self.price.gpu_bytes, limits, strict=True)
-        return all(limit is None or total <= limit for total, limit in held)
+        return max(0, *(total - limit for total, limit in held if limit is not None), 0)
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,11 @@ class IlpAnswer:
         seconds: its time per minibatch.
         bound_s: seconds that no plan is below.
         optimal: whether the plan is proven to be the best.
+        kinds: of the GPUs of each stage, by their numbers.
     """
 
     stages: tuple[Candidate, ...]
     seconds: float
     bound_s: float
     optimal: bool
+    kinds: tuple[frozenset[int], ...] = ()

@@ -23,8 +23,10 @@ from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile
 from planner.solver.candidates.budget import NO_HURRY, Deadline
 from planner.solver.integer.milp import MilpName, Outcome, installed
+from planner.solver.reference.brute import plans
+from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
-from tests.solver.integer.test_ilp import SOLVERS, bandwidths, every_plan, latencies, memories
+from tests.solver.integer.test_ilp import SOLVERS, bandwidths, latencies, memories
 from tests.solver.strategies import profiles
 
 WORKLOADS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "dnn-partitioning"
@@ -42,9 +44,8 @@ def solver(request: pytest.FixtureRequest) -> MilpName:
 
 def fastest(request: LoadProblem) -> float:
     best = math.inf
-    for stages in every_plan(request.layer_costs, request.cluster):
-        if any(stage.replicas > 1 for stage in stages):
-            continue
+    plain = replace(request, rules=StageRules("never", "never"))
+    for stages in plans(plain, request.cluster.gpus, in_order=False, most_replicas=1):
         held = [request.load(stage)[1] for stage in stages]
         limits = [request.cluster.memory_of(stage.options.kind) for stage in stages]
         if all(limit is None or size <= limit for size, limit in zip(held, limits, strict=True)):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cost.communicators import reserves_of, with_overheads
+from planner.cost.kinds import with_kinds
 from planner.cost.layer_costs import Candidate
 from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.price import stage_memory
@@ -39,8 +40,9 @@ SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
 
 def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
-    """Price a candidate by the cost model."""
-    return Evaluation(tuple(stages), problem.price(stages))
+    """Price a candidate by the cost model, on the devices of its ranks."""
+    placed = with_kinds(problem.layer_costs, stages, problem.setting)
+    return Evaluation(placed, problem.price(placed))
 
 
 def priced_path(problem: Problem, space: StateSpace, path: CutPath) -> Evaluation:

@@ -51,7 +51,7 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
             backward_s=float(work.backward_s),
             update_s=float(work.update_s) / stage.options.shards + update_of_copies_s(stage, again),
             recompute_s=float(work.recompute_s),
-            accumulate_s=float(work.accumulate_s) + adding_of_copies_s(stage, again),
+            accumulate_s=float(work.accumulate_s) + adding_of_copies_s(again),
             ready_s=(buckets := buckets_in(layer_costs, stage, again)).ready_s,
             ready_shares=buckets.shares,
             late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,

@@ -1,160 +1,174 @@
-"""Search for asynchronous pipelines on GPUs of several kinds: stages of one kind follow each other along the chain.
+"""Search for plans on GPUs of several kinds: for each order of the kinds, a search along their line (`line`).
 
-For each order of the kinds and a target time T, a walk from the last layer to the first gives every state the fewest
-GPUs of the kind at work that its suffix needs beside all GPUs of the kinds behind it; a kind begins at any state that
-the kinds behind it reach. Bisection finds the least T. O(kinds! · kinds · states²) per target.
-
-Exact for plans in that form without a memory limit. With one, the walk counts the GPUs behind a stage on the way that
-needs fewest of its kind. Plans in which kinds take turns, share a stage's optimizer or recompute are not sought, and
-the bound is perfect balance, so the answer is `feasible` unless it meets that. On several levels there is a walk for
-the links of each; the price and the simulation know the places.
+Nearly exact, on links that are all alike, for plans in which the GPUs of a kind follow each other. In small problems a
+kind may also be at both ends of the line; other plans in which kinds take turns are not sought. On several levels there
+is a search for the links of each; the price and the simulation know the places. The bound is perfect balance, so the
+answer is `feasible` unless it meets that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import permutations, product
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, combinations, permutations
 
 import numpy as np
 
-from planner.cost.layer_costs import Candidate
-from planner.cost.stage_options import StageOptions
-from planner.cost.work import IMPOSSIBLE, Integers
+from planner.cost.kinds import everything_on, kind_on
+from planner.cost.link import Link
 from planner.errors import InfeasibleError, InputError
-from planner.formats.cluster import DeviceKind
 from planner.solver.bounds.balance import balanced_s
-from planner.solver.bounds.bounds import Bounds
+from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import fastest, priced
-from planner.solver.chain.states import Chain, Coarse, StateSpace
+from planner.solver.candidates.first_plans import Leaner
+from planner.solver.chain.line import Kinds, LinePlan, LineSearch, StagesOn
+from planner.solver.chain.states import Chain
 from planner.solver.chain.ways import WaysOf
+from planner.solver.infeasible import against_constraints
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation, Found
 
 MOST_KINDS = 4  # whose orders are tried
-MOST_STATES = 160  # beyond, cuts at some of them only
-PRECISION = 1e-3  # of the least time of each order
-MOST_HALVINGS = 60
-
-Kinds = tuple[int, ...]  # numbers of kinds, from the first stage to the last
+MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
+TINY, SMALL = 2_000, 25_000  # entries up to which every step is fine, and up to which kinds may take turns
+COARSE, FINE = 0.05, 0.004  # steps of the limit on the maximum, relative: over all of them, and around the best
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A stage of a suffix, by the state where it ends."""
+SLOWER = (1.02, 1.05, 1.1, 1.2)  # times the best time of an asynchronous plan, within which others are proposed
 
-    end: int
-    replicas: int
-    kind: int
+Line = list[tuple[int, Sequence[int]]]  # numbers of kinds, and ranks of each
 
 
 def solve_mixed(problem: Problem) -> Found:
-    """Find a fast asynchronous plan on GPUs of several kinds.
+    """Find a fast plan on GPUs of several kinds.
 
     Raises:
         InputError: for more kinds than orders can be tried of.
         InfeasibleError: if no plan of the form above fits the memory.
     """
-    kinds = problem.cluster.kinds
+    kinds = _alike(problem)
     if len(kinds) > MOST_KINDS:
         raise InputError(
             f"{len(kinds)} kinds of GPUs have too many orders to try",
             hint=f"join kinds that are much alike: up to {MOST_KINDS} are tried",
         )
-    chain = Chain(problem.layer_costs)
-    space: StateSpace = chain
-    if len(chain) > MOST_STATES:
-        space = Coarse(chain, np.unique(np.linspace(0, len(chain) - 1, MOST_STATES).astype(np.int64)))
+    found = list(_simple(problem, kinds))
+    with contextlib.suppress(OutOfTimeError):  # then it is what was found before
+        found += _along_lines(problem, kinds, found)
+    fitting = [plan for plan in found if problem.allows(plan)]
+    if not fitting:
+        raise _infeasible(problem)
+    best = fastest(problem, fitting) if problem.simulates else min(fitting, key=lambda plan: plan.seconds)
+    ways = WaysOf(Chain(problem.layer_costs), problem.limits, prices_shards=problem.simulates)
+    return Found(best, min(balanced_s(problem.layer_costs, problem.setting, ways.least), best.seconds))
+
+
+def _alike(problem: Problem) -> list[tuple[int, ...]]:
+    """Return the ranks of each kind; what the cluster lists in several places is one kind."""
+    ranks: dict[object, tuple[int, ...]] = {}
+    for kind, own in zip(problem.cluster.kinds, problem.cluster.kind_ranks, strict=True):
+        key = kind.name, kind.speed, problem.cluster.memory_of(kind)
+        ranks[key] = (*ranks.get(key, ()), *own)
+    return list(ranks.values())
+
+
+def _simple(problem: Problem, kinds: Sequence[tuple[int, ...]]) -> Iterator[Evaluation]:
+    """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as memory demands."""
+    leaner, gpus = Leaner(problem), problem.cluster.gpus
+    most = problem.microbatches if problem.schedule.divides else gpus if problem.schedule.pipelined else 1
+    for ranks in {tuple(range(gpus)), *kinds, *(own[:1] for own in kinds)}:
+        stage = everything_on(problem.layer_costs, problem.cluster, sorted(ranks)[:most])
+        sharded = problem.rules.shard_optimizer == "always" and stage.replicas > 1
+        stage = replace(stage, options=replace(stage.options, sharded=sharded))
+        if (plan := leaner.lean_enough([stage])) is not None:
+            yield plan
+
+
+def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the plans that are met in every order of the kinds, with the links of every level."""
     topology, found = problem.topology, list[Evaluation]()
     links = {problem.link, *(topology.link(level) for level in range(len(topology)))}
-    ways = WaysOf(chain, problem.limits, prices_shards=problem.simulates)
-    low_s = balanced_s(ways.least(problem.layer_costs.everything), problem.setting)
-    for link, order in product(
-        sorted(links, key=lambda each: each.bandwidth_bytes_per_s), permutations(range(len(kinds)))
-    ):
-        if found and problem.deadline.passed:
-            break
-        limit_s = min((plan.seconds for plan in found), default=np.inf)
-        met = _Search(problem, space, problem.asynchronous(link)).plans(order, low_s, limit_s)
-        found += [plan for plan in met if plan.fits(problem.cluster)]
-    if not found:
-        raise InfeasibleError(
-            "no plan was found that fits the memory of the cluster's GPUs",
-            hint="give the kinds of GPUs more memory_bytes, or more GPUs",
-        )
-    best = fastest(problem, found) if problem.simulates else min(found, key=lambda plan: plan.seconds)
-    return Found(best, min(low_s, best.seconds))
+    best_s = min((plan.formula_s for plan in known), default=np.inf)
+    for link in sorted(links, key=lambda each: each.bandwidth_bytes_per_s):
+        tables = _tables(problem, kinds, link)
+        entries = len(tables[frozenset({0})].space) ** 2 * problem.cluster.gpus
+        for line in chain(_lines(kinds), _in_turns(kinds) if entries <= SMALL else ()):
+            search = LineSearch(problem, tables, line)
+            step = FINE if entries <= TINY else COARSE
+            fast = _fastest(search, best_s) if problem.schedule.asynchronous else _traded(search, best_s, step)
+            for plan in fast:
+                found.append(priced(problem, plan.stages))
+                best_s = min(best_s, found[-1].seconds)
+            if problem.deadline.passed:
+                return found
+    return found
 
 
-class _Search:
-    """Walks over one space by one cost model."""
+def _tables(problem: Problem, kinds: Sequence[tuple[int, ...]], link: Link) -> dict[Kinds, StagesOn]:
+    """Return all stages on GPUs of each set of kinds."""
+    states = min(MOST_STATES, int((MOST_ENTRIES / problem.cluster.gpus) ** 0.5))
+    everything, tables = problem.layer_costs.single_stage, dict[Kinds, StagesOn]()
+    for count in range(1, len(kinds) + 1):
+        for numbers in combinations(range(len(kinds)), count):
+            ranks = [rank for number in numbers for rank in kinds[number]]
+            kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
+            tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
+    return tables
 
-    def __init__(self, problem: Problem, space: StateSpace, model: Bounds) -> None:
-        self._problem, self._space, self._model = problem, space, model
-        self._kinds: tuple[DeviceKind, ...] = problem.cluster.kinds
 
-    def plans(self, order: Kinds, low_s: float, limit_s: float) -> list[Evaluation]:
-        """Return the fastest plan of the order that the bisection meets, if one may take less than the limit."""
-        high_s = limit_s * (1 - PRECISION)
-        if np.isinf(high_s):
-            high_s = max(low_s, np.finfo(float).tiny)
-            for _ in range(MOST_HALVINGS):  # doublings, here
-                if self._within(order, high_s) is not None:
-                    break
-                high_s *= 2
-        best = self._within(order, high_s)
-        while best is not None and high_s - low_s > PRECISION * high_s and not self._problem.deadline.passed:
-            middle_s = (low_s + high_s) / 2
-            better = self._within(order, middle_s)
-            best, low_s, high_s = (best, middle_s, high_s) if better is None else (better, low_s, middle_s)
-        return [] if best is None else [self._priced(best)]
+def _lines(kinds: Sequence[tuple[int, ...]]) -> Iterator[Line]:
+    """Yield the lines in which the GPUs of a kind follow each other."""
+    for order in permutations(range(len(kinds))):
+        yield [(number, kinds[number]) for number in order]
 
-    def _within(self, order: Kinds, target_s: float) -> list[_Step] | None:
-        """Return stages within the target, from the first to the last; None if the walk finds none."""
-        last = len(self._space) - 1
-        total = np.full(last + 1, IMPOSSIBLE, dtype=np.int64)  # GPUs of the suffix from each state on
-        total[last] = 0
-        steps: dict[int, _Step] = {}
-        for number in reversed(order):
-            # Where the kinds behind reach, this kind may begin with none of its own.
-            used = np.where(total < IMPOSSIBLE, 0, IMPOSSIBLE)
-            for state in range(last - 1, -1, -1):
-                if used[state] == 0:
-                    continue
-                others = np.flatnonzero(used[state + 1 :] < self._kinds[number].count) + state + 1
-                if not len(others):
-                    continue
-                replicas = self._fewest(state, others, target_s, total[others], self._kinds[number])
-                needed = used[others] + np.minimum(replicas, IMPOSSIBLE)
-                pick = int(np.argmin(needed))
-                if needed[pick] <= self._kinds[number].count:
-                    end, r = int(others[pick]), int(replicas[pick])
-                    used[state], total[state] = needed[pick], total[end] + r
-                    steps[state] = _Step(end, r, number)
-        if total[0] >= IMPOSSIBLE:
-            return None
-        path, state = [], 0
-        while state < last:
-            path.append(steps[state])
-            state = steps[state].end
-        return path
 
-    def _fewest(self, state: int, others: Integers, target_s: float, after: Integers, kind: DeviceKind) -> Integers:
-        work = self._space.work(state, others)
-        memory_bytes = self._problem.cluster.memory_of(kind)
-        at_least = (
-            1
-            if memory_bytes is None
-            else self._model.fewest_for_memory(self._space.footprint(state, others, work), after, memory_bytes)
-        )
-        return self._model.fewest_replicas(work.at_speed(kind.speed), target_s, at_least, after)
+def _in_turns(kinds: Sequence[tuple[int, ...]]) -> Iterator[Line]:
+    """Yield lines that begin and end with the same kind."""
+    for order in permutations(range(len(kinds))):
+        own, others = kinds[order[0]], [(number, kinds[number]) for number in order[1:]]
+        for first in sorted({1, len(own) // 2, len(own) - 1} - {0, len(own)}):
+            yield [(order[0], own[:first]), *others, (order[0], own[first:])]
 
-    def _priced(self, path: list[_Step]) -> Evaluation:
-        """Price a path on the first ranks of each kind, in the order of the stages."""
-        free = [iter(ranks) for ranks in self._problem.cluster.kind_ranks]
-        stages = []
-        for start, step in zip((0, *(step.end for step in path)), path, strict=False):
-            ranks = tuple(next(free[step.kind]) for _ in range(step.replicas))
-            options = StageOptions(step.replicas, kind=self._kinds[step.kind])
-            layers = frozenset(self._space.layers(start, step.end))
-            stages.append(Candidate(frozenset(self._space.layers(0, start)), layers, options, ranks))
-        return priced(self._problem, stages)
+
+def _fastest(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
+    """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below the seconds."""
+    low_s, plan = 0.0, search.within(best_s * (1 - FINE))
+    if plan is None:
+        return
+    while plan is not None:
+        yield plan
+        best_s = high_s = plan.max_s
+        while (better := search.within((low_s + high_s) / 2)) is None and high_s - low_s > FINE * high_s:
+            low_s = (low_s + high_s) / 2
+        plan = better
+    # Slower plans by the cost model may wait less.
+    yield from filter(None, (search.within(best_s * times) for times in SLOWER))
+
+
+def _traded(search: LineSearch, best_s: float, step: float) -> Iterator[LinePlan]:
+    """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them.
+
+    A plan better than the seconds has a maximum below what the least sum leaves of them.
+    """
+    first, best = search.within(np.inf), None
+    limit_s, low_s = (0.0, 0.0) if first is None else (min(first.max_s, best_s - first.sum_s), 0.0)
+    while True:
+        while limit_s > low_s and (plan := search.within(limit_s)) is not None:
+            yield plan
+            if plan.seconds < best_s:
+                best, best_s = plan, plan.seconds
+            limit_s = min(plan.max_s, best_s - plan.sum_s) * (1 - step)
+        if step == FINE or best is None:
+            return
+        limit_s, low_s, step = best.max_s * (1 + step), best.max_s * (1 - step), FINE
+
+
+def _infeasible(problem: Problem) -> InfeasibleError:
+    """Return why there is no plan: the rules, or the memory."""
+    if problem.cluster.memory_bytes is None and all(kind.memory_bytes is None for kind in problem.cluster.kinds):
+        return against_constraints(problem)
+    return InfeasibleError(
+        "no plan was found that fits the memory of the cluster's GPUs",
+        hint="give the kinds of GPUs more memory_bytes, or more GPUs",
+    )

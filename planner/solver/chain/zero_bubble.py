@@ -18,4 +18,4 @@ def solve_zero_bubble(problem: Problem, flush: Found) -> Found:
     """
     assert problem.schedule.divides
     best = simulated(problem, priced(problem, flush.best.stages))
-    return replace(flush, bound_s=balanced_s(problem.layer_costs.everything, problem.setting)).with_best(best)
+    return replace(flush, bound_s=balanced_s(problem.layer_costs, problem.setting)).with_best(best)

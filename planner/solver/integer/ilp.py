@@ -6,9 +6,9 @@ pinned layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
 from planner.errors import InputError
@@ -43,7 +43,7 @@ def solve_ilp(problem: Problem, solver: MilpName | None = None) -> IlpAnswer | N
     if not columns.space.complete:  # other cuts of a model that keeps its order only bound what is possible
         bound_s = min(answer.bound_s, _over_all_cuts_s(problem, solver))
         answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
-    return replace(answer, stages=_ranked(problem, answer.stages))
+    return replace(answer, stages=_ranked(problem, answer))
 
 
 def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
@@ -61,7 +61,7 @@ def _over_all_cuts_s(problem: Problem, solver: MilpName) -> float:
 
 def _balanced_s(problem: Problem, columns: Columns) -> float:
     ways = WaysOf(columns.space, problem.limits, prices_shards=problem.simulates)
-    return balanced_s(ways.least(problem.layer_costs.everything), problem.setting)
+    return balanced_s(problem.layer_costs, problem.setting, ways.least)
 
 
 def refuse(problem: Problem) -> None:
@@ -89,18 +89,33 @@ def refuse(problem: Problem) -> None:
         )
 
 
-def _ranked(problem: Problem, stages: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the stages with ranks where GPUs differ: pinned ones, then the first free ones of each kind."""
-    cluster, position = problem.cluster, problem.layer_costs.position
+def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
+    """Return the stages with ranks where GPUs differ: pinned ones, and as many more of their kinds as they need."""
+    cluster, position, stages = problem.cluster, problem.layer_costs.position, answer.stages
     if not cluster.kinds:
-        return tuple(stages)
+        return stages
     pinned = {position[name]: rank for name, rank in problem.constraints.gpu_of.items()}
-    free = [rank for rank in range(cluster.gpus) if rank not in pinned.values()]
-    ranked = []
-    for stage in stages:
-        ranks = {pinned[layer] for layer in stage.layers if layer in pinned}
-        alike = [rank for rank in free if cluster.kind_of(rank) == stage.options.kind]
-        ranks.update(alike[: stage.replicas - len(ranks)])
-        free = [rank for rank in free if rank not in ranks]
-        ranked.append(replace(stage, ranks=tuple(sorted(ranks))))
-    return tuple(ranked)
+    ranks = [{pinned[layer] for layer in stage.layers if layer in pinned} for stage in stages]
+    slots = [number for number, stage in enumerate(stages) for _ in range(stage.replicas - len(ranks[number]))]
+    taken: dict[int, int] = {}  # slots by rank
+
+    def seat(slot: int, tried: set[int]) -> bool:
+        """Give the slot a rank, and its owner another if need be: an augmenting path."""
+        for kind in sorted(answer.kinds[slots[slot]]):
+            for rank in cluster.kind_ranks[kind]:
+                if rank in tried or rank in pinned.values():
+                    continue
+                tried.add(rank)
+                if rank not in taken or seat(taken[rank], tried):
+                    taken[rank] = slot
+                    return True
+        return False
+
+    assert all(seat(slot, set()) for slot in range(len(slots))), "the program counts the GPUs of all sets of kinds"
+    for rank, slot in taken.items():
+        ranks[slots[slot]].add(rank)
+    kinds = (kind_on(problem.layer_costs, cluster, *each) for each in zip(stages, ranks, strict=True))
+    return tuple(
+        replace(stage, ranks=tuple(sorted(own)), options=replace(stage.options, kind=kind))
+        for stage, own, kind in zip(stages, ranks, kinds, strict=True)
+    )

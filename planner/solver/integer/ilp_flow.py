@@ -32,10 +32,9 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from planner.cost.layer_costs import Candidate
 from planner.cost.rounding import SLACK
 from planner.errors import InputError
-from planner.solver.integer.ilp_columns import Column, Columns
+from planner.solver.integer.ilp_columns import Column, Columns, sets_of
 from planner.solver.integer.milp import MilpName, run
 from planner.solver.problem import Problem
 from planner.solver.result import IlpAnswer
@@ -83,7 +82,8 @@ class Flow:
     def __init__(self, problem: Problem, columns: Columns, solver: MilpName) -> None:
         self.problem, self.columns, self.solver = problem, columns, solver
         self.gpus = problem.cluster.gpus
-        self.arcs = _arcs(problem, columns)
+        self._pins = _Pins(problem)
+        self.arcs = _arcs(problem, columns, self._pins)
         total_s = sum(
             layer.forward_s + layer.backward_s + layer.update_s for layer in problem.layer_costs.profile.layers
         )
@@ -122,7 +122,7 @@ class Flow:
                 best, last = better, int(np.searchsorted(times, better.seconds))
         best = self._leanest(best)
         bound_s = best.seconds if optimal else float(times[first])
-        return IlpAnswer(self._stages(best.columns), best.seconds, bound_s, optimal)
+        return self._answer(best, bound_s, optimal=optimal)
 
     def _traded(self) -> IlpAnswer | None:
         """Find the best of the plans that trade sum against maximum."""
@@ -148,7 +148,7 @@ class Flow:
             return None
         best = self._leanest(best)
         bound_s = best.seconds if optimal else min(bound_s, best.seconds)
-        return IlpAnswer(self._stages(best.columns), best.seconds, bound_s, optimal)
+        return self._answer(best, bound_s, optimal=optimal)
 
     def _leanest(self, found: _Chosen) -> _Chosen:
         """Return the plan with the same sum and maximum that has fewest GPUs, stages, and recomputing stages."""
@@ -207,24 +207,28 @@ class Flow:
         for (state, _, _), terms in balance.items():
             if state not in (0, self.columns.last):
                 program += _weighted(terms) == 0
-        for number, kind in enumerate(self.problem.kinds):
-            used = ((x, arc.column.replicas) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kind == number)
-            program += _weighted(used) <= self.problem.count(kind)
+        # A stage may have GPUs of several kinds. All get theirs if those that must be of some kinds are no more than
+        # there are of these, for every set of kinds (Hall 1935).
+        for kinds in sets_of(len(self.problem.kinds)):
+            within = [(x, arc.column) for x, arc in zip(chosen, arcs, strict=True) if arc.column.kinds <= kinds]
+            used = ((x, column.replicas - len(self._pins.ranks(self.columns.layers(column)))) for x, column in within)
+            program += _weighted(used) <= sum(map(self._pins.unpinned, kinds))
         if (most := self.problem.rules.max_stages) is not None:
             program += _weighted((x, 1.0) for x in chosen) <= most
         return chosen
 
-    def _stages(self, columns: Iterable[Column]) -> tuple[Candidate, ...]:
-        return tuple(self.columns.candidate(column) for column in columns)
+    def _answer(self, best: _Chosen, bound_s: float, *, optimal: bool) -> IlpAnswer:
+        stages = tuple(self.columns.candidate(column) for column in best.columns)
+        return IlpAnswer(stages, best.seconds, bound_s, optimal, tuple(column.kinds for column in best.columns))
 
 
-def _arcs(problem: Problem, columns: Columns) -> list[Arc]:
+def _arcs(problem: Problem, columns: Columns, pins: _Pins) -> list[Arc]:
     """Return an arc for every column at every place where it may stand.
 
     Raises:
         InputError: if they are too many.
     """
-    gpus, pins = problem.cluster.gpus, _Pins(problem)
+    gpus = problem.cluster.gpus
     usable = [column for column in columns.all if pins.allow(columns.layers(column), column)]
     # Nodes with GPUs multiply the arcs, so they are only made where some stage limits the GPUs after it.
     count_gpus = any(column.most_after < gpus - column.replicas for column in usable)
@@ -260,11 +264,21 @@ class _Pins:
         self.stages = {position[name]: number for name, number in constraints.stage_of.items()}
         self.gpus = {position[name]: rank for name, rank in constraints.gpu_of.items()}
         self._kind = {rank: n for n, ranks in enumerate(problem.cluster.kind_ranks) for rank in ranks}
+        self._problem = problem
+
+    def ranks(self, layers: frozenset[int]) -> set[int]:
+        """Return the GPUs that some of the layers are pinned to."""
+        return {rank for layer, rank in self.gpus.items() if layer in layers}
+
+    def unpinned(self, kind: int) -> int:
+        """Return how many GPUs of a kind no layer is pinned to."""
+        pinned = sum(self._kind.get(rank) == kind for rank in set(self.gpus.values()))
+        return self._problem.count(self._problem.kinds[kind]) - pinned
 
     def allow(self, layers: frozenset[int], column: Column) -> bool:
         """Return whether the stage has the kind of the GPUs that its layers are pinned to, and enough replicas."""
-        ranks = {rank for layer, rank in self.gpus.items() if layer in layers}
-        if any(self._kind[rank] != column.kind for rank in ranks) or len(ranks) > column.replicas:
+        ranks = self.ranks(layers)
+        if any(self._kind[rank] not in column.kinds for rank in ranks) or len(ranks) > column.replicas:
             return False
         return len({number for layer, number in self.stages.items() if layer in layers}) <= 1
 

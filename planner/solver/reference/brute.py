@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import compress, product
 
+from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.recomputation import units_of
 from planner.cost.stage_options import Groups, RecomputeRule, StageOptions, whole_stage
@@ -54,24 +55,37 @@ def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | Non
 def plans(
     problem: Problem, gpus: int, in_order: bool, most_replicas: int | None = None
 ) -> Iterator[tuple[Candidate, ...]]:
-    """Yield all chains of legal cuts in all ways to run each stage, with all replica counts that the GPUs allow."""
+    """Yield all chains of legal cuts in all ways to run each stage, with all numbers of GPUs of each kind."""
     layer_costs = problem.layer_costs
     cuts = [done for done in downsets(layer_costs) if not in_order or done == frozenset(range(len(done)))]
     everything = frozenset(range(len(layer_costs.profile.layers)))
 
-    def extend(before: frozenset[int], left: int) -> Iterator[tuple[Candidate, ...]]:
+    def extend(before: frozenset[int], free: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Candidate, ...]]:
         for after in cuts:
             if not before < after:
                 continue
-            for replicas in range(1, min(left, most_replicas or left) + 1):
-                for options in options_of(problem, after - before, replicas):
-                    stage = Candidate(before, after - before, options)
+            for counts in product(*(range(len(ranks) + 1) for ranks in free)):
+                if not 1 <= sum(counts) <= (most_replicas or gpus):
+                    continue
+                ranks = [rank for own, count in zip(free, counts, strict=True) for rank in own[:count]]
+                rest = tuple(own[count:] for own, count in zip(free, counts, strict=True))
+                for stage in _ways(problem, before, after - before, ranks):
                     if after == everything:
                         yield (stage,)
                     else:
-                        yield from ((stage, *rest) for rest in extend(after, left - replicas))
+                        yield from ((stage, *others) for others in extend(after, rest))
 
-    return extend(frozenset(), gpus)
+    return extend(frozenset(), tuple(map(tuple, problem.cluster.kind_ranks)) or (tuple(range(gpus)),))
+
+
+def _ways(problem: Problem, before: frozenset[int], layers: frozenset[int], ranks: list[int]) -> Iterator[Candidate]:
+    """Yield all ways to run a stage on as many GPUs, or on these where they differ."""
+    for options in options_of(problem, layers, len(ranks)):
+        stage = Candidate(before, layers, options)
+        if problem.cluster.kinds:
+            kind = kind_on(problem.layer_costs, problem.cluster, stage, ranks)
+            stage = replace(stage, ranks=tuple(ranks), options=replace(options, kind=kind))
+        yield stage
 
 
 def options_of(problem: Problem, layers: frozenset[int], replicas: int) -> list[StageOptions]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pulp
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.stage_options import StageOptions
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.constraints import Constraints
@@ -30,7 +27,8 @@ from planner.solver.chain.synchronous import SynchronousSearch
 from planner.solver.integer.ilp import solve_ilp
 from planner.solver.integer.milp import MilpName, installed, run
 from planner.solver.problem import Limits, Problem
-from planner.solver.reference.brute import downsets
+from planner.solver.reference.brute import plans
+from planner.solver.result import Evaluation
 from planner.solver.stage_rules import StageRules
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
@@ -137,29 +135,6 @@ def test_flow_finds_what_search_and_brute_force_find_many_times(
 # What only integer programs express, against every plan there is, written from the meaning of the constraints.
 
 
-def every_plan(layer_costs: LayerCosts, cluster: Cluster) -> Iterator[tuple[Candidate, ...]]:
-    """All chains of cuts, with all replica counts of all kinds that the GPUs allow."""
-    everything = frozenset(range(len(layer_costs.profile.layers)))
-    cuts = downsets(layer_costs)
-    kinds: tuple[DeviceKind | None, ...] = cluster.kinds or (None,)
-    counts = [kind.count for kind in cluster.kinds] or [cluster.gpus]
-
-    def extend(before: frozenset[int], left: list[int]) -> Iterator[tuple[Candidate, ...]]:
-        for after in cuts:
-            if not before < after:
-                continue
-            for number, kind in enumerate(kinds):
-                for replicas in range(1, left[number] + 1):
-                    stage = Candidate(before, after - before, StageOptions(replicas, kind=kind))
-                    if after == everything:
-                        yield (stage,)
-                        continue
-                    rest = [count - replicas * (n == number) for n, count in enumerate(left)]
-                    yield from ((stage, *others) for others in extend(after, rest))
-
-    return extend(frozenset(), counts)
-
-
 def respects(layer_costs: LayerCosts, stages: tuple[Candidate, ...], constraints: Constraints) -> bool:
     """By definition."""
     home = {layer_costs.profile.layers[n].name: number for number, stage in enumerate(stages) for n in stage.layers}
@@ -172,19 +147,12 @@ def respects(layer_costs: LayerCosts, stages: tuple[Candidate, ...], constraints
     )
 
 
-def fastest(
-    layer_costs: LayerCosts, cluster: Cluster, constraints: Constraints, schedule: str, microbatches: int
-) -> float:
+def fastest(problem: Problem) -> float:
     """Seconds of the best plan that fits and respects the constraints; infinite when there is none."""
-    best = math.inf
-    for stages in every_plan(layer_costs, cluster):
-        if not respects(layer_costs, stages, constraints):
-            continue
-        cost = price(layer_costs, stages, Setting(cluster, find(schedule), microbatches))
-        limits = [cluster.memory_of(stage.options.kind) for stage in stages]
-        if all(limit is None or m.total_bytes <= limit for m, limit in zip(cost.memory, limits, strict=True)):
-            best = min(best, cost.seconds_per_minibatch)
-    return best
+    every = plans(problem, problem.cluster.gpus, in_order=False)
+    allowed = (stages for stages in every if respects(problem.layer_costs, stages, problem.constraints))
+    priced = (Evaluation(stages, problem.price(stages)) for stages in allowed)
+    return min((plan.seconds for plan in priced if plan.fits(problem.cluster)), default=math.inf)
 
 
 @st.composite
@@ -225,7 +193,7 @@ def test_constraints_and_kinds_against_every_plan(
     setting = Setting(cluster, find(schedule), microbatches)
     problem = Problem(layer_costs, setting, StageRules("never", "never"), constraints=constraints)
     answer = solve_ilp(problem)
-    expected = fastest(layer_costs, cluster, constraints, schedule, microbatches)
+    expected = fastest(problem)
     if answer is None:
         assert expected == math.inf
         return
@@ -235,7 +203,8 @@ def test_constraints_and_kinds_against_every_plan(
     ranks = [rank for stage in answer.stages for rank in stage.ranks]
     assert len(set(ranks)) == len(ranks)
     for stage in answer.stages:
-        assert all(cluster.kind_of(rank) == stage.options.kind for rank in stage.ranks)
+        kind = stage.options.kind
+        assert kind is None or min(cluster.kind_of(rank).speed for rank in stage.ranks) == kind.speed
 
 
 def test_gpus_that_layers_are_pinned_to_run_them(solver: MilpName) -> None:

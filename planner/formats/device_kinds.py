@@ -1,0 +1,135 @@
+"""Profiles of one model on several kinds of devices, and the clusters whose `kinds` name them.
+
+The kinds share layers, edges and bytes. What differs is how long a layer takes, and how much workspace its kernels use.
+A kind may also be described by its speed relative to a profiled one: its profile is that one's, scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.errors import ClusterError, ProfileError
+from planner.formats.cluster import Cluster, DeviceKind
+from planner.formats.profile import KIND_COLUMNS, KindTimes, Layer, Profile
+
+# What must be equal, of profiles and of their layers.
+_OF_PROFILES = ("dtype", "autocast", "memory_format", "deterministic", "microbatch_size", "tokens_per_sample")
+_OF_LAYERS = ("name", "weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "parameters")
+_SAME_MODEL = "profile the same model file with the same options on each kind of device"
+
+
+def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
+    """Return one profile of the model on several kinds of devices, by their names.
+
+    The first kind is the profiled device of whatever knows one device only.
+
+    Raises:
+        ProfileError: at the first difference between the layers, or for a profile that has several kinds itself.
+    """
+    (first, base), *others = profiles.items()
+    for name, profile in profiles.items():
+        if profile.kinds:
+            raise ProfileError(f"the profile of '{name}' has several kinds itself", hint="give one profile per kind")
+    for name, profile in others:
+        _check_same(first, base, name, profile)
+    return base.model_copy(update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())})
+
+
+def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
+    """Return the profile on devices of one kind.
+
+    Raises:
+        ClusterError: for a name that the profile does not know.
+    """
+    times = _times_of(profile, kind)
+    columns = [getattr(times, name) for name in KIND_COLUMNS]
+    layers = (
+        layer.model_copy(update=_scaled(dict(zip(KIND_COLUMNS, row, strict=True)), kind.speed))
+        for layer, *row in zip(profile.layers, *columns, strict=True)
+    )
+    return profile.model_copy(update={"layers": tuple(layers), "device": times.device, "kinds": None})
+
+
+def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
+    """Return the cluster with what the profile says of its kinds: measured devices, and memory where none is given.
+
+    Raises:
+        ClusterError: for kinds that the profile does not know, or a cluster that does not name them.
+    """
+    if profile.kinds and not cluster.kinds:
+        names = ", ".join(kind.name for kind in profile.kinds)
+        raise ClusterError(
+            f"the profile is of several kinds of devices ({names}), and the cluster does not say which GPUs are which",
+            hint=f"give `kinds={','.join(f'{kind.name}=N' for kind in profile.kinds)}`, or name them in cluster.json",
+        )
+    if not profile.kinds:
+        return cluster
+    kinds = tuple(_known(profile, cluster, kind) for kind in cluster.kinds)
+    return cluster.model_copy(update={"kinds": kinds})
+
+
+def _known(profile: Profile, cluster: Cluster, kind: DeviceKind) -> DeviceKind:
+    times = _times_of(profile, kind)
+    device, memory_bytes = kind.device, kind.memory_bytes
+    if times.source == "measured" and kind.speed == 1:
+        device = times.device.name
+    if memory_bytes is None and cluster.memory_bytes is None and times.device.kind != "cpu":
+        memory_bytes = times.device.memory_bytes
+    return kind.model_copy(update={"device": device, "memory_bytes": memory_bytes})
+
+
+def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:
+    if not profile.kinds:
+        return _times(kind.name or "", profile)
+    found = next((times for times in profile.kinds if times.name == kind.name), None)
+    if found is None:
+        names = ", ".join(times.name for times in profile.kinds)
+        called = "without a name" if kind.name is None else f"'{kind.name}'"
+        raise ClusterError(
+            f"the cluster has {kind.count} GPUs of a kind {called}, and the profile is of {names}",
+            hint="name each of the cluster's `kinds` as in `profile=NAME=FILE`",
+        )
+    return found
+
+
+def _times(name: str, profile: Profile) -> KindTimes:
+    columns: dict[str, Any] = {each: tuple(getattr(layer, each) for layer in profile.layers) for each in KIND_COLUMNS}
+    return KindTimes(name=name, device=profile.device, source=profile.provenance.source, **columns)
+
+
+def _scaled(row: dict[str, float], speed: float) -> dict[str, float]:
+    return {name: value / speed if name.endswith("_s") else value for name, value in row.items()}
+
+
+def _check_same(first: str, base: Profile, name: str, other: Profile) -> None:
+    for what in _OF_PROFILES:
+        _check(what, first, getattr(base, what), name, getattr(other, what))
+    _check("number of layers", first, len(base.layers), name, len(other.layers))
+    for one, two in zip(base.layers, other.layers, strict=True):
+        where = f" of layer '{one.name}'"
+        for what in _OF_LAYERS:
+            _check(what + where, first, getattr(one, what), name, getattr(two, what))
+        _check("outputs" + where, first, _outputs(one), name, _outputs(two))
+    _check("edges", first, base.edges, name, other.edges)
+    _check("no_cut_after", first, base.no_cut_after, name, other.no_cut_after)
+
+
+def _outputs(layer: Layer) -> str:
+    parts = (f"{value.name} of {value.output_bytes} and {value.gradient_bytes} bytes" for value in layer.outputs)
+    return ", ".join(parts) or "nothing"
+
+
+def _check(what: str, first: str, expected: object, name: str, found: object) -> None:
+    if expected != found:
+        raise ProfileError(
+            f"the profiles are not of the same layers: {what} is {_shown(expected)} for '{first}' and "
+            f"{_shown(found)} for '{name}'",
+            hint=_SAME_MODEL,
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} of them"
+    return f"'{value}'" if isinstance(value, str) else str(value)
