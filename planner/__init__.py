@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from planner.exports import export as export
     from planner.formats.cluster import Cluster as Cluster
     from planner.formats.cluster import flat_cluster as flat_cluster
+    from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
     from planner.formats.importers import read_profile
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage
@@ -78,6 +79,7 @@ _HOMES = {
     "export": "planner.exports",
     "Cluster": "planner.formats.cluster",
     "flat_cluster": "planner.formats.cluster",
+    "profile_of_kinds": "planner.formats.device_kinds",
     "load_profile": "planner.formats.importers",
     "OwnPlan": "planner.formats.own_plan",
     "OwnStage": "planner.formats.own_plan",

@@ -209,8 +209,18 @@ def check_trainable(plan: Plan) -> None:
         idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)
         raise PlanError(
             f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
-            hint="list the kinds of GPUs in the cluster so that unused ones come last",
+            hint=_used_kinds(plan) or "list the kinds of GPUs in the cluster so that unused ones come last",
         )
+
+
+def _used_kinds(plan: Plan) -> str:
+    """Return the hint to solve for the GPUs that a plan uses; "" where their kinds have no names."""
+    ranks = {rank for stage in plan.stages for rank in stage.ranks}
+    cluster = plan.cluster
+    counts = [(kind.name, len(ranks & set(own))) for kind, own in zip(cluster.kinds, cluster.kind_ranks, strict=True)]
+    if not all(name for name, _ in counts):
+        return ""
+    return f"solve for those that it uses: `kinds={','.join(f'{name}={count}' for name, count in counts if count)}`"
 
 
 def make_job(

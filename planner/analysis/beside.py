@@ -23,11 +23,8 @@ LEAST_S = 2.0  # that may be spent beside a search, however quick it was
 def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
     """Return the plan with the ways that people use without a planner, priced on its cluster under its schedule.
 
-    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone. Where GPUs differ,
-    nothing is added.
+    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone.
     """
-    if plan.cluster.kinds:
-        return plan
     budget = Budget(patience.at_most(LEAST_S).deadline)
     try:
         ways = tuple(usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget))
@@ -57,7 +54,7 @@ def with_synchronous(profile: Profile, plan: Plan, options: SolveOptions, patien
         options: of the search.
         patience: of the search for the other plan, which takes no longer than that for the plan or `LEAST_S`.
     """
-    if not plan.schedule.asynchronous or plan.cluster.kinds:
+    if not plan.schedule.asynchronous:
         return plan
     rules = replace(options.rules, max_staleness=None)
     allowed = patience.at_most(max(LEAST_S, plan.solver.seconds))
@@ -85,16 +82,15 @@ def with_best_synchronous(choice: Choice) -> Plan:
 
 def described_plan(name: str, plan: Plan) -> OtherWay:
     """Describe a whole plan as another way to train."""
-    limit = plan.cluster.memory_bytes
-    memory_bytes = max(plan.memory_bytes(stage) for stage in range(len(plan.stages)))
+    stages = range(len(plan.stages))
     return OtherWay(
         name=name,
         config=plan.config,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         seconds_per_microbatch=plan.predicted.seconds_per_minibatch / plan.microbatches,
-        memory_bytes=memory_bytes,
-        over_memory_bytes=0 if limit is None else max(0, memory_bytes - limit),
+        memory_bytes=max(map(plan.memory_bytes, stages)),
+        over_memory_bytes=max(map(plan.lacking_bytes, stages)),
     )
 
 

@@ -148,7 +148,7 @@ def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,
         tokens_per_s=None if size is None or tokens is None else size * tokens / seconds,
-        flop_utilisation=utilisation(profile, 1, seconds, workers),
+        flop_utilisation=None if given.plan.cluster.kinds else utilisation(profile, 1, seconds, workers),
         staleness=max(map(entry.problem.schedule.staleness, price.in_flight)),
         idle_share=1 - busy / (workers * seconds),
         simulated=entry.plan.simulated,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.analysis.bandwidths import at_bandwidth
 from planner.analysis.compare import STRAIGHT
@@ -134,12 +134,11 @@ def _uses(given: GivenPlan) -> tuple[ResourceUse, ...]:
 
 
 def _memory(plan: Plan) -> tuple[MemoryUse, ...]:
-    limit = plan.cluster.memory_bytes
     return tuple(
         MemoryUse(
             stage=number,
             bytes=held,
-            slack_bytes=None if limit is None else limit - held,
+            slack_bytes=None if (limit := plan.cluster.memory_on(plan.stages[number].ranks)) is None else limit - held,
             overhead_bytes=held - plan.tensor_bytes(number),
         )
         for number, held in enumerate(map(plan.memory_bytes, range(len(plan.stages))))
@@ -174,7 +173,7 @@ def _move(given: GivenPlan, boundary: int, ends: list[int], step: int) -> Bounda
     stages = []
     for stage, first, end in zip(given.stages, ends, ends[1:], strict=False):
         layers = frozenset(range(first, end))
-        stages.append(Candidate(frozenset(range(first)), layers, stage.options))
+        stages.append(Candidate(frozenset(range(first)), layers, stage.options, stage.ranks))
     plan = given.evaluate(stages)
     if plan.simulated != given.simulated:
         return None  # too little time to compare like with like
@@ -224,19 +223,31 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     cluster = given.plan.cluster
     levels = cluster.levels
     wider = tuple(at_bandwidth(level, level.bandwidth_bytes_per_s * MORE_BANDWIDTH) for level in levels)
-    outer = levels[-1].model_copy(update={"size": levels[-1].size + 1})
-    one_more = "one more GPU" if len(levels) == 1 else f"one more group of {cluster.gpus // levels[-1].size} GPUs"
     clusters = [
         (f"{MORE_BANDWIDTH - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})),
-        (one_more, cluster.model_copy(update={"levels": (*levels[:-1], outer)})),
+        *_one_more(cluster),
     ]
-    if cluster.memory_bytes is not None:
-        more = int(cluster.memory_bytes * MORE_MEMORY)
-        clusters.append((f"{MORE_MEMORY - 1:.0%} more memory", cluster.model_copy(update={"memory_bytes": more})))
+    if cluster.has_memory_limit:
+        more = cluster.with_memory(lambda memory_bytes: int(memory_bytes * MORE_MEMORY))
+        clusters.append((f"{MORE_MEMORY - 1:.0%} more memory", more))
     return tuple(
         _resolved(given.within(1 / (len(clusters) - number)), what, larger)
         for number, (what, larger) in enumerate(clusters)
     )
+
+
+def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Yield the cluster with one more member of the outermost level, of each kind where GPUs differ."""
+    *inner, last = cluster.levels
+    size = cluster.gpus // last.size
+    larger = {"levels": (*inner, last.model_copy(update={"size": last.size + 1}))}
+    what = f"one more group of {size} GPUs" if inner else "one more GPU"
+    if not cluster.kinds:
+        yield what, cluster.model_copy(update=larger)
+    for number, kind in enumerate(cluster.kinds):
+        more = kind.model_copy(update={"count": kind.count + size})
+        kinds = (*cluster.kinds[:number], more, *cluster.kinds[number + 1 :])
+        yield f"{what} of {kind.title}", cluster.model_copy(update=larger | {"kinds": kinds})
 
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:

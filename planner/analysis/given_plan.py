@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.analysis.solve_options import SolveOptions, check_workers
+from planner.cost.kinds import with_kinds
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.placement import Busy
 from planner.cost.price import Price
@@ -44,14 +45,8 @@ class GivenPlan:
         """Prepare `plan`; without `options`, take those that the plan records, and `patience` for what is solved.
 
         Raises:
-            PlanError: if the plan was made from another profile, or is for GPUs of several kinds: the formulas price
-                only plans for identical GPUs.
+            PlanError: if the plan was made from another profile.
         """
-        if plan.cluster.kinds:
-            raise PlanError(
-                "the plan is for GPUs of several kinds",
-                hint="compare and explain plans for identical GPUs",
-            )
         layer_costs = LayerCosts(profile)
         if plan.profile_digest != profile.digest:
             raise PlanError(
@@ -71,9 +66,11 @@ class GivenPlan:
             layers = frozenset(layer_costs.position[name] for name in stage.layers)
             groups = (frozenset(layer_costs.position[name] for name in names) for names in stage.recompute_groups)
             how = StageOptions(stage.replicas, stage.sharded, tuple(groups))
-            stages.append(Candidate(before, layers, how))
+            stages.append(Candidate(before, layers, how, stage.ranks if plan.cluster.kinds else ()))
             before |= layers
-        return cls(layer_costs, plan, options or options_of(plan, patience), tuple(stages))
+        recorded = options_of(plan).problem(layer_costs, plan.cluster)
+        placed = with_kinds(layer_costs, stages, recorded.setting)
+        return cls(layer_costs, plan, options or options_of(plan, patience), placed)
 
     @property
     def seconds(self) -> float:
@@ -108,7 +105,10 @@ class GivenPlan:
         return options_of(self.plan).problem(self.layer_costs, self.plan.cluster)
 
     def evaluate(self, stages: Sequence[Candidate], cluster: Cluster | None = None) -> Evaluation:
-        """Evaluate other stages under the same options, on the plan's cluster or on another one."""
+        """Evaluate other stages under the same options, on the plan's cluster or on another one.
+
+        Where GPUs differ, stages run at the pace of those of their ranks.
+        """
         return evaluate(self.options.problem(self.layer_costs, cluster or self.plan.cluster), stages)
 
     def on(self, cluster: Cluster) -> Plan:

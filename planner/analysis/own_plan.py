@@ -12,9 +12,10 @@ from planner.analysis.solve_options import SolveOptions, check_workers
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.recomputation import units_of
 from planner.cost.stage_options import Groups, StageOptions, whole_stage
-from planner.errors import InputError, PlanError
+from planner.errors import InputError
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster
+from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -25,8 +26,8 @@ from planner.units import format_bytes
 def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
     """Return the plan of a configuration, priced and simulated.
 
-    Each stage has as many units in flight as the schedule's paper says. The plan may need more memory than the GPUs
-    have: `missing_memory` says so.
+    Stages take consecutive ranks, and have as many units in flight as the schedule's paper says. The plan may need more
+    memory than the GPUs have: `missing_memory` says so.
 
     Args:
         profile: costs per layer.
@@ -34,11 +35,10 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
         own: the stages and their schedule.
 
     Raises:
+        ClusterError: for kinds of GPUs that the profile does not know.
         InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are.
-        PlanError: for a cluster whose GPUs are of several kinds.
     """
-    if cluster.kinds:
-        raise PlanError("the GPUs are of several kinds", hint="price configurations on identical GPUs")
+    cluster = cluster_for(profile, cluster)
     layer_costs = LayerCosts(profile)
     options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
     _check_workers(own, options.chunks_per_gpu, cluster)
@@ -83,14 +83,14 @@ def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
 
 def missing_memory(plan: Plan) -> str | None:
     """Return which stage needs more memory than its GPUs have, and how much; None if all fit."""
-    limit = plan.cluster.memory_bytes
-    needed = [plan.memory_bytes(number) for number in range(len(plan.stages))]
-    worst = max(range(len(needed)), key=needed.__getitem__)
-    if limit is None or needed[worst] <= limit:
+    over = [plan.lacking_bytes(number) for number in range(len(plan.stages))]
+    worst = max(range(len(over)), key=over.__getitem__)
+    if not over[worst]:
         return None
+    needed = plan.memory_bytes(worst)
     return (
-        f"it does not fit: stage {worst} needs {format_bytes(needed[worst])} per GPU, "
-        f"{format_bytes(needed[worst] - limit)} more than {format_bytes(limit)}"
+        f"it does not fit: stage {worst} needs {format_bytes(needed)} per GPU, "
+        f"{format_bytes(over[worst])} more than {format_bytes(needed - over[worst])}"
     )
 
 

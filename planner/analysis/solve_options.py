@@ -76,7 +76,7 @@ class SolveOptions:
     def price(self, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]) -> Plan:
         """Return the plan of these stages, priced and simulated, whether or not they fit the memory."""
         # A plan that does not fit has a price, too.
-        problem = self.problem(layer_costs, cluster.model_copy(update={"memory_bytes": None}))
+        problem = self.problem(layer_costs, cluster.with_memory(lambda _: None))
         return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
 
     def solve(self, profile: Profile, cluster: Cluster) -> Plan:

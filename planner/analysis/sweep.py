@@ -180,7 +180,7 @@ class _Points:
 
     def _kept(self, before: Plan, best: Plan) -> Plan:
         """Return the earlier plan on the cluster of the best one, or that one if it is worth a change."""
-        if best.cluster.kinds or before.workers > best.cluster.gpus:
+        if before.workers > best.cluster.gpus:
             return best
         kept = GivenPlan.of(self.profile, before, self.options).on(best.cluster)
         like = kept.predicted.by == best.predicted.by

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.analysis.solve_options import SolveOptions
+from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.formats.cluster import Cluster
 from planner.schedule.flush import FLUSH
@@ -52,20 +53,23 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     Args:
         options: of the plan that is compared.
         layer_costs: of the model.
-        cluster: of identical GPUs.
+        cluster: with the GPUs; where they differ, data parallelism on those of each kind is one more way.
         budget: ends simulations at its deadline, and the cost model prices what is left.
     """
-    gpus, schedule = cluster.gpus, options.schedule.unchunked
+    gpus, schedule, fastest = cluster.gpus, options.schedule.unchunked, fastest_rank(layer_costs, cluster)
     problem = replace(replace(options, schedule=schedule).problem(layer_costs, cluster), budget=budget)
-    alone = Way(ONE_GPU, problem, evaluate(problem, baselines.data_parallel(layer_costs, 1)))
+    alone = Way(ONE_GPU, problem, evaluate(problem, [everything_on(layer_costs, cluster, [fastest])]))
     if schedule.divides:
         # With fewer microbatches than GPUs some of the replicas would idle.
         problem = problem.under(schedule, max(problem.microbatches, gpus))
-    (replicated,) = baselines.data_parallel(layer_costs, gpus)
+    replicated = everything_on(layer_costs, cluster, range(gpus))
     parallel = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated]))
     yield parallel
     if parallel.over_memory_bytes and may_recompute(problem):
         yield _recomputing(parallel)
+    for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
+        if len(ranks) > 1:
+            yield _way(f"{DATA_PARALLEL}, {kind.title} only", problem, [everything_on(layer_costs, cluster, ranks)])
     yield alone
     # The published cost models know no sharding, and naive schedules no overlap.
     if gpus > 1 and schedule.pipelined and problem.simulates:

@@ -29,11 +29,11 @@ def add_parser(verbs: Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare and print."""
     from planner.analysis.compare import compare
-    from planner.formats.importers import read_profile
+    from planner.formats.importers import read_one_profile
     from planner.report.tables.compare import comparison_report
 
     with patience_of(args) as patience:
-        profile = read_profile(args.profile)
+        profile = read_one_profile(args.profile)
         comparison = compare(profile, plan=plan_of(args, profile, patience), patience=patience)
     print_answer(comparison, args.json, comparison_report)
     return 0

@@ -29,11 +29,11 @@ def add_parser(verbs: Verbs) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain and print."""
     from planner.analysis.explain import explain
-    from planner.formats.importers import read_profile
+    from planner.formats.importers import read_one_profile
     from planner.report.tables.explain import explanation_report
 
     with patience_of(args) as patience:
-        profile = read_profile(args.profile)
+        profile = read_one_profile(args.profile)
         explanation = explain(profile, plan_of(args, profile, patience), patience=patience)
     print_answer(explanation, args.json, explanation_report)
     return 0

@@ -35,7 +35,10 @@ def add_parser(verbs: Verbs) -> None:
     parser = declare(verbs, "price", "price stages that you chose yourself", DESCRIPTION)
     add_cluster_arguments(parser)
     parser.add_argument(
-        "--profile", type=Path, default=PROFILE, metavar="FILE", help="profile to read (default: %(default)s)"
+        "--profile",
+        default=str(PROFILE),
+        metavar="FILE",
+        help="profile to read, or one for each kind of GPU, as in a100=a.json,t4=b.json (default: %(default)s)",
     )
     parser.add_argument(
         "-o", "--output", type=Path, default=PLAN, metavar="FILE", help="file to write (default: %(default)s)"
@@ -85,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
     """Price, save, and print the plan; exit code 3 if it does not fit the memory."""
     from planner.analysis.beside import with_baselines
     from planner.analysis.own_plan import missing_memory, price
-    from planner.formats.importers import read_profile
+    from planner.formats.importers import read_one_profile
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report
     from planner.solver.candidates.budget import Patience
 
-    profile = read_profile(args.profile)
+    profile = read_one_profile(args.profile)
     cluster = cluster_of(args, profile)
     plan = price(profile, cluster, _own_plan(args, profile, cluster))
     plan = with_baselines(profile, plan, Patience())

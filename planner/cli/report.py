@@ -51,9 +51,9 @@ def add_parser(verbs: Verbs) -> None:
     add_plan_argument(parser)
     parser.add_argument(
         "--profile",
-        type=Path,
         metavar="FILE",
-        help=f"profile that the plan was made from, for the comparisons (default: {PROFILE}, if it is that one)",
+        help="profile that the plan was made from, for the comparisons; where it has several kinds of GPUs, as in "
+        f"a100=a.json,t4=b.json (default: {PROFILE}, if it is that one)",
     )
     parser.add_argument(
         "--run",
@@ -152,14 +152,14 @@ def _alternatives(args: argparse.Namespace, content: ReportContent, patience: Pa
     from planner.analysis.bandwidths import bandwidth_sweep
     from planner.analysis.compare import compare
     from planner.analysis.explain import explain
-    from planner.formats.importers import read_profile
+    from planner.formats.importers import read_one_profile
 
-    path, plan = args.profile or PROFILE, content.plan
+    plan = content.plan
     missing = "The comparison, what would help, and other bandwidths"
-    if args.profile is None and not path.exists():
-        return replace(content, why_not=f"{missing}: there is no {path}; name a profile with --profile.")
+    if args.profile is None and not PROFILE.exists():
+        return replace(content, why_not=f"{missing}: there is no {PROFILE}; name a profile with --profile.")
     try:
-        profile = read_profile(path)
+        profile = read_one_profile(args.profile or str(PROFILE))
         comparison = compare(profile, plan=plan, patience=patience.part(COMPARING))
     except PlannerError as error:
         if args.profile is not None:

@@ -55,11 +55,11 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is read and written."""
     parser.add_argument(
         "--profile",
-        type=_paths,
-        default=[PROFILE],
+        default=str(PROFILE),
         metavar="FILE",
         help="profile to read, from `plan profile` or a graph.txt that PipeDream published; or several of one model at "
-        "different batch sizes, with commas between, to choose among (default: profile.json)",
+        "different batch sizes, with commas between, to choose among; or one for each kind of GPU, as in "
+        "a100=a.json,t4=b.json (default: profile.json)",
     )
     parser.add_argument(
         "--batch-size",
@@ -141,12 +141,12 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Solve, save, and print the plan."""
     from planner.analysis.beside import with_baselines
-    from planner.formats.importers import read_profile
+    from planner.formats.importers import read_profiles
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report, staleness_warning
 
     with patience_of(args) as patience:
-        profiles = [read_profile(path) for path in _profile_paths(args.profile, args.batch_size)]
+        profiles = read_profiles(_profile_paths(args.profile, args.batch_size))
         cluster = cluster_of(args, profiles[0])
         if len(profiles) > 1 or args.schedule in ("auto", "all"):
             plan = _chosen(args, profiles, cluster, patience)
@@ -286,16 +286,13 @@ def _chosen(args: argparse.Namespace, profiles: list[Profile], cluster: Cluster,
     return with_best_synchronous(choice)
 
 
-def _paths(text: str) -> list[Path]:
-    return [Path(part) for part in text.split(",")]
-
-
-def _profile_paths(given: list[Path], sizes: list[int] | None) -> list[Path]:
+def _profile_paths(given: str, sizes: list[int] | None) -> str:
+    """Return the files of the profiles, for `read_profiles`."""
     if sizes is None:
         return given
-    if len(given) > 1:
+    if "," in given:
         raise InputError(
             f"--batch-size {','.join(map(str, sizes))} and several profiles say the same twice",
             hint="leave out --batch-size, or give one --profile",
         )
-    return [profile_path(given[0], size) for size in sizes]
+    return ",".join(str(profile_path(Path(given), size)) for size in sizes)

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Sweep, print, and write the picture."""
     from planner.analysis.sweep import spread, sweep
     from planner.formats.files import write_text
-    from planner.formats.importers import read_profile
+    from planner.formats.importers import read_one_profile
     from planner.report.svg.sweep import sweep_svg
     from planner.report.tables.sweep import sweep_report
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     default = GPU_POINTS if quantity == "gpus" else POINTS
     values = spread(low, high, default if args.points is None else args.points, whole=quantity == "gpus")
     with patience_of(args) as patience:
-        profile = read_profile(args.profile)
+        profile = read_one_profile(args.profile)
         options = options_of(args, patience)
         swept = sweep(profile, quantity, values, _clusters(args, quantity, profile), options=options)
     print_answer(swept, args.json, sweep_report)

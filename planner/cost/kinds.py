@@ -19,10 +19,10 @@ from planner.formats.cluster import Cluster, DeviceKind
 def with_kinds(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> tuple[Candidate, ...]:
     """Return the stages with the kinds of their ranks, which they get where they have none; as they are without kinds.
 
-    Stages that know their kinds and ranks keep them.
+    What stages knew of the kinds of another cluster does not count.
     """
     cluster, schedule = setting.cluster, setting.schedule
-    if not cluster.kinds or all(stage.options.kind is not None and stage.ranks for stage in stages):
+    if not cluster.kinds:
         return tuple(stages)
     workers = max(1, len(stages) // setting.chunks)
     ranks = ranks_of(stages, [schedule.worker_of(stage, workers) for stage in range(len(stages))])

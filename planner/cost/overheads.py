@@ -46,12 +46,7 @@ class Reserve:
 
     def cluster(self, cluster: Cluster) -> Cluster:
         """Return the cluster with the room of its devices as their memory."""
-
-        def room(memory_bytes: int | None) -> int | None:
-            return None if memory_bytes is None else self.room(memory_bytes)
-
-        kinds = tuple(kind.model_copy(update={"memory_bytes": room(cluster.memory_of(kind))}) for kind in cluster.kinds)
-        return cluster.model_copy(update={"memory_bytes": room(cluster.memory_bytes), "kinds": kinds})
+        return cluster.with_memory(self.room)
 
 
 NO_RESERVE = Reserve()

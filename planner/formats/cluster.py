@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -85,6 +85,31 @@ class Cluster(GrownRecord):
     def memory_of(self, kind: DeviceKind | None) -> int | None:
         """Return the memory of a device of that kind in bytes; None for no limit."""
         return self.memory_bytes if kind is None or kind.memory_bytes is None else kind.memory_bytes
+
+    def kinds_on(self, ranks: Iterable[int]) -> str:
+        """Return the names of the kinds of these devices, for people; "" where all are alike."""
+        return " + ".join(dict.fromkeys(self.kind_of(rank).title for rank in sorted(ranks))) if self.kinds else ""
+
+    def memory_on(self, ranks: Iterable[int]) -> int | None:
+        """Return the memory of the smallest of these devices in bytes; None for no limit."""
+        if not self.kinds:
+            return self.memory_bytes
+        limits = [limit for rank in ranks if (limit := self.memory_of(self.kind_of(rank))) is not None]
+        return min(limits, default=None)
+
+    @property
+    def has_memory_limit(self) -> bool:
+        """Whether the memory of any device is limited."""
+        return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
+
+    def with_memory(self, change: Callable[[int], int | None]) -> Cluster:
+        """Return the cluster with the memory of every device changed; None for no limit."""
+
+        def changed(memory_bytes: int | None) -> int | None:
+            return None if memory_bytes is None else change(memory_bytes)
+
+        kinds = tuple(kind.model_copy(update={"memory_bytes": changed(self.memory_of(kind))}) for kind in self.kinds)
+        return self.model_copy(update={"memory_bytes": changed(self.memory_bytes), "kinds": kinds})
 
     @model_validator(mode="after")
     def _check_kinds(self) -> Cluster:

@@ -39,6 +39,21 @@ def read_profiles(text: str) -> list[Profile]:
     return [profile_of_kinds({name: read_profile(path) for name, _, path in parts})]
 
 
+def read_one_profile(text: str) -> Profile:
+    """Read one profile, which may be of several kinds of devices; see `read_profiles`.
+
+    Raises:
+        InputError: for profiles of several batch sizes.
+    """
+    first, *others = read_profiles(text)
+    if others:
+        raise InputError(
+            f"`profile={text}` are {len(others) + 1} profiles, and this verb takes one",
+            hint="name the kinds of GPUs that they are of, as in a100=a.json,t4=b.json; or give one",
+        )
+    return first
+
+
 def is_profile(path: Path) -> bool:
     """Return whether the file looks like a profile of any format rather than a plan."""
     if is_graph_txt(path):

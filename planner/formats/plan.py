@@ -297,6 +297,11 @@ class Plan(GrownRecord):
         ranks = self.stages[stage].ranks
         return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
 
+    def lacking_bytes(self, stage: int) -> int:
+        """Return by how much `memory_bytes` exceeds what the stage's smallest device has; 0 if it fits."""
+        limit = self.cluster.memory_on(self.stages[stage].ranks)
+        return 0 if limit is None else max(0, self.memory_bytes(stage) - limit)
+
     def tensor_bytes(self, stage: int) -> int:
         """Return how much of `memory_bytes` are tensors."""
         ranks = self.stages[stage].ranks

@@ -86,6 +86,5 @@ def _curve(plan: Plan, rank: int, held: int, changes: list[TimedBytes]) -> Memor
         after[time_s] = held
     times = list(after)
     steps = {0.0: after[0.0]} | {now: after[now] for before, now in pairwise(times) if after[now] != after[before]}
-    cluster = plan.cluster
-    limit = cluster.memory_of(cluster.kind_of(rank)) if cluster.kinds else cluster.memory_bytes
+    limit = plan.cluster.memory_on([rank])
     return MemoryCurve(rank=rank, time_s=tuple(steps), held_bytes=tuple(steps.values()), limit_bytes=limit)

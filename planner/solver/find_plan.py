@@ -23,6 +23,7 @@ from planner.errors import InfeasibleError, InputError, PlannerError, ProfileErr
 from planner.formats.cluster import Cluster
 from planner.formats.constraints import Constraints
 from planner.formats.cost_model_names import CostModelName
+from planner.formats.device_kinds import cluster_for
 from planner.formats.plan import Plan, SolverReport
 from planner.formats.profile import REMEDY, Profile
 from planner.schedule.defaults import CHUNKS
@@ -124,6 +125,7 @@ def solve(
     schedule = find(schedule)
     if minibatch is not None:
         microbatches = microbatches_in(minibatch, profile, schedule)
+    cluster = cluster_for(profile, cluster)
     setting = Setting(cluster, schedule, microbatches, schedule.fixed_chunks or chunks, cost_model)
     check_divided_loss(profile, setting, accepted=accept_divided_loss)
     cost_model_of(setting)  # refuses what no cost model describes, before a search begins

@@ -51,6 +51,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of each GPU: 16GB (10^9) or 16GiB (2^30) (default: that of the profiled GPU; unlimited for a CPU)",
     )
     cluster.add_argument(
+        "--kinds",
+        type=_kinds,
+        metavar="NAME=N,NAME=N",
+        help="where GPUs differ: how many there are of each kind of the profile, in the order of the ranks; with "
+        "--topology ranks fill one server after another",
+    )
+    cluster.add_argument(
         "--own-links",
         action="store_true",
         help="with --topology: each GPU has its own link at every level (default: the GPUs of a server share one)",
@@ -66,11 +73,29 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
-    """Return the cluster that the arguments describe.
+    """Return the cluster that the arguments describe, with what the profile says of its kinds of GPUs.
 
     Raises:
         ClusterError: when they do not describe one.
     """
+    from planner.formats.cluster import DeviceKind
+    from planner.formats.device_kinds import cluster_for
+
+    cluster = _links(args, profile)
+    if args.kinds is not None:
+        counts = [count for _, count in args.kinds]
+        if sum(counts) != cluster.gpus:
+            raise ClusterError(
+                f"the kinds are {' + '.join(map(str, counts))} GPUs, and the cluster has {cluster.gpus}",
+                hint="give `kinds` as many GPUs as `gpus` or `topology`",
+            )
+        kinds = tuple(DeviceKind(name=name, count=count) for name, count in args.kinds)
+        cluster = cluster.model_copy(update={"kinds": kinds})
+    return cluster_for(profile, cluster)
+
+
+def _links(args: argparse.Namespace, profile: Profile) -> Cluster:
+    """Return the cluster without the kinds that the arguments name."""
     from planner.formats.cluster import flat_cluster, hierarchical_cluster, load_cluster
 
     memory_bytes = _memory(args.memory, profile)
@@ -112,9 +137,16 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> Cluster:
 
 def _memory(asked: int | None, profile: Profile) -> int | None:
     # A CPU's memory is the whole machine's, which says little about one worker.
-    if asked is not None or profile.device.kind == "cpu":
+    if asked is not None or profile.device.kind == "cpu" or profile.kinds:  # then each kind has its own
         return asked
     return profile.device.memory_bytes
+
+
+def _kinds(text: str) -> list[tuple[str, int]]:
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name and count.isdigit() and int(count) for name, _, count in parts):
+        raise ClusterError(f"'{text}' does not say how many GPUs of which kind", hint="write --kinds a100=4,t4=4")
+    return [(name, int(count)) for name, _, count in parts]
 
 
 def _size(text: str) -> int:

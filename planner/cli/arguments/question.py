@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
     from planner.solver.candidates.budget import Patience
 
-_CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory")
+_CLUSTER = ("gpus", "topology", "bandwidth", "latency", "own_links", "no_overlap", "cluster", "memory", "kinds")
 SOLVING = 0.5  # share of the time for the plan that a question is about
 _SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
 
@@ -33,10 +33,10 @@ def add_question_arguments(parser: argparse.ArgumentParser, plan: bool) -> None:
     add_cluster_arguments(parser)
     parser.add_argument(
         "--profile",
-        type=Path,
-        default=PROFILE,
+        default=str(PROFILE),
         metavar="FILE",
-        help="profile to read, from `plan profile` or a graph.txt that PipeDream published (default: %(default)s)",
+        help="profile to read, from `plan profile` or a graph.txt that PipeDream published; or one for each kind of "
+        "GPU, as in a100=a.json,t4=b.json (default: %(default)s)",
     )
     if plan:
         parser.add_argument(

@@ -147,22 +147,31 @@ def _grouped(keys: Sequence[int]) -> str:
 
 
 def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
-    """Check that all workers have GPUs of one kind, unless the plan knows of several.
+    """Check that workers have GPUs of one kind; in a plan for several kinds, those of each kind, as it was measured.
 
     Raises:
         PlanError: when they have not.
     """
-    if plan.cluster.kinds:
-        return
     names = [seat.gpus[index].name for seat, index in zip(seats, assign_gpus(seats), strict=True)]
-    others = [seat for seat, name in zip(seats, names, strict=True) if name != names[0]]
-    if others:
-        raise PlanError(
-            f"{names_of(others)} would compute on {names[others[0].rank]}, and {names_of(seats[:1])} on {names[0]}, "
-            "but the plan takes all GPUs as equal",
-            hint="describe the kinds of GPUs in cluster.json and solve again, or choose equal ones with "
-            "CUDA_VISIBLE_DEVICES",
-        )
+    for kind, ranks in zip(plan.cluster.kinds or (None,), plan.cluster.kind_ranks or (range(len(seats)),), strict=True):
+        own = [seat for seat in seats if seat.rank in ranks]
+        if not own:
+            continue  # the plan leaves these GPUs idle
+        expected = names[own[0].rank] if kind is None or kind.device is None else kind.device
+        others = [seat for seat in own if names[seat.rank] != expected]
+        if others and kind is None:
+            raise PlanError(
+                f"{names_of(others)} would compute on {names[others[0].rank]}, and {names_of(own[:1])} on {expected}, "
+                "but the plan takes all GPUs as equal",
+                hint="name the kinds of GPUs with `kinds=NAME=N,NAME=N` and solve again, or choose equal ones with "
+                "CUDA_VISIBLE_DEVICES",
+            )
+        if others:
+            raise PlanError(
+                f"{names_of(others)} would compute on {names[others[0].rank]}, and the plan was made for {expected} "
+                f"there: workers {ranks.start} to {ranks.stop - 1} are {kind.title if kind is not None else ''}",
+                hint="start the hosts in the order of the cluster's `kinds`, or solve again for the GPUs as they are",
+            )
 
 
 def same_for_all(job: Job) -> dict[str, str]:

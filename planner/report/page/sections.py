@@ -218,12 +218,15 @@ def timeline_section(simulated: Timeline, runs: Sequence[Timeline], shown: Seque
 
 def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     """Frame the chart of memory over time, and tabulate the peaks."""
-    limit = plan.cluster.memory_bytes
+    cluster = plan.cluster
     recorded = measured is not None and any(worker.peak_bytes is not None for worker in measured.workers)
     text = "Memory that each worker holds over time, simulated"
     if measured is not None:
         text += " (filled) and measured (a line)" if recorded else "; the run did not record its memory"
-    text += ". There is no limit." if limit is None else f". The limit is {format_bytes(limit)}, dashed if it is near."
+    limits = {cluster.kinds_on([ranks.start]): cluster.memory_on([ranks.start]) for ranks in cluster.kind_ranks}
+    limits = limits or {"": cluster.memory_bytes}
+    words = [f"{format_bytes(limit)}{kind and f' on {kind}'}" for kind, limit in limits.items() if limit is not None]
+    text += f". The limit is {', '.join(words)}, dashed if it is near." if words else ". There is no limit."
     table = worker_table(summary.workers)
     if measured is not None and recorded:
         peaks = [row[PEAK] for row in worker_table(measured.workers).rows]

@@ -99,7 +99,9 @@ def cluster_line(cluster: Cluster) -> str:
 
 
 def _kind(cluster: Cluster, kind: DeviceKind) -> str:
-    return f"{kind.count} of speed {kind.speed:g}, {_memory(cluster.memory_of(kind))}"
+    measured = "" if kind.device is None else f" ({kind.device})"
+    of = "of " if kind.name is None else ""
+    return f"{kind.count} {of}{kind.title}{measured}, {_memory(cluster.memory_of(kind))}"
 
 
 def _memory(limit: int | None) -> str:
@@ -108,7 +110,7 @@ def _memory(limit: int | None) -> str:
 
 def stage_table(plan: Plan) -> Table:
     """Tabulate the stages; columns in which nothing is to be said are left out."""
-    headers = ["stage", "layers", "replicas", "ranks", "in flight", "late", "compute", "accumulation", "sends"]
+    headers = ["stage", "layers", "replicas", "ranks", "GPU", "in flight", "late", "compute", "accumulation", "sends"]
     headers += ["optimizer", "recomputes"]
     late = late_updates(plan)
     model = [name for stage in plan.stages for name in stage.layers]
@@ -118,6 +120,7 @@ def stage_table(plan: Plan) -> Table:
             layer_range(stage.layers, model),
             stage.replicas,
             ranks_line(stage),
+            plan.cluster.kinds_on(stage.ranks),
             stage.in_flight,
             late[number],
             format_seconds(stage.compute_s),
@@ -136,6 +139,8 @@ def stage_table(plan: Plan) -> Table:
         table = table.without("accumulation")
     if not any(stage.sharded for stage in plan.stages):
         table = table.without("optimizer")
+    if not plan.cluster.kinds:
+        table = table.without("GPU")
     return table if any(stage.recomputes for stage in plan.stages) else table.without("recomputes")
 
 

@@ -31,10 +31,12 @@ def _head(summary: Summary, plan: Plan | None) -> str:
         planned_s = plan.predicted.seconds_per_minibatch
         error = summary.seconds_per_minibatch / planned_s - 1
         predicted = f" (predicted {format_seconds(planned_s)}, {error:+.1%})"
+    kinds = [] if plan is None else [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages]
     return named_values(
         [
             ("model", summary.model),
             ("plan", f"{short_config(summary.config)}, {summary.schedule}"),
+            *([("stages on", ", ".join(kinds))] if any(kinds) else []),
             (summary.source, pace(summary.samples_per_s, summary.seconds_per_minibatch) + predicted),
             ("whole run", run if rate is None else f"{format_rate(rate)} samples/s, {run}"),
             ("start-up", f"{format_seconds(summary.start_up_s)} until the first backward of stage 0 has ended"),

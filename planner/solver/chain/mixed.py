@@ -166,7 +166,7 @@ def _traded(search: LineSearch, best_s: float, step: float) -> Iterator[LinePlan
 
 def _infeasible(problem: Problem) -> InfeasibleError:
     """Return why there is no plan: the rules, or the memory."""
-    if problem.cluster.memory_bytes is None and all(kind.memory_bytes is None for kind in problem.cluster.kinds):
+    if not problem.cluster.has_memory_limit:
         return against_constraints(problem)
     return InfeasibleError(
         "no plan was found that fits the memory of the cluster's GPUs",
