@@ -256,8 +256,8 @@ def _other_method(problem: Problem, solver: SolverName) -> OtherMethod | None:
 def _beyond_the_search(problem: Problem) -> str | None:
     """Return, in words, what the search cannot express; None if it can express the whole problem."""
     constraints = problem.constraints
-    if problem.cluster.kinds:
-        return f"clusters whose GPUs differ under {problem.schedule} with these constraints and rules"
+    if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
+        return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
     if constraints.gpu_of:
         return "layers pinned to a GPU"
     if constraints.stage_of and problem.schedule.chunked:

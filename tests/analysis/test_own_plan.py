@@ -8,7 +8,7 @@ import pytest
 
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.own_plan import equal_stages, missing_memory, price, stages_ending_at
-from planner.errors import InputError, PlanError
+from planner.errors import InputError
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
@@ -179,7 +179,12 @@ def test_chunks_need_stages_for_all_and_equal_replicas() -> None:
         price(MODEL, FLAT, OwnPlan(stages=two, schedule=interleaved))
 
 
-def test_gpus_of_several_kinds_are_refused() -> None:
+def test_stages_take_the_pace_of_the_slowest_kind_of_their_gpus() -> None:
     kinds = (DeviceKind(count=2, speed=2.0), DeviceKind(count=2, speed=1.0))
-    with pytest.raises(PlanError, match="several kinds"):
-        price(MODEL, FLAT.model_copy(update={"kinds": kinds}), OwnPlan(stages=(OwnStage(blocks=1),)))
+    cluster = FLAT.model_copy(update={"kinds": kinds})
+    halves = (OwnStage(layers=("a",), replicas=1), OwnStage(layers=("b", "c", "d"), replicas=2))
+    alike, plan = (price(MODEL, each, OwnPlan(stages=halves)) for each in (FLAT, cluster))
+    fast, both = plan.stages
+    assert fast.forward_s == alike.stages[0].forward_s / 2
+    assert both.forward_s == alike.stages[1].forward_s
+    assert [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages] == ["speed 2", "speed 2 + speed 1"]

@@ -91,6 +91,20 @@ def test_different_gpus_are_refused_unless_the_plan_knows_of_them(plan: Plan) ->
         check_gpus(plan, mixed)
     kinds = (DeviceKind(count=2), DeviceKind(count=1, speed=0.5))
     check_gpus(with_cluster(plan, flat_cluster(3, 1e9).model_copy(update={"kinds": kinds})), mixed)
+    for device, gpus, message in (
+        (
+            "y",
+            "xxx",
+            r"^worker 2 \(host1\) would compute on x, and the plan was made for y there: workers 2 to 2",
+        ),
+        (None, "xyy", r"^worker 1 \(host0\) would compute on y, and the plan was made for x there"),
+    ):
+        kinds = (DeviceKind(count=2), DeviceKind(count=1, name="fast", device=device))
+        with pytest.raises(PlanError, match=message):
+            check_gpus(
+                with_cluster(plan, flat_cluster(3, 1e9).model_copy(update={"kinds": kinds})),
+                seats_on(0, 0, 1, gpus=gpus),
+            )
 
 
 def test_a_worker_takes_its_gpu_before_anything_else(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
