@@ -54,7 +54,7 @@ def solve_tied(problem: Problem, answer: Answer, *, vertical_sync: bool = False)
         _refuse(fresh, found, answer)
         return found
     by_simulation = all(plan.simulated for plan in fitting)
-    best = min(fitting, key=lambda plan: plan.seconds if by_simulation else plan.formula_s)
+    best = min(fitting, key=lambda plan: plan.seconds if by_simulation else plan.counted_s)
     return replace(found, best=best, bound_s=min(found.bound_s, best.seconds))
 
 

@@ -89,7 +89,7 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
     """Return the plans that are met in every order of the kinds, with the links of every level."""
     topology, found = problem.topology, list[Evaluation]()
     links = {problem.link, *(topology.link(level) for level in range(len(topology)))}
-    best_s = min((plan.formula_s for plan in known), default=np.inf)
+    best_s = min((plan.seconds for plan in known), default=np.inf)
     for link in sorted(links, key=lambda each: each.bandwidth_bytes_per_s):
         tables = _tables(problem, kinds, link)
         entries = len(tables[frozenset({0})].space) ** 2 * problem.cluster.gpus

@@ -74,9 +74,9 @@ def test_the_search_is_near_the_best_of_all_plans(
         return
     found = solve_mixed(problem)
     assert found.bound_s <= best.seconds * (1 + 1e-9)
-    assert best.seconds * (1 - 1e-9) <= found.best.formula_s
-    found_s = min(found.best.formula_s, problem.price(found.best.stages).seconds_per_minibatch)
-    assert found_s <= best.seconds * 1.5  # the simulation chooses among plans, and may prefer one that waits less
+    found_s = problem.price(found.best.stages).seconds_per_minibatch
+    # The simulation chooses among plans, and may prefer one that waits less.
+    assert best.seconds * (1 - 1e-9) <= found_s <= best.seconds * 1.5
 
 
 def test_fast_gpus_get_more_layers_on_ranks_of_their_kind() -> None:
