@@ -172,7 +172,8 @@ class TrainingSpec:
                 raise ModelFileError(
                     f"{place} returned for batch_size={batch_size} a tensor of shape {tuple(leaf.shape)}, whose first "
                     f"dimension is not {batch_size}",
-                    hint="the batch is the first dimension of every tensor; masks and the like belong in the model",
+                    hint="the batch is the first dimension of every tensor: pad what differs in length; masks and the "
+                    "like belong in the model",
                 )
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((batch.args, batch.kwargs))):
             raise ModelFileError(f"{place} returned no tensor for the model", hint="return (args, target)")
