@@ -70,6 +70,11 @@ def format_bytes(count: float) -> str:
     return _scaled(count, "B")
 
 
+def format_memory(limit: int) -> str:
+    """Return the memory of a device for people, in the unit of its maker: 16·2^30 -> "16 GiB", 16·10^9 -> "16 GB"."""
+    return f"{limit // 2**30} GiB" if limit and limit % 2**30 == 0 else format_bytes(limit)
+
+
 def format_flops(count: float) -> str:
     """Return floating point operations for people: 1_500_000 -> "1.5 MFLOP"."""
     return _scaled(count, "FLOP")

@@ -11,6 +11,7 @@ from planner.units import (
     format_bandwidth,
     format_bytes,
     format_change,
+    format_memory,
     format_seconds,
     format_times,
     parse_bandwidth,
@@ -71,6 +72,7 @@ def test_zero_and_small_values_show() -> None:
     assert format_seconds(0) == "0 s"
     assert format_bytes(0) == "0 B"
     assert format_bytes(999_999) == "1 MB"
+    assert [format_memory(limit) for limit in (16 * 2**30, 16 * 10**9, 0)] == ["16 GiB", "16 GB", "0 B"]
     assert format_bandwidth(124.99) == "1 kbps"
     assert format_seconds(0.9999) == "1 s"
     assert [format_times(ratio) for ratio in (2e9, 1.234, 1e-9)] == ["more than 1,000x", "1.23x", "less than 0.01x"]

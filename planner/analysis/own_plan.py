@@ -20,7 +20,7 @@ from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.solver.reference.baselines import equal_counts, legal_ends
-from planner.units import format_bytes
+from planner.units import format_bytes, format_memory
 
 
 def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
@@ -90,7 +90,7 @@ def missing_memory(plan: Plan) -> str | None:
     needed = plan.memory_bytes(worst)
     return (
         f"it does not fit: stage {worst} needs {format_bytes(needed)} per GPU, "
-        f"{format_bytes(over[worst])} more than {format_bytes(needed - over[worst])}"
+        f"{format_bytes(over[worst])} more than {format_memory(needed - over[worst])}"
     )
 
 

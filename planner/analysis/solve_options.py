@@ -9,6 +9,7 @@ from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
+from planner.formats.constraints import Constraints
 from planner.formats.cost_model_names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -19,6 +20,7 @@ from planner.solver import solve
 from planner.solver.assemble import GIVEN, complete
 from planner.solver.candidates.budget import Budget, Patience
 from planner.solver.candidates.evaluation import evaluate, priced
+from planner.solver.find_plan import SolverName
 from planner.solver.minibatch import microbatches_in
 from planner.solver.problem import DepthRule, Problem
 from planner.solver.result import Evaluation
@@ -79,8 +81,16 @@ class SolveOptions:
         problem = self.problem(layer_costs, cluster.with_memory(lambda _: None))
         return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
 
-    def solve(self, profile: Profile, cluster: Cluster) -> Plan:
-        """Find the fastest plan.
+    def solve(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        vertical_sync: bool = False,
+        solver: SolverName = "auto",
+        constraints: Constraints | None = None,
+    ) -> Plan:
+        """Find the fastest plan; the keywords are those of `planner.solver.solve`, which alternatives do not have.
 
         Raises:
             InfeasibleError, InputError: as `solve`.
@@ -98,6 +108,9 @@ class SolveOptions:
             max_staleness=self.rules.max_staleness,
             granularity=self.rules.granularity,
             chunks=self.chunks,
+            vertical_sync=vertical_sync,
+            solver=solver,
+            constraints=constraints,
             accept_divided_loss=self.accept_divided_loss,
             time_limit_s=self.patience.deadline.left_s,
             progress=self.patience.progress,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.constraints import add_constraint_arguments, constraints_of
 from planner.cli.arguments.numbers import batch_sizes
-from planner.cli.arguments.question import add_loss_argument, add_minibatch_argument, patience_of
+from planner.cli.arguments.question import add_loss_argument, add_minibatch_argument, options_of, patience_of
 from planner.cli.arguments.rules import add_rule_arguments, rules_of
 from planner.cli.arguments.time_limit import add_time_limit_argument
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, profile_path
@@ -19,7 +19,7 @@ from planner.cli.output import print_answer, print_complaint, print_written
 from planner.errors import InputError, PlannerError
 from planner.formats.cost_model_names import COST_MODEL_HELP, COST_MODEL_NAMES
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
-from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find
+from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES
 
 if TYPE_CHECKING:
     from planner.formats.cluster import Cluster
@@ -145,6 +145,10 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.plan import save_plan
     from planner.report.tables.plan import plan_report, staleness_warning
 
+    if args.verify is not None:
+        from planner.model.spec import load_model_file
+
+        load_model_file(args.verify)  # before the search, whose answer would wait for a file that is not there
     with patience_of(args) as patience:
         profiles = read_profiles(_profile_paths(args.profile, args.batch_size))
         cluster = cluster_of(args, profiles[0])
@@ -217,37 +221,10 @@ def _verified(model: str, profile: Profile, plan: Plan) -> str:
 
 def _solved(args: argparse.Namespace, profile: Profile, cluster: Cluster, patience: Patience) -> Plan:
     from planner.analysis.beside import with_synchronous
-    from planner.analysis.solve_options import SolveOptions
-    from planner.solver import solve
 
-    rules, constraints = rules_of(args), constraints_of(args)
-    options = SolveOptions(
-        cost_model=args.cost_model,
-        schedule=find(args.schedule),
-        microbatches=args.microbatches,
-        minibatch=args.minibatch,
-        depth=args.depth,
-        rules=rules,
-    )
-    plan = solve(
-        profile,
-        cluster,
-        cost_model=args.cost_model,
-        schedule=options.schedule,
-        microbatches=options.microbatches_on(cluster, profile),
-        depth=args.depth,
-        recompute=rules.recompute,
-        shard_optimizer=rules.shard_optimizer,
-        max_stages=rules.max_stages,
-        max_staleness=rules.max_staleness,
-        granularity=rules.granularity,
-        chunks=args.chunks,
-        vertical_sync=args.vertical_sync,
-        solver=args.solver,
-        constraints=constraints,
-        accept_divided_loss=bool(args.accept_divided_loss),
-        time_limit_s=patience.part(SEARCHING).deadline.left_s,
-        progress=patience.progress,
+    options, constraints = options_of(args, patience.part(SEARCHING)), constraints_of(args)
+    plan = options.solve(
+        profile, cluster, vertical_sync=args.vertical_sync, solver=args.solver, constraints=constraints
     )
     if args.vertical_sync or args.solver != "auto" or not constraints.empty:
         return plan  # whose alternative would have to respect the same

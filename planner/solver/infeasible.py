@@ -11,7 +11,7 @@ from planner.formats.plan import short_config
 from planner.solver.candidates.budget import Deadline
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
-from planner.units import format_bytes
+from planner.units import format_bytes, format_memory
 
 # A search for any plan that fits this many GPUs of this much memory.
 Fits = Callable[[int, int], Evaluation | None]
@@ -41,7 +41,7 @@ def out_of_time(problem: Problem, leanest: Evaluation | None) -> PlannerError:
     if leanest is None or memory_bytes is None or (needed := max(leanest.price.gpu_bytes)) <= memory_bytes:
         return PlannerError(message, hint=hint)
     return PlannerError(
-        f"{message}, and no simple plan fits {format_bytes(whole(memory_bytes))}: the leanest, "
+        f"{message}, and no simple plan fits {format_memory(whole(memory_bytes))}: the leanest, "
         f"{short_config(leanest.config)}, needs {format_bytes(whole(needed))}",
         hint=f"{hint}; `memory_bytes={round_up(whole(needed))}` would do, and more GPUs or another schedule may",
     )
@@ -83,7 +83,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     which = f"the plan that needs least{'' if proven else ' of those found in time'}"
     place = f"in {which}, {short_config(leanest.config)}, {place}"
     return InfeasibleError(
-        f"no plan fits {cluster.gpus} GPUs of {format_bytes(whole(cluster.memory_bytes))}: {place}{again} needs "
+        f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(cluster.memory_bytes))}: {place}{again} needs "
         f"{format_bytes(whole(totals[worst]))}, {format_bytes(over)} too many",
         hint=hint,
     )

@@ -93,7 +93,7 @@ def options_of(args: argparse.Namespace, patience: Patience) -> SolveOptions:
     """Return how to solve, by the arguments."""
     from planner.analysis.solve_options import SolveOptions
 
-    asked = {name: getattr(args, name) for name in _SOLVING}
+    asked = {name: getattr(args, name, None) for name in (*_SOLVING, "depth", "chunks")}
     if args.schedule is not None:
         asked["schedule"] = find(args.schedule)
     rules = rules_of(args)

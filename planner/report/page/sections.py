@@ -26,7 +26,7 @@ from planner.report.tables.table import Table
 from planner.report.tables.ways import best_baseline_line, over_data_parallel, over_one_gpu, synchronous_line
 from planner.schedule.defaults import LATE_UPDATES
 from planner.simulator.summary import Summary, WorkerUse
-from planner.units import format_bytes, format_rate, format_seconds
+from planner.units import format_bytes, format_memory, format_rate, format_seconds
 
 MOST_BARS = 16
 MOST_STAGES = 12  # whose table is open from the start
@@ -56,7 +56,7 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     if predicted.communication_cut is not None:
         shown.append(("sent", less_or_more(predicted.communication_cut), "than data parallel"))
     if fullest is not None and fullest.peak_bytes is not None:
-        limit = "no limit" if fullest.limit_bytes is None else f"of {format_bytes(fullest.limit_bytes)}"
+        limit = "no limit" if fullest.limit_bytes is None else f"of {format_memory(fullest.limit_bytes)}"
         if fullest.limit_bytes is not None and fullest.peak_bytes > fullest.limit_bytes:
             limit += ": does not fit"
         shown.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
@@ -225,7 +225,7 @@ def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> st
         text += " (filled) and measured (a line)" if recorded else "; the run did not record its memory"
     limits = {cluster.kinds_on([ranks.start]): cluster.memory_on([ranks.start]) for ranks in cluster.kind_ranks}
     limits = limits or {"": cluster.memory_bytes}
-    words = [f"{format_bytes(limit)}{kind and f' on {kind}'}" for kind, limit in limits.items() if limit is not None]
+    words = [f"{format_memory(limit)}{kind and f' on {kind}'}" for kind, limit in limits.items() if limit is not None]
     text += f". The limit is {', '.join(words)}, dashed if it is near." if words else ". There is no limit."
     table = worker_table(summary.workers)
     if measured is not None and recorded:

@@ -10,7 +10,7 @@ from planner.report.tables.repeats import layer_range
 from planner.report.tables.table import Table, named_values
 from planner.report.tables.ways import best_baseline_line, share_of_speed, speed_up_line, synchronous_line
 from planner.schedule.defaults import LATE_UPDATES
-from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds, times_words
+from planner.units import format_bandwidth, format_bytes, format_memory, format_rate, format_seconds, times_words
 
 MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
 _RESOURCES = {
@@ -105,7 +105,7 @@ def _kind(cluster: Cluster, kind: DeviceKind) -> str:
 
 
 def _memory(limit: int | None) -> str:
-    return "no memory limit" if limit is None else f"{format_bytes(limit)} each"
+    return "no memory limit" if limit is None else f"{format_memory(limit)} each"
 
 
 def stage_table(plan: Plan) -> Table:

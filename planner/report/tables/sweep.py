@@ -9,7 +9,7 @@ from planner.formats.plan import short_config
 from planner.report.tables.plan import bottleneck_place
 from planner.report.tables.table import Table
 from planner.report.tables.ways import speed_over
-from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
+from planner.units import format_bandwidth, format_memory, format_rate, format_seconds
 
 _WIDTH = 40
 NONE_FITS = "none fits"
@@ -26,7 +26,7 @@ def value_text(value: float, quantity: Quantity) -> str:
         case "bandwidth":
             return format_bandwidth(value)
         case "memory":
-            return format_bytes(value)
+            return format_memory(round(value))
         case "gpus":
             return f"{value:.0f} GPU{'s' * (value > 1)}"
 
