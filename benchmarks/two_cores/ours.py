@@ -15,19 +15,19 @@ from typing import Any
 from benchmarks.two_cores.launch import CORES, ROOT, Place, RunError, last_object
 from benchmarks.two_cores.straight import straight_plan
 from benchmarks.two_cores.turns import Contender
-from planner.formats.cluster import flat_cluster
+from planner.formats.cluster import flat_cluster, load_cluster, save_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, load_profile
+from planner.profiler.links.measure_host import measure_host
 from planner.units import parse_bandwidth
 
-LOOPBACK = "10Gbps"  # assumed for the loopback; neither model needs as much
 FOR_EVER = 10**6  # minibatches, and seconds
 STASHED, UNSTASHED = "planner", "benchmarks.two_cores.unstashed"  # modules to run
 
 
 @dataclass
 class Ours:
-    """One model on one network: profiled once per microbatch size on an idle core, then solved and trained."""
+    """One model on one network, solved and trained; each size of microbatch is profiled, while both cores train."""
 
     model: str
     network: str
@@ -47,21 +47,31 @@ class Ours:
     def solved(self) -> Path:
         """Solve for two devices; return the plan's path."""
         plan = self.folder / f"{self.model}-{self.network}.plan.json"
-        command = ["--gpus", str(len(CORES)), "--bandwidth", self._bandwidth, "--profile", str(self.profile(1))]
+        command = ["--cluster", str(self._cluster()), "--profile", str(self.profile(1))]
         _plan("solve", *command, "-o", str(plan))
         return plan
 
     def straight(self, schedule: str, microbatches: int) -> Path:
         """Find the best plan of two stages with one worker each; return its path."""
         plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"
-        cluster = flat_cluster(len(CORES), parse_bandwidth(self._bandwidth))
-        save_plan(straight_plan(load_profile(self.profile(microbatches)), cluster, schedule, microbatches), plan)
+        cluster, profile = load_cluster(self._cluster()), load_profile(self.profile(microbatches))
+        save_plan(straight_plan(profile, cluster, schedule, microbatches), plan)
         return plan
 
-    @property
-    def _bandwidth(self) -> str:
-        """Return the network's bandwidth as `plan` writes it: tc's "1gbit" is "1Gbps"."""
-        return LOOPBACK if self.network == "loopback" else self.network.replace("gbit", "Gbps").replace("mbit", "Mbps")
+    def _cluster(self) -> Path:
+        """Return the file of the cluster: the loopback as it is measured, another network as it is shaped.
+
+        The workers compute on both cores, so that messages do not overlap with computation.
+        """
+        path = self.folder / f"{self.network}.cluster.json"
+        if not path.exists():
+            if self.network == "loopback":
+                cluster = measure_host(len(CORES), "cpu")
+            else:  # tc's "1gbit" is "1Gbps"
+                bandwidth = self.network.replace("gbit", "Gbps").replace("mbit", "Mbps")
+                cluster = flat_cluster(len(CORES), parse_bandwidth(bandwidth), overlap=False)
+            save_cluster(cluster, path)
+        return path
 
     def profile(self, microbatches: int) -> Path:
         """Return the profile for a microbatch, measured at the first call."""
@@ -77,6 +87,8 @@ class Ours:
                 str(size),
                 "--seconds",
                 "2",
+                "--processes",
+                str(len(CORES)),
                 "-o",
                 str(path),
             )
@@ -109,7 +121,7 @@ def cut_of(plan: Plan, profile: Profile) -> int:
 
 
 def _plan(*arguments: str) -> dict[str, Any]:
-    command = ["taskset", "-c", str(CORES[0]), sys.executable, "-m", "planner", *arguments, "--json"]
+    command = ["taskset", "-c", ",".join(map(str, CORES)), sys.executable, "-m", "planner", *arguments, "--json"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
