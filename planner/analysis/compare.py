@@ -151,7 +151,7 @@ def _row(given: GivenPlan, entry: Way) -> ComparisonRow:
         flop_utilisation=None if given.plan.cluster.kinds else utilisation(profile, 1, seconds, workers),
         staleness=max(map(entry.problem.schedule.staleness, price.in_flight)),
         idle_share=1 - busy / (workers * seconds),
-        simulated=entry.plan.simulated,
+        simulated=given.simulated if entry.name == CHOSEN else entry.plan.simulated,
     )
 
 

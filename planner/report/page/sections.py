@@ -130,7 +130,7 @@ def _shares(summary: Summary) -> list[tuple[str, float]]:
     for worker in summary.workers:
         stages.setdefault(worker.stages, []).append(worker)
     found: list[tuple[str, float]] = []
-    for numbers, group in stages.items():
+    for numbers, group in sorted(stages.items()):
         name = f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         found += [
             (f"{name} computes", max(worker.compute_share for worker in group)),

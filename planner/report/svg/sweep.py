@@ -25,7 +25,9 @@ _DATA_PARALLEL = 'stroke="#777777" stroke-dasharray="6 4"'
 def sweep_svg(sweep: Sweep) -> str:
     """Draw the quantity along the bottom (logarithmic for rates and sizes) and the speed upwards."""
     axes = _Axes(sweep)
-    points = sorted((*sweep.points, *(change.above for change in sweep.changes)), key=lambda point: point.value)
+    # Where the time was over, a change is as far as a point of the sweep.
+    found = {point.value: point for point in (*sweep.points, *(change.above for change in sweep.changes))}
+    points = [found[value] for value in sorted(found)]
     configs = list(dict.fromkeys(point.config or NONE_FITS for point in points))
     names = {config: "×" if config == NONE_FITS else str(number) for number, config in enumerate(configs, 1)}
     parts = [
@@ -82,12 +84,10 @@ class _Axes:
 def _lines(quantity: Quantity, points: list[SweepPoint], axes: _Axes, names: dict[str, str]) -> list[str]:
     """Draw the plans' speeds: a line through all, a dot per point, and where the config is new its number."""
     parts = _curve([(point, point.rate_per_s if point.config else None) for point in points], axes, 'stroke="#333333"')
-    before = None
-    for point in points:
-        config = point.config or NONE_FITS
+    configs = [point.config or NONE_FITS for point in points]
+    for point, config, before in zip(points, configs, ["", *configs], strict=False):
         title = f"{value_text(point.value, quantity)}: {config}"
         parts.append(_dot(axes.x(point.value), axes.y(point.rate_per_s), names[config] * (config != before), title))
-        before = config
     return parts
 
 
