@@ -96,8 +96,8 @@ def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(mo
     assert plan.predicted.seconds_per_minibatch < waiting.seconds
     assert plan.solver.status == "feasible"
     assert plan.solver.exhausted
-    assert "above the" in plan_report(plan)
-    assert "by the cost model no other candidate could be faster" in explanation_report(explain(model, plan))
+    assert "% less" in plan_report(plan)
+    assert "by the cost model no other could be faster" in explanation_report(explain(model, plan))
 
 
 @settings(max_examples=60, deadline=None)
@@ -211,7 +211,7 @@ def test_where_the_work_allowed_is_done_the_plan_says_so(monkeypatch: pytest.Mon
     plan = solve(CROWDED, flat_cluster(3, 4.0))
     assert not plan.solver.exhausted
     assert plan.solver.simulated == 1
-    assert "others that could be faster were not" in plan_report(plan)
+    assert "others could be faster" in plan_report(plan)
 
 
 def test_what_is_too_large_to_simulate_is_predicted_by_the_cost_model() -> None:
