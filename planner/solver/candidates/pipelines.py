@@ -25,15 +25,14 @@ from planner.solver.problem import Problem
 from planner.solver.result import Evaluation
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
-# Forwards of a minibatch on all workers, likewise. Asynchronous pipelines run for many minibatches.
-MOST_COMPUTATIONS, MOST_ASYNCHRONOUS = 2**15, 2**12
+MOST_COMPUTATIONS = 2**12  # forwards of a minibatch on all workers, likewise
 
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
     """Return whether simulating these stages takes longer than a search should; the cost model's time counts then."""
     workers, microbatches = sum(stage.replicas for stage in stages), problem.microbatches
     if problem.schedule.asynchronous:
-        return workers > MOST_WORKERS or workers * microbatches > MOST_ASYNCHRONOUS
+        return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
     return len(stages) * microbatches > MOST_COMPUTATIONS
 
 
