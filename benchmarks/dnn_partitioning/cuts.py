@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks.dnn_partitioning.objective import Host, compute_s, held_bytes, value_load_s
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import link_of
+from planner.cost.network.link import link_of
 from planner.cost.stage_options import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind

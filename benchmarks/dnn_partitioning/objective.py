@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.layer_costs import Candidate, LayerCosts, Traffic
-from planner.cost.link import Link, link_of
+from planner.cost.network.link import Link, link_of
 from planner.errors import InputError
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Layer

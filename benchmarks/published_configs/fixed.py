@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import link_of
 from planner.cost.models.registry import asynchronous_model
+from planner.cost.network.link import link_of
 from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting

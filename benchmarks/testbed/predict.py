@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.link import link_of, ring_all_reduce_s
+from planner.cost.network.link import link_of, ring_all_reduce_s
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.analysis.solve_options import SolveOptions, check_workers
 from planner.cost.kinds import with_kinds
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.placement import Busy
+from planner.cost.network.placement import Busy
 from planner.cost.price import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.stage_options import StageOptions

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.placement import ranks_of
+from planner.cost.network.placement import ranks_of
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions
 from planner.formats.cluster import Cluster, DeviceKind

@@ -8,7 +8,7 @@ from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
 from planner.cost.models.cost_model import UnpricedPlan
 from planner.cost.models.registry import cost_model_of
-from planner.cost.placement import Busy
+from planner.cost.network.placement import Busy
 from planner.cost.price import Price, stage_memory
 from planner.cost.setting import Setting
 

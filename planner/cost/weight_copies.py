@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.cost.buckets import Buckets, buckets_of
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.network.buckets import Buckets, buckets_of
 from planner.cost.price import Price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError

@@ -37,12 +37,12 @@ from planner.executor.run.reading_ahead import ReadAhead, reading_ahead
 from planner.executor.run.weighed import weighed
 from planner.executor.run.worker import Observers, Worker
 from planner.executor.stage.optimizer import StageOptimizer
-from planner.model.kept_state import random_state_kept
 from planner.model.memory_format import lay_out
 from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import compiled
 from planner.model.stage.unsplit import unsplit_loss
+from planner.model.state.kept_state import random_state_kept
 from planner.schedule.instructions import Backward, Forward, Instruction, Unit, Update
 
 

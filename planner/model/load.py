@@ -11,7 +11,7 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.memory_format import lay_out
 from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import TrainingSpec
-from planner.model.stage.deferred_weights import allocate_buffers, is_deferred, without_storage
+from planner.model.weights.deferred_weights import allocate_buffers, is_deferred, without_storage
 
 
 def capture_file(

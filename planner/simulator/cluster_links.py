@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.cost.topology import Topology
+from planner.cost.network.topology import Topology
 from planner.formats.cluster import Cluster
 from planner.formats.timeline import LinkUse
 from planner.simulator.fair_network import LinkDirection, LinkPath

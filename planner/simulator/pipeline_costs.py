@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cost.buckets import Buckets
-from planner.cost.link import Link
-from planner.cost.topology import Topology
+from planner.cost.network.buckets import Buckets
+from planner.cost.network.link import Link
+from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Shared, Transfer
@@ -27,8 +27,8 @@ class StageCosts:
         accumulate_s: additional time of a backward that accumulates into existing gradients. If the backward is split,
             its part for the weights takes this time.
         ready_s: from the start of a backward that does not accumulate until each part of the gradients can be
-            all-reduced, as in `planner.cost.buckets`, with `late_s`; empty for parts that are evenly spaced over the
-            backward.
+            all-reduced, as in `planner.cost.network.buckets`, with `late_s`; empty for parts that are evenly spaced
+            over the backward.
         ready_shares: of the gradients in each of these parts; empty for equal ones.
         gradient_bytes: that the replicas all-reduce per round.
         sharded: whether they only reduce-scatter these, and gather the weights after the update, of which each does its

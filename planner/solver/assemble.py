@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.buckets import buckets_of
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.network.buckets import buckets_of
+from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.stage_options import whole_stage
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import (

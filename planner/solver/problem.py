@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import Literal
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import Link, link_of
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link, link_of
+from planner.cost.network.placement import places_matter
+from planner.cost.network.topology import Topology
 from planner.cost.overheads import NO_RESERVE, Reserve
-from planner.cost.placement import places_matter
 from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
-from planner.cost.topology import Topology
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.constraints import Constraints
 from planner.formats.profile import Profile

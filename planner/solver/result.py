@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.placement import ranks_of
+from planner.cost.network.placement import ranks_of
 from planner.cost.price import Price
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import StageOptions

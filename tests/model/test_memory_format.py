@@ -14,8 +14,8 @@ from planner.model.load import capture_file
 from planner.model.memory_format import channels_last, lay_out
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
-from planner.model.stage.deferred_weights import DeferredModel
 from planner.model.stage.stage import build_stage
+from planner.model.weights.deferred_weights import DeferredModel
 from tests.executor.models import write_model
 from tests.model.architectures import ARCHITECTURES
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import link_of
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster
 from planner.formats.cost_model_names import CostModelName

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import Cluster, flat_cluster

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.pipedream import load_graph_txt

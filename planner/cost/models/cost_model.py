@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.layer_costs import Candidate, LayerCosts, exchanges
-from planner.cost.link import Link, link_of
-from planner.cost.placement import Busy, Placement, Resource, places_matter, ranks_of
-from planner.cost.topology import Topology
+from planner.cost.network.link import Link, link_of
+from planner.cost.network.placement import Busy, Placement, Resource, places_matter, ranks_of
+from planner.cost.network.topology import Topology
 from planner.cost.work import Floats, Work
 from planner.formats.plan import Bottleneck
 

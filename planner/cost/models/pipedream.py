@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.models.published import PublishedModel
-from planner.cost.placement import Busy
+from planner.cost.network.placement import Busy
 from planner.cost.work import Floats, Work
 
 

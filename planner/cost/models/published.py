@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from planner.cost.models.cost_model import PlanTime, StageModel, UnpricedPlan
-from planner.cost.placement import Busy, Placement
-from planner.cost.topology import Ranks, Topology
+from planner.cost.network.placement import Busy, Placement
+from planner.cost.network.topology import Ranks, Topology
 from planner.errors import InputError
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planner.cost.link import Link
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.cost_model import CostModel, StageModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
@@ -12,6 +11,7 @@ from planner.cost.models.interleaved import InterleavedModel
 from planner.cost.models.paper import PaperModel
 from planner.cost.models.pipedream import PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link
 from planner.errors import InputError
 from planner.formats.cost_model_names import CostModelName
 from planner.schedule.registry import SCHEDULES

@@ -26,12 +26,12 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan, Stage
 from planner.formats.plan_shape import shape_of
 from planner.model.capture.graph import ValueSpec
-from planner.model.kept_state import random_state_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule
 from planner.model.stage.warmup import warm_up
+from planner.model.state.kept_state import random_state_kept
 from planner.profiler.measured.malloc import return_free_pages
 from planner.schedule.instructions import Instruction
 from planner.schedule.schedule import PipelineShape

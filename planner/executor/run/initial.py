@@ -23,8 +23,8 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.load import capture_file
 from planner.model.options import module_options
 from planner.model.spec import TrainingSpec
-from planner.model.stage.deferred_weights import DeferredModel, allocate
-from planner.model.stage.generators import generators_kept
+from planner.model.state.generators import generators_kept
+from planner.model.weights.deferred_weights import DeferredModel, allocate
 
 # Of the host's memory that whole models, one per local worker, may take: training on a CPU needs the rest, and on a GPU
 # its data and checkpoints do.

@@ -25,10 +25,10 @@ from planner.model.capture.absent_device import fake_device, pretended
 from planner.model.capture.failure import decides_by_values, refuse_untrainable
 from planner.model.capture.graph import LayerGraph
 from planner.model.fake import fake_batch, fake_modules
-from planner.model.kept_state import keep_state
 from planner.model.loss import LossFunction
 from planner.model.memory_format import lay_out
 from planner.model.options import PLAIN, ModuleOptions
+from planner.model.state.kept_state import keep_state
 
 
 def capture_blocks(

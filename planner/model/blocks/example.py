@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from planner.errors import CaptureError, reason_of
 from planner.model.batch import Batch
 from planner.model.capture.block_layers import tensors_of
-from planner.model.kept_state import random_state_kept
 from planner.model.loss import LossFunction, loss_of
+from planner.model.state.kept_state import random_state_kept
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/model-file.md"
 

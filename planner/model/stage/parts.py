@@ -18,7 +18,7 @@ from planner.model.capture.graph import LOSS, GraphLayer, Input, LayerGraph, Val
 from planner.model.capture.size import evaluate_number, samples_in
 from planner.model.memory_format import channels_last
 from planner.model.stage.fast_calls import Registry
-from planner.model.stage.recurrent import RecurrentWeights, recurrent_weights
+from planner.model.weights.recurrent import RecurrentWeights, recurrent_weights
 
 
 class LayerObserver(Protocol):

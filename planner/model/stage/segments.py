@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from planner.errors import CaptureError
 from planner.model.capture.failure import operation_failure
 from planner.model.capture.graph import LayerGraph
-from planner.model.stage.changing_buffers import Buffers, ChangingBuffers
 from planner.model.stage.fast_calls import Registry
 from planner.model.stage.parts import Boundary, boundary_of
-from planner.model.stage.randomness import RandomKey
+from planner.model.state.changing_buffers import Buffers, ChangingBuffers
+from planner.model.state.randomness import RandomKey
 
 Code = Callable[..., tuple[Tensor, ...]]
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError)  # that an operation raises on values it cannot take

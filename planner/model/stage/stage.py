@@ -15,11 +15,11 @@ from planner.model.capture.failure import operation_failure
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.memory_format import lay_out
 from planner.model.stage.block_stage import block_parts
-from planner.model.stage.deferred_norm import DeferredNorm
 from planner.model.stage.graph_stage import graph_parts
 from planner.model.stage.parts import AS_CAPTURED, LayerObserver, StageParts, Variant, stage_boundary
-from planner.model.stage.randomness import RandomKey
 from planner.model.stage.segments import FAILURES
+from planner.model.state.deferred_norm import DeferredNorm
+from planner.model.state.randomness import RandomKey
 
 
 class StageModule(nn.Module):

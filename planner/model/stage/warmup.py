@@ -7,8 +7,8 @@ from torch import Tensor
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
-from planner.model.kept_state import keep_state
 from planner.model.stage.stage import StageModule
+from planner.model.state.kept_state import keep_state
 
 
 def warm_up(stage: StageModule, batch: Batch) -> None:

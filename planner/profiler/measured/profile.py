@@ -17,11 +17,11 @@ from planner.model.autocast import autocast_dtype
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_elementwise_optimizer
-from planner.model.kept_state import random_state_kept
 from planner.model.load import capture_file
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.model.stage.compiling import check_compiler
+from planner.model.state.kept_state import random_state_kept
 from planner.profiler.defaults import REPEATS, SECONDS
 from planner.profiler.measured.contention import check_processes, contention
 from planner.profiler.measured.device import check_positive, describe_device, parse_device, thread_count

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.cost.link import BUCKETS, Link
 from planner.cost.models.asynchronous import AsynchronousModel
+from planner.cost.network.link import BUCKETS, Link
 from planner.cost.rounding import SLACK
 from planner.cost.work import Floats, Work
 from planner.solver.bounds.bounds import Bounds, larger_root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.link import link_of
+from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.formats.cluster import Cluster

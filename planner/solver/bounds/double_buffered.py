@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost.link import BUCKETS, Link
 from planner.cost.models.double_buffered import DoubleBufferedModel
+from planner.cost.network.link import BUCKETS, Link
 from planner.cost.rounding import SLACK
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
 from planner.schedule.double_buffered import TWO_BW

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.formats.cost_model_names import CostModelName
 from planner.schedule.one_forward_one_backward import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from planner.cost.communicators import reserves_of, with_overheads
 from planner.cost.kinds import with_kinds
 from planner.cost.layer_costs import Candidate
-from planner.cost.link import backward_and_reduce_s, ring_all_reduce_s
+from planner.cost.network.link import backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.price import stage_memory
 from planner.cost.rounding import SLACK
 from planner.formats.cluster import flat_cluster

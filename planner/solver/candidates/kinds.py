@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.cost.rounding import SLACK
 from planner.cost.stage_options import ShardRule
 from planner.cost.work import IMPOSSIBLE, Integers

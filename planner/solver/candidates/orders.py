@@ -2,7 +2,8 @@
 
 Stage by stage, the replicas of a stage are neighbours: its gradients cross few slow links, and its activations may
 cross many. Pipeline by pipeline, what exchanges activations is together, and gradients cross the slow links. Between
-the two lies every number of columns (`planner.cost.topology.column_ranks`) that divides the replicas of all stages.
+the two lies every number of columns (`planner.cost.network.topology.column_ranks`) that divides the replicas of all
+stages.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.placement import places_matter
-from planner.cost.topology import column_ranks
+from planner.cost.network.placement import places_matter
+from planner.cost.network.topology import column_ranks
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.problem import Problem
 from planner.solver.result import Evaluation

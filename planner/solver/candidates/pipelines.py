@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.cost.layer_costs import Candidate, LayerCosts, messages
-from planner.cost.topology import Topology
+from planner.cost.network.topology import Topology
 from planner.cost.weight_copies import (
     adding_of_copies_s,
     buckets_in,

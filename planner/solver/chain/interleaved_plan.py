@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.cost.placement import places_matter
+from planner.cost.network.placement import places_matter
 from planner.cost.stage_options import RecomputeRule
 from planner.errors import InputError
 from planner.solver.candidates.evaluation import fastest, priced

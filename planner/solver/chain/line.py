@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.chain.states import Chain, Coarse, StateSpace

@@ -16,7 +16,7 @@ from itertools import chain, combinations, permutations
 import numpy as np
 
 from planner.cost.kinds import everything_on, kind_on
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
 from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.budget import OutOfTimeError

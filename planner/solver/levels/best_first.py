@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.topology import Loads
 from planner.cost.stage_options import StageOptions
-from planner.cost.topology import Loads
 from planner.cost.work import Floats, Integers, Work
 from planner.solver.chain.search import RESOLUTION
 from planner.solver.chain.ways import taken

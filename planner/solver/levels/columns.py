@@ -1,4 +1,4 @@
-"""Search for plans whose workers stand in columns (`planner.cost.topology.column_ranks`) on several levels.
+"""Search for plans whose workers stand in columns (`planner.cost.network.topology.column_ranks`) on several levels.
 
 In d columns all stages have multiples of d replicas, messages stay in a column, and all-reduces cross the columns. The
 plans that differ from those on consecutive ranks have more GPUs than a server, S. From 2·S GPUs on, the last of two or
@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost.link import Link
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.placement import Resource
+from planner.cost.network.link import Link
+from planner.cost.network.placement import Resource
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.solver.bounds.bounds import Bounds
 from planner.solver.bounds.registry import bounds_for

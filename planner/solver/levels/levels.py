@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost.link import Link
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link
 from planner.cost.pricing import busy_resources
 from planner.cost.setting import Setting
 from planner.cost.work import Integers

@@ -12,9 +12,9 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost.placement import Resource
+from planner.cost.network.placement import Resource
+from planner.cost.network.topology import Topology
 from planner.cost.rounding import SLACK
-from planner.cost.topology import Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.formats.cost_model_names import CostModelName
 from planner.solver.bounds.bounds import Bounds

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from planner.cost.models.registry import asynchronous_model
 from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.topology import Topology
+from planner.cost.network.topology import Topology
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.cost_model_names import CostModelName
 from planner.solver.chain.states import StateSpace

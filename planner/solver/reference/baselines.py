@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from planner.cost.layer_costs import Candidate, LayerCosts, candidates
-from planner.cost.link import link_of
+from planner.cost.network.link import link_of
 from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.formats.blocks import blocks_of

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from planner.cost.buckets import bucket_bytes, buckets_of
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import BUCKETS, Link, ring_all_reduce_s
+from planner.cost.network.buckets import bucket_bytes, buckets_of
+from planner.cost.network.link import BUCKETS, Link, ring_all_reduce_s
 from planner.cost.work import Work
 from planner.formats.blocks import blocks_of
 from planner.formats.plan import StageMemory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.link import Link
 from planner.cost.models.asynchronous import AsynchronousModel
+from planner.cost.network.link import Link
 from tests.cost.works import EXAMPLE
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.link import Link, ring_all_reduce_s
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
+from planner.cost.network.link import Link, ring_all_reduce_s
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Work

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.link import Link
 from planner.cost.models.paper import PaperModel
 from planner.cost.models.pipedream import PipedreamModel
+from planner.cost.network.link import Link
 from tests.cost.works import EXAMPLE, work
 
 

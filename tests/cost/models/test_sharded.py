@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from planner.cost.layer_costs import Candidate, LayerCosts, candidates
-from planner.cost.link import Link
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.double_buffered import DoubleBufferedModel
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import StageOptions, whole_stage

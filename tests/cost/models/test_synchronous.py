@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.cost.link import Link
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import Link
 from planner.schedule.flush import FLUSH
 from planner.schedule.gpipe import GPIPE
 from planner.schedule.naive import NAIVE

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.cost.work import IMPOSSIBLE, Work
 from planner.solver.bounds.asynchronous import AsynchronousBounds
 from planner.solver.bounds.bounds import Bounds

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.cost.work import IMPOSSIBLE, Work
 from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.schedule import warm_up_depth

@@ -12,9 +12,9 @@ from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.solve_options import SolveOptions
 from planner.analysis.usual_ways import DATA_PARALLEL
-from planner.cost import buckets
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.link import BUCKETS, ring_all_reduce_s
+from planner.cost.network import buckets
+from planner.cost.network.link import BUCKETS, ring_all_reduce_s
 from planner.cost.pricing import busy_resources
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import LayerCosts, candidates
-from planner.cost.link import Link
 from planner.cost.models.interleaved import InterleavedShape
+from planner.cost.network.link import Link
 from planner.cost.price import Price
 from planner.cost.pricing import price
 from planner.cost.setting import Setting

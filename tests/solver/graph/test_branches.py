@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.link import Link, link_of
+from planner.cost.network.link import Link, link_of
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import encoder_decoder_like, nasnet_like, unet_like
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.link import Link, link_of
+from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
 from planner.cost.stage_options import RecomputeRule
 from planner.formats.cluster import flat_cluster

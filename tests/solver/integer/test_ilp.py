@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import Candidate, LayerCosts
-from planner.cost.link import link_of
 from planner.cost.models.synchronous import SynchronousModel
+from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster

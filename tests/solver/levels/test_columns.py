@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import Candidate, LayerCosts
+from planner.cost.network.topology import column_ranks
 from planner.cost.setting import Setting
-from planner.cost.topology import column_ranks
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.profile import Profile, Value
 from planner.schedule.registry import find

@@ -40,7 +40,7 @@ class DeferredNorm(nn.Module):
     """BatchNorm that accumulates the statistics of microbatches until `restart`.
 
     It accumulates in buffers, so that a recomputed forward finds them as the first forward did (see
-    `planner.model.stage.changing_buffers`); no state dict contains them. Applied several times in a forward, it counts
+    `planner.model.state.changing_buffers`); no state dict contains them. Applied several times in a forward, it counts
     all its inputs as one.
 
     Args:

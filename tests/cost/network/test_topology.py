@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.layer_costs import LayerCosts, candidates
+from planner.cost.network.topology import Loads, Topology, column_ranks, rank_ranges
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.cost.topology import Loads, Topology, column_ranks, rank_ranges
 from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
 from planner.formats.cost_model_names import CostModelName
 from planner.formats.profile import Profile

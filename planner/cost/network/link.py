@@ -65,7 +65,7 @@ def backward_and_reduce_s(backward_s: ArrayLike, reduce_s: ArrayLike, link: Link
     """Return the least seconds from the start of a backward to the end of its all-reduce in `BUCKETS` parts.
 
     The last part waits for the end of the backward. The others are taken to be ready from its start: when they really
-    are depends on the stage's layers, which the simulation knows (`planner.cost.buckets`).
+    are depends on the stage's layers, which the simulation knows (`planner.cost.network.buckets`).
     """
     backward, reduce = np.asarray(backward_s, dtype=np.float64), np.asarray(reduce_s, dtype=np.float64)
     if not link.overlap:

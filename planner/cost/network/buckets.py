@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from planner.cost.link import BUCKETS
+from planner.cost.network.link import BUCKETS
 from planner.cost.rounding import SLACK
 from planner.formats.profile import Layer
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.link import Link, ring_all_reduce_s
+from planner.cost.network.link import Link, ring_all_reduce_s
 from planner.cost.work import Floats, Work
 
 

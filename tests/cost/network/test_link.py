@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.link import Link, ring_all_reduce_s
+from planner.cost.network.link import Link, ring_all_reduce_s
 
 
 def test_ring_all_reduce() -> None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.link import Link
+from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster
 

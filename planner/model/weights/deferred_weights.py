@@ -3,7 +3,7 @@
 The user's constructor runs twice. In the first run every parameter goes to the meta device as soon as a module
 registers it; that model is captured and cut. In the second run everything is made as if the model were built whole, so
 that the parameters of one stage get the values that they would have there, to the bit; but the memory of all others is
-taken away again while it runs. See `planner.model.stage.forgetting`. Buffers are small and always made.
+taken away again while it runs. See `planner.model.weights.forgetting`. Buffers are small and always made.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import ModelFileError, PlannerError
-from planner.model.stage.forgetting import NEEDED, Forgetting
-from planner.model.stage.generators import generators_kept
+from planner.model.state.generators import generators_kept
+from planner.model.weights.forgetting import NEEDED, Forgetting
 
 _NUMBER = "_planner_number"  # on a parameter: its number in the order of construction
 # On a deep copy, which nn.TransformerEncoder makes of its layer: the numbers of the originals, which it needs as well.

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
-from planner.model.stage.randomness import is_random
 from planner.model.stage.stage import build_stage
+from planner.model.state.randomness import is_random
 
 
 class Net(nn.Module):

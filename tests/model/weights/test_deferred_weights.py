@@ -17,9 +17,9 @@ from planner.executor.observe.memory import _resident_bytes
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
-from planner.model.stage import forgetting
-from planner.model.stage.deferred_weights import DeferredModel, is_deferred, without_storage
 from planner.model.stage.stage import build_stage
+from planner.model.weights import forgetting
+from planner.model.weights.deferred_weights import DeferredModel, is_deferred, without_storage
 from tests.model.architectures import ARCHITECTURES
 from tests.model.models import Case
 from tests.model.splitting import assert_same, cut_evenly, run_split

@@ -1,0 +1,1 @@
+"""What a forward reads and changes beside weights: buffers, statistics, random numbers."""
