@@ -37,7 +37,7 @@ class ComparisonRow(Record):
     workers: int
     seconds_per_microbatch: float
     samples_per_s: float | None  # None if the profile does not know its batch size
-    speedup: float | None  # over the way that the comparison names; None where no way fits
+    speedup: float | None  # over the way that the comparison names; None where no way fits, or this one does not
     memory_bytes: int  # of the worker that needs most
     over_memory_bytes: int  # by how much that exceeds the limit; 0 if it fits
     communication_bytes: float  # sent by all workers, per microbatch
@@ -182,6 +182,8 @@ def _best(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
 
 
 def _relative(row: ComparisonRow, over: ComparisonRow | None, parallel_bytes: float) -> ComparisonRow:
+    if row.over_memory_bytes:
+        over = None
     return row.model_copy(
         update={
             "speedup": None if over is None else over.seconds_per_microbatch / row.seconds_per_microbatch,

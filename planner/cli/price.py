@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments.cluster import add_cluster_arguments, cluster_of
 from planner.cli.arguments.numbers import at_least, is_count
 from planner.cli.arguments.verb import PLAN, PROFILE, Verbs, declare, refuse
-from planner.cli.output import print_answer, print_complaint, print_written
+from planner.cli.output import print_answer, print_written
 from planner.errors import InfeasibleError, InputError
 from planner.schedule.defaults import CHUNKS, MICROBATCHES_PER_GPU
 from planner.schedule.registry import DEFAULT, NAMES, find
@@ -85,7 +85,11 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Price, save, and print the plan; exit code 3 if it does not fit the memory."""
+    """Price, save, and print the plan.
+
+    Raises:
+        InfeasibleError: if it does not fit the memory.
+    """
     from planner.analysis.beside import with_baselines
     from planner.analysis.own_plan import missing_memory, price
     from planner.formats.importers import read_one_profile
@@ -98,11 +102,12 @@ def run(args: argparse.Namespace) -> int:
     plan = price(profile, cluster, _own_plan(args, profile, cluster))
     plan = with_baselines(profile, plan, Patience())
     save_plan(plan, args.output)
-    print_answer(plan, args.json, plan_report)
+    missing = missing_memory(plan)
+    if not (missing and args.json):  # which prints one record: the plan, or why there is none
+        print_answer(plan, args.json, plan_report)
     print_written(args.output)
-    if missing := missing_memory(plan):
-        print_complaint("warning", missing, "recompute more stages, or give them fewer layers")
-        return InfeasibleError.exit_code
+    if missing:
+        raise InfeasibleError(missing, hint="recompute more stages, or give them fewer layers")
     return 0
 
 

@@ -8,7 +8,7 @@ what was sent. The streams of a checked plan cannot stop in any other way.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from planner.errors import WorkerError
@@ -17,7 +17,9 @@ from planner.executor.job import Failure
 from planner.schedule.instructions import ReceiveActivation, ReceiveGradient
 
 _ACTIVATION, _GRADIENT = ReceiveActivation.__name__, ReceiveGradient.__name__
-BUSY_SHARE = 0.05  # of one processor: a worker that uses more while it prepares makes progress
+# A worker that uses more than this share of the time that it had a core to run on makes progress while it prepares.
+BUSY_SHARE = 0.05
+_LEAST_S = 0.1  # below this, what it ran and waited for a core tells nothing
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Sign:
 
     beat: Beat
     cpu_s: float | None = None  # processor time of the process; None if it cannot be read
+    starved_s: float = 0.0  # its main thread was ready to run, and others had all cores
     frozen: str | None = None  # why it cannot respond: "is stopped by a signal"
 
 
@@ -77,8 +80,8 @@ class HangDetector:
             if seen is None or _has_moved(seen, sign, now_s):
                 self._seen[rank] = _Seen(sign, now_s)
             else:
-                # Keeps the old processor time, so that progress is judged over the whole time since the worker moved.
-                seen.sign = Sign(sign.beat, seen.sign.cpu_s, sign.frozen)
+                # Keeps the old times, so that progress is judged over the whole time since the worker moved.
+                seen.sign = replace(sign, cpu_s=seen.sign.cpu_s, starved_s=seen.sign.starved_s)
         limit_s = self._timeout_s + max((seen.sign.beat.slowest_s for seen in self._seen.values()), default=0.0)
         stuck = {rank: now_s - seen.moved_s for rank, seen in self._seen.items()}
         longest = sorted(stuck, key=lambda rank: -stuck[rank])
@@ -158,4 +161,5 @@ def _has_moved(seen: _Seen, sign: Sign, now_s: float) -> bool:
         return True
     if sign.beat.state is not State.PREPARING or sign.cpu_s is None or before.cpu_s is None:
         return False
-    return sign.cpu_s - before.cpu_s > max(0.1, BUSY_SHARE * (now_s - seen.moved_s))
+    ran_s, starved_s = sign.cpu_s - before.cpu_s, sign.starved_s - before.starved_s
+    return ran_s + starved_s > _LEAST_S and ran_s > BUSY_SHARE * (now_s - seen.moved_s - starved_s)

@@ -24,6 +24,7 @@ from planner.executor.health.ending import ABORT_S, within
 from planner.executor.health.failures import GRACE_S, error_of, innermost, stage_of, worker_name
 from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat
+from planner.executor.health.local_watch import times_of_main_thread
 from planner.executor.health.next_worker import NextWorker
 from planner.executor.job import Failure, Job
 
@@ -146,7 +147,8 @@ class RemoteWatch:
         stack = [] if frame is None else [(f.filename, f.lineno or 0, f.name) for f in extract_stack(frame)]
         place = innermost(stack, self._job)
         page = self._heartbeat.page.hex()
-        return json.dumps({"page": page, "sequence": sequence, "cpu_s": time.process_time(), "place": place})
+        times = {"cpu_s": time.process_time(), "starved_s": times_of_main_thread()[1]}
+        return json.dumps({"page": page, "sequence": sequence, "place": place, **times})
 
     def _judge(self, ranks: Sequence[int], pages: Sequence[bytes]) -> Hang | None:
         now = time.monotonic()
@@ -163,7 +165,7 @@ class RemoteWatch:
             self._last_sequence[rank] = (told["sequence"], since)
             silent = now - since > self._job.run_options.hang_timeout_s / 2
             frozen = "does not respond: it is stopped, or its host or its link is down" if silent else None
-            signs[rank] = Sign(beat, told["cpu_s"], frozen)
+            signs[rank] = Sign(beat, told["cpu_s"], told["starved_s"], frozen)
         return self._detector.look(signs, now)
 
     def _end(self, hang: Hang, page: bytes | None) -> None:

@@ -49,8 +49,8 @@ def _cells(point: SweepPoint) -> list[str]:
         str(point.workers),
         format_seconds(point.seconds_per_minibatch / (point.microbatches or 1)),
         "" if point.samples_per_s is None else format_rate(point.samples_per_s),
-        speed_over(point.speedup_over_one_gpu or 0.0, point.one_gpu_over_memory_bytes),
-        speed_over(point.speedup_over_data_parallel or 0.0, point.data_parallel_over_memory_bytes),
+        speed_over(point.speedup_over_one_gpu, point.one_gpu_over_memory_bytes),
+        speed_over(point.speedup_over_data_parallel, point.data_parallel_over_memory_bytes),
         bottleneck_place(point.bottleneck),
     ]
 

@@ -17,15 +17,17 @@ def over_data_parallel(plan: Plan) -> str:
     return speed_over(plan.predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL))
 
 
-def speed_over(ratio: float, over_memory_bytes: int) -> str:
-    """Write a speed-up over another way: "1.86x"; or that the other way does not fit the memory."""
+def speed_over(ratio: float | None, over_memory_bytes: int) -> str:
+    """Write a speed-up: "1.86x"; nothing where it is None; or that one of the two ways does not fit the memory."""
     if over_memory_bytes:
         return f"does not fit ({format_bytes(over_memory_bytes)} too many)"
-    return format_times(ratio)
+    return "" if ratio is None else format_times(ratio)
 
 
 def speed_up_line(plan: Plan, gpus: str) -> str:
     """Write both; `gpus`: on how many GPUs data parallelism runs."""
+    if over := max(map(plan.lacking_bytes, range(len(plan.stages)))):
+        return f"none: the plan {speed_over(None, over)}"
     one, parallel = over_one_gpu(plan), over_data_parallel(plan)
     over_one = f"{one} over one GPU" if one.endswith("x") else f"one GPU {one}"
     over_parallel = (

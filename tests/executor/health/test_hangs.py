@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from planner.executor.health.failures import beat_path, place_in_dump, read_beat
 from planner.executor.health.hangs import Hang, HangDetector, Sign
 from planner.executor.health.heartbeat import Beat, Heartbeat, State
+from planner.executor.health.local_watch import look_at
 from planner.executor.job import Job
 from planner.schedule.instructions import (
     AllReduce,
@@ -179,6 +183,57 @@ def test_a_worker_that_uses_its_processor_is_preparing_and_one_that_does_not_han
     assert hang is not None
     assert hang.rank == 0
     assert "while building its model" in hang.message
+
+
+def preparing(pid: int = 0) -> Beat:
+    heartbeat = Heartbeat()
+    heartbeat.enter("building its model")
+    return dataclasses.replace(heartbeat.read(), pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("ran", "starved", "hangs"),
+    [
+        (0.002, 0.998, False),  # others have its core: it uses all that it gets
+        (0.03, 0.0, True),  # a core is free, and it does next to nothing
+        (0.01, 0.4, True),  # it wakes up now and then, and waits for a core each time
+        (0.0, 0.0, True),
+    ],
+)
+def test_a_worker_that_waits_for_a_core_is_not_hung(ran: float, starved: float, hangs: bool) -> None:
+    detector, found = HangDetector([(0,)], TIMEOUT_S), []
+    for look in range(60):  # every half second
+        at_s = look / 2
+        found.append(detector.look({0: Sign(preparing(), ran * at_s, starved * at_s)}, at_s))
+    assert any(found) == hangs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell who waits for a core")
+def test_real_processes_starved_and_hung() -> None:
+    core = min(os.sched_getaffinity(0))
+    start = f"import os, time; os.sched_setaffinity(0, {{{core}}})\n"
+    spin, poll = "while True: pass", "while True: time.sleep(0.02)"
+    programs = [f"os.nice(19)\n{spin}", poll, spin, spin]
+    processes = [subprocess.Popen([sys.executable, "-c", start + program]) for program in programs]
+    try:
+        time.sleep(1.0)  # the interpreters' start is progress
+        starved, polling, *_ = (preparing(process.pid) for process in processes)
+        detectors = [HangDetector([(0,)], 4.0) for _ in range(2)]
+        hung = [False, False]
+        first, began_s = look_at(starved), time.monotonic()
+        while (now_s := time.monotonic()) < began_s + 10:
+            for number, beat in enumerate((starved, polling)):
+                hung[number] |= detectors[number].look({0: look_at(beat)}, now_s) is not None
+            time.sleep(0.2)
+        last = look_at(starved)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert (last.cpu_s or 0.0) - (first.cpu_s or 0.0) < 0.05 * 10, "it was not starved"
+    assert hung == [False, True]
 
 
 def test_when_all_wait_the_run_ends_all_the_same() -> None:
