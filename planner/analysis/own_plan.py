@@ -6,6 +6,7 @@ It answers what a run with Megatron's, DeepSpeed's or one's own stages would giv
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 from planner.analysis.solve_options import SolveOptions, check_workers
@@ -18,7 +19,9 @@ from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
+from planner.formats.plan_shape import check_versions
 from planner.formats.profile import Profile
+from planner.schedule.schedule import gpus_after
 from planner.solver.reference.baselines import equal_counts, legal_ends
 from planner.units import format_bytes, format_memory
 
@@ -36,12 +39,17 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
 
     Raises:
         ClusterError: for kinds of GPUs that the profile does not know.
+        PlanError: for a schedule whose weight versions do not suffice for so many stages.
         InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are.
     """
     cluster = cluster_for(profile, cluster)
     layer_costs = LayerCosts(profile)
     options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
     _check_workers(own, options.chunks_per_gpu, cluster)
+    microbatches, replicas = options.problem(layer_costs, cluster).microbatches, [each.replicas for each in own.stages]
+    if not own.schedule.chunked:  # whose depths are those of whole workers
+        depths = map(partial(own.schedule.in_flight, microbatches=microbatches), replicas, gpus_after(replicas))
+        check_versions(own.schedule, microbatches, replicas, list(depths))
     return options.price(layer_costs, cluster, _candidates(layer_costs, own.stages))
 
 

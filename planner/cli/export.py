@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from planner.cli.arguments.verb import Verbs, add_plan_argument, declare
-from planner.cli.output import STDOUT, print_written
+from planner.cli.output import STDOUT, print_complaint, print_written
 
 DESCRIPTION = """\
 Write the plan's stage boundaries in the form that another pipeline system takes.
@@ -45,7 +45,14 @@ def run(args: argparse.Namespace) -> int:
     from planner.formats.files import write_text
     from planner.formats.plan import load_plan
 
-    text = export(load_plan(args.plan), args.to, model=args.model)
+    plan = load_plan(args.plan)
+    text = export(plan, args.to, model=args.model)
+    if args.to != "torch-pipelining" and plan.loss is not None and plan.loss.weighs:  # as that script does
+        print_complaint(
+            "warning",
+            f"{args.to} does not weigh microbatches by their labels as `plan train` does, so it trains another loss",
+            "weigh them in the loss function: a comment in the text says how they count",
+        )
     output = args.output or Path(FILES[args.to])
     if output == STDOUT:
         print(json.dumps({"text": text}) if args.json else text.rstrip("\n"))

@@ -115,7 +115,7 @@ def _model_remarks(plan: Plan, system: str) -> list[str]:
             f"Stages {', '.join(map(str, stages))} share {', '.join(names)}: tie them there, or each stage trains "
             "its own copy."
         )
-    if plan.loss is not None and plan.loss.over in ("labels", "loss_weight", "sum"):
+    if plan.loss is not None and plan.loss.weighs:
         what = "a sum" if plan.loss.over == "sum" else "a mean over the labels that count"
         said.append(
             f"The loss is {what}, and `plan train` weighs microbatches by it. {system} takes the mean of the "

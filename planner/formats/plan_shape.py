@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 
 from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan, Shared
@@ -53,6 +54,26 @@ def trainable_pairs(
     pairs = tuple(each.stages for each in shared)
     uneven = schedule.stashes and any(len({replicas[stage] for stage in pair}) > 1 for pair in pairs)
     return () if uneven else pairs
+
+
+def check_versions(schedule: Schedule, microbatches: int, replicas: Sequence[int], depths: Sequence[int]) -> None:
+    """Check that every stage can have its units in flight with the versions of weights that the schedule keeps.
+
+    Raises:
+        PlanError: with the least number of microbatches that would do.
+    """
+
+    def suffice(number: int) -> bool:
+        return all(schedule.versions_suffice(number, *stage) for stage in zip(replicas, depths, strict=True))
+
+    if not suffice(microbatches):
+        least = next(number for number in count(microbatches) if suffice(number))
+        raise PlanError(
+            f"{microbatches} microbatches per minibatch are too few for stages with in_flight {list(depths)} on "
+            f"{list(replicas)} replicas under {schedule}: they would need more than its {schedule.weight_versions} "
+            "versions of the weights",
+            hint=f"take {least} `microbatches` or more, or fewer stages",
+        )
 
 
 def deadlock(plan: Plan) -> PlanError:

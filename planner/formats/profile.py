@@ -141,6 +141,11 @@ class LossMean(Record):
     ignored: int | None = None  # with "labels": the label that does not count
     shifted: bool = False  # with "labels": each sample's first label does not count
 
+    @property
+    def weighs(self) -> bool:
+        """Whether the parts of a batch count unequally, or are added up."""
+        return self.over in ("labels", "loss_weight", "sum")
+
 
 class Disturbance(Record):
     """What disturbed a measurement on a CPU: then times are longer than an idle machine's."""

@@ -19,7 +19,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 _VECTORS = ("mv", "addmv", "dot")
 _FUSED_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
-_OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT)  # beside those that PyTorch counts
+# Of mixtures of experts: each group of rows has its own matrix. The last is what Transformers does without the first.
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
+_OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)  # beside those that PyTorch counts
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
@@ -74,6 +76,12 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         return int(registered(*args, **kwargs, out_val=out))
     if name in _VECTORS:
         return 2 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    if name.startswith(GROUPED):
+        # Every number of the one is multiplied with a row of its group's matrix. Where the groups divide the other's
+        # columns (3 and 2 dimensions), each number meets its own group's columns alone.
+        one, other = args[0], args[1]
+        groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
+        return int(2 * one.numel() * other.shape[-1] // groups)
     if name.startswith(_FUSED_RECURRENT) and "flatten" not in name and "init" not in name:
         return _recurrent(name, args)
     return 0

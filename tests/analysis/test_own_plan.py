@@ -8,12 +8,13 @@ import pytest
 
 from planner.analysis.given_plan import GivenPlan
 from planner.analysis.own_plan import equal_stages, missing_memory, price, stages_ending_at
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
+from planner.schedule.double_buffered import TWO_BW
 from planner.schedule.registry import NAMES, find
 from planner.solver import solve
 from tests.samples import layer, profile
@@ -188,3 +189,12 @@ def test_stages_take_the_pace_of_the_slowest_kind_of_their_gpus() -> None:
     assert fast.forward_s == alike.stages[0].forward_s / 2
     assert both.forward_s == alike.stages[1].forward_s
     assert [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages] == ["speed 2", "speed 2 + speed 1"]
+
+
+def test_2bw_with_too_few_microbatches_says_how_many_it_takes() -> None:
+    """Four stages have up to 4 in flight: with m = 2 that is minibatches t - 1 to t, and t - 2 is not done."""
+    own = OwnPlan(stages=tuple(equal_stages(measured("vgg16"), 4)), schedule=TWO_BW, microbatches=2)
+    with pytest.raises(PlanError, match=r"^2 microbatches .* more than its 2 versions") as caught:
+        price(measured("vgg16"), FLAT, own)
+    assert "take 3 `microbatches` or more" in caught.value.hint
+    price(measured("vgg16"), FLAT, own.model_copy(update={"microbatches": 3}))

@@ -8,6 +8,7 @@ import pytest
 
 from planner.cli.main import main
 from planner.formats.plan import save_plan
+from planner.formats.profile import LossMean
 from tests.exports.plans import plan_of
 
 
@@ -29,3 +30,13 @@ def test_what_cannot_be_expressed_is_wrong_input(tmp_path: Path, capsys: pytest.
     save_plan(plan_of([["a"], ["b"]], (2, 1)), tmp_path / "plan.json")
     assert main(["export", "--to", "deepspeed", "--plan", str(tmp_path / "plan.json")]) == 2
     assert capsys.readouterr().err.startswith("error: DeepSpeed copies whole pipelines, so it has no form for '2-1'")
+
+
+def test_losses_that_only_plan_train_weighs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of([["wte", "h.0.mlp"], ["h.1.mlp", "loss"]])
+    for number, (loss, said) in enumerate([(LossMean(over="labels", ignored=-100), True), (None, False)]):
+        path = tmp_path / f"{number}.json"
+        save_plan(plan.model_copy(update={"loss": loss}), path)
+        for system in ("deepspeed", "megatron"):
+            assert main(["export", "--to", system, "--plan", str(path), "-o", "-"]) == 0
+            assert ("does not weigh microbatches" in capsys.readouterr().err) == said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.api import estimate
 from planner.api import profile as measure
 from planner.model.spec import load_model_file
-from planner.profiler.flops import FlopCounter
+from planner.profiler.flops import FlopCounter, model_flops
 
 CONVOLUTIONS = """
+import pytest
 import torch
 from torch import nn
 def build_model():
@@ -26,6 +28,7 @@ def loss(output, target):
 """
 
 TOKENS = """
+import pytest
 import torch
 from torch import nn
 def build_model():
@@ -83,3 +86,29 @@ def test_recurrent_layers_count() -> None:
         assert counter.total == 2 * 7 * 2 * (20 * 3 + 20 * 5)
         output.sum().backward()
     assert counter.total == 3 * 2 * 7 * 2 * (20 * 3 + 20 * 5)
+
+
+def test_the_matrices_of_experts_count_for_their_own_rows() -> None:
+    """Rows 0 to 2 meet the first expert's 4x8 matrix, rows 3 to 7 the second's; no row meets both."""
+    tokens, experts = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
+    ends, counter = torch.tensor([3, 8], dtype=torch.int32), FlopCounter()
+    by_hand = 2 * (3 * 4 * 8 + 5 * 4 * 8)
+    with counter:
+        output = torch.nn.functional.grouped_mm(tokens, experts, offs=ends)
+        assert counter.total == by_hand
+        output.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert counter.total == 3 * by_hand  # for the tokens' and the experts' gradients
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "by_hand"),
+    [
+        ((8, 4), (2, 4, 6), 2 * (3 + 5) * 4 * 6),  # rows divided
+        ((2, 7, 4), (4, 8), 2 * 7 * 4 * (3 + 5)),  # columns divided
+        ((6, 8), (8, 5), 2 * 6 * (3 + 5) * 5),  # the summed dimension divided, as for the weights' gradients
+        ((2, 7, 4), (2, 4, 6), 2 * 2 * 7 * 4 * 6),  # a matrix for each
+    ],
+)
+def test_products_of_groups_count(one: tuple[int, ...], other: tuple[int, ...], by_hand: int) -> None:
+    arguments = torch.empty(one, device="meta"), torch.empty(other, device="meta")
+    assert model_flops(torch.ops.aten._grouped_mm.default, arguments, {}, None) == by_hand

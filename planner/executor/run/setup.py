@@ -6,7 +6,7 @@ import os
 
 from planner.errors import PlanError
 from planner.formats.plan import Plan
-from planner.formats.plan_shape import deadlock, shape_of
+from planner.formats.plan_shape import check_versions, deadlock, shape_of
 from planner.schedule.streams.check import ScheduleError, check_streams
 
 
@@ -25,13 +25,14 @@ def check_world(plan: Plan) -> None:
 
 
 def check_schedule(plan: Plan) -> None:
-    """Check that the plan's streams run to their end: with depths edited by hand they may deadlock.
+    """Check that the plan's streams run to their end: those of a plan edited by hand may not.
 
     Raises:
-        PlanError: when they do.
+        PlanError: when they do not.
     """
-    deepest = max(stage.in_flight for stage in plan.stages)
+    depths = [stage.in_flight for stage in plan.stages]
+    check_versions(plan.schedule, plan.microbatches, plan.replicas, depths)
     try:
-        check_streams(shape_of(plan), minibatches=4 * max(plan.replicas) * deepest)
+        check_streams(shape_of(plan), minibatches=4 * max(plan.replicas) * max(depths))
     except ScheduleError:
         raise deadlock(plan) from None

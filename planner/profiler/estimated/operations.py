@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from planner.profiler.estimated.allocations import Allocations
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, MEMORY_CLASSES, OP_CLASSES, DeviceSpec, DType, OpClass
 from planner.profiler.estimated.products import shares_of_peak
-from planner.profiler.flops import model_flops
+from planner.profiler.flops import GROUPED, model_flops
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ _STATES_KEPT = 11.3  # hidden states that oneDNN saves per step and sample besid
 _CLASSES: tuple[tuple[OpClass, tuple[str, ...]], ...] = (
     ("attention", ("_scaled_dot_product", "_flash_attention", "_efficient_attention")),
     ("conv", ("convolution", "_convolution", "mkldnn_convolution", "conv_")),
-    ("gemm", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm")),
+    ("gemm", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm", *GROUPED)),
     ("random", ("bernoulli", "native_dropout", "normal", "uniform", "rand", "exponential")),
     ("norm", ("native_batch_norm", "_native_batch_norm", "native_layer_norm", "native_group_norm", "cudnn_batch_norm")),
     ("norm", ("_fused_rms_norm", "batch_norm", "_batch_norm", "miopen_batch_norm", "mean", "sum", "var", "std")),
