@@ -29,7 +29,7 @@ def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
     try:
         ways = tuple(usual_ways(options_of(plan), LayerCosts(profile), plan.cluster, budget))
     except PlannerError as error:
-        return plan.noting(f"what people use without a planner was not priced: {error.message}")
+        return plan.noting(f"the baselines were not priced: {error.message}")
     return plan.model_copy(update={"baselines": tuple(map(_described, ways))})
 
 

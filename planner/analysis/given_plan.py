@@ -55,9 +55,9 @@ class GivenPlan:
             )
         names = [name for stage in plan.stages for name in stage.layers]
         if missing := set(names) ^ set(layer_costs.position):
-            whose = "profile" if min(missing) in names else "plan"
+            has, lacks = ("plan", "profile") if min(missing) in names else ("profile", "plan")
             raise PlanError(
-                f"the {whose} has no layer '{min(missing)}', and the other of plan and profile has",
+                f"the {has} has a layer '{min(missing)}', which the {lacks} has not",
                 hint="make the plan again with: plan solve",
             )
         before: frozenset[int] = frozenset()

@@ -97,7 +97,7 @@ def missing_memory(plan: Plan) -> str | None:
         return None
     needed = plan.memory_bytes(worst)
     return (
-        f"it does not fit: stage {worst} needs {format_bytes(needed)} per GPU, "
+        f"the plan does not fit: stage {worst} needs {format_bytes(needed)} per GPU, "
         f"{format_bytes(over[worst])} more than {format_memory(needed - over[worst])}"
     )
 
@@ -131,9 +131,9 @@ def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) 
     if recompute > len(units):
         names = layer_costs.profile.layers
         raise InputError(
-            f"{recompute} units recompute of the {len(units)} from '{names[layers[0]].name}' to "
-            f"'{names[layers[-1]].name}'",
-            hint="a unit is what a stage has of one of the model's blocks; give as many as it has, or fewer",
+            f"{recompute} blocks are to recompute in the stage from '{names[layers[0]].name}' to "
+            f"'{names[layers[-1]].name}', which has {len(units)}",
+            hint=f"give {len(units)} or fewer; what a stage has of one of the model's blocks counts as one",
         )
     return tuple(frozenset(unit) for unit in units[:recompute])
 
@@ -158,8 +158,8 @@ def _by_layers(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[rang
         group = range(start, start + len(stage.layers))
         if [layer_costs.position[name] for name in stage.layers] != list(group):
             raise InputError(
-                f"the stage of '{stage.layers[0]}' to '{stage.layers[-1]}' is no run of consecutive layers that begins "
-                "where the stage before it ends",
+                f"the stage from '{stage.layers[0]}' to '{stage.layers[-1]}' does not follow the stage before it in "
+                "the profile's order, or leaves layers out",
                 hint="list all layers, each once, in the profile's order",
             )
         groups.append(group)

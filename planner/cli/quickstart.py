@@ -19,6 +19,7 @@ Profile VGG-16 on this machine, find the best plan for its GPUs or cores, train 
 it again with DistributedDataParallel, and compare. The model, the profile and the plan stay in a folder to continue
 from.
 """
+WORTH_SAYING = 0.05  # error of a prediction
 NEXT = """\
 {folder} holds model.py, profile.json and plan.json. Next:
   cd {folder}
@@ -68,19 +69,30 @@ def quickstart_report(result: QuickstartResult) -> str:
     from planner.report.tables.training import loss_ends, percent_error
     from planner.units import format_bandwidth
 
-    rows = []
+    rows, misses = [], ""
     for name, run, predicted in (
         ("plan", result.pipeline, result.pipeline.predicted_samples_per_s),
         ("DDP", result.data_parallel, result.predicted_data_parallel_samples_per_s),
     ):
         first, last = loss_ends(run.losses)
         shown = ["-", "-"]
-        if predicted is not None:
+        if predicted is not None and run.samples_per_s:
             shown = [f"{predicted:.1f} samples/s", percent_error(predicted, run.samples_per_s)]
-        measured = f"{run.samples_per_s:.1f} samples/s"
-        rows.append([name, run.config, shown[0], measured, shown[1], f"{first:.3f} -> {last:.3f}"])
+            misses += miss_words(name, predicted / run.samples_per_s - 1, run.likely_cause)
+        rows.append(
+            [name, run.config, shown[0], f"{run.samples_per_s:.1f} samples/s", shown[1], f"{first:.3f} -> {last:.3f}"]
+        )
     table = tabulate(rows, ["", "config", "predicted", "measured", "error", "loss"], disable_numparse=True)
-    ratio = result.pipeline.samples_per_s / result.data_parallel.samples_per_s
     link = format_bandwidth(result.link_bytes_per_s)
-    faster = f"The plan trains {ratio:.2f} times as fast as DistributedDataParallel here, over a link of {link}."
+    ours, theirs = result.pipeline.samples_per_s, result.data_parallel.samples_per_s
+    times = f"{ours / theirs:.2f} times" if ours and theirs else "too few minibatches to say how many times"
+    faster = f"The plan trains {times} as fast as DistributedDataParallel here, over a link of {link}.{misses}"
     return f"{table}\n\n{faster}\n\n{NEXT.format(folder=result.folder)}"
+
+
+def miss_words(name: str, error: float, likely_cause: str | None) -> str:
+    """Say that a prediction is off by more than runs of this length usually vary, and why; "" where it is not."""
+    if abs(error) < WORTH_SAYING:
+        return ""
+    why = likely_cause or "runs this short vary by some percent; give `steps=1000` to see what is left"
+    return f"\nThe prediction for {name} is {abs(error):.0%} too {'high' if error > 0 else 'low'}: {why}."

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 COMPARING = 0.3  # share of the time for the comparison
 EXPLAINING = 0.4  # share of the time left for the explanation; the rest is for the bandwidths
-FORMATS = ("html", "svg", "png")
+TIME_LIMIT = "7s"  # with what simulation and page take besides, a report of 56 stages is there within 10 s
+FORMATS = ("html", "svg")
 SPREAD = 10.0  # the sweep's bandwidths: from the plan's divided by this to the plan's multiplied by it
 
 DESCRIPTION = """\
@@ -41,7 +42,7 @@ it shows a training run and its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
     plan report --run trace.json                measured beside predicted
-    plan report -o timeline.svg                 the timeline alone, as a picture; .png too
+    plan report -o timeline.svg                 the timeline alone, as a picture
 """
 
 
@@ -73,11 +74,11 @@ def add_parser(verbs: Verbs) -> None:
         metavar="N",
         help="solve for N bandwidths, from a tenth to ten times the plan's; 0 for none (default: %(default)s)",
     )
-    add_time_limit_argument(parser)
+    add_time_limit_argument(parser, default=TIME_LIMIT)
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="svg and png show the timeline alone (default: that of the file's name, or html)",
+        help="svg shows the timeline alone (default: that of the file's name, or html)",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: report.FORMAT)")
     parser.add_argument("--json", action="store_true", help="print the name of the file as JSON")
@@ -88,27 +89,29 @@ def run(args: argparse.Namespace) -> int:
     """Gather, and write the file."""
     from planner.analysis.beside import with_rows
     from planner.analysis.sweep import MOST_POINTS
-    from planner.formats.files import write_bytes, write_text
+    from planner.formats.files import write_text
     from planner.formats.plan import load_plan
     from planner.report.page.page import ReportContent, report_page
-    from planner.report.svg.png import png
+    from planner.report.svg.lanes import opening
     from planner.report.svg.timeline import timeline_svg
+    from planner.simulator.summary import summarize
 
     style, output = _style(args)
     if args.points != 0 and not 2 <= args.points <= MOST_POINTS:
         raise InputError(f"{args.points} points make no sweep", hint=f"give `points` from 2 to {MOST_POINTS}, or 0")
     plan = load_plan(args.plan)
     simulated, measured = _timelines(args, plan)
-    match style:
-        case "html":
-            with patience_of(args) as patience:
-                content = _alternatives(args, ReportContent(plan, simulated, measured), patience)
-            if content.comparison is not None:
-                content = replace(content, plan=with_rows(plan, content.comparison))
-            write_text(output, report_page(content))
-        case "svg" | "png":
-            picture = timeline_svg([simulated] if measured is None else [simulated, measured])
-            write_bytes(output, png(picture) if style == "png" else picture.encode())
+    if style == "svg":
+        runs = [simulated] if measured is None else [simulated, measured]
+        shown = opening(summarize(simulated), simulated, max(run.span_s for run in runs))
+        written = timeline_svg(runs, shown)
+    else:
+        with patience_of(args) as patience:
+            content = _alternatives(args, ReportContent(plan, simulated, measured), patience)
+        if content.comparison is not None:
+            content = replace(content, plan=with_rows(plan, content.comparison))
+        written = report_page(content)
+    write_text(output, written)
     print_written(output, as_json=args.json)
     return 0
 
@@ -134,7 +137,7 @@ def _style(args: argparse.Namespace) -> tuple[str, Path]:
     """
     output: Path | None = args.output
     suffix = "" if output is None else output.suffix.lower().removeprefix(".")
-    if args.format is None and suffix in ("pdf", "jpg", "jpeg", "gif"):
+    if args.format is None and suffix in ("pdf", "png", "jpg", "jpeg", "gif"):
         raise InputError(
             f"'{output}' is not a format of reports, which are {', '.join(FORMATS)}",
             hint="print report.html from a browser, or convert a picture",

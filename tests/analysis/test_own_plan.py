@@ -146,11 +146,11 @@ def test_what_does_not_fit_is_priced_and_said() -> None:
     ("stages", "message"),
     [
         ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "x"))], "has no layer 'x'"),
-        ([OwnStage(layers=("c", "d")), OwnStage(layers=("a", "b"))], "'c' to 'd' is no run of consecutive layers"),
+        ([OwnStage(layers=("c", "d")), OwnStage(layers=("a", "b"))], "'c' to 'd' does not follow the stage before it"),
         ([OwnStage(layers=("a",))], "no stage has the layer 'b'"),
         ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "d"))], "no stage can end after layer 'b'"),
         ([OwnStage(blocks=1), OwnStage(layers=("c", "d"))], "some stages are described by blocks and some by layers"),
-        ([OwnStage(blocks=1, recompute=2)], "2 units recompute of the 1 from 'a' to 'd'"),
+        ([OwnStage(blocks=1, recompute=2)], "2 blocks are to recompute in the stage from 'a' to 'd', which has 1"),
         ([OwnStage(blocks=2)], "the stages have 2 blocks, and 'sample' has 1"),
         ([OwnStage(layers=("a", "b", "c", "d"), replicas=5)], "need 5 GPUs, and the cluster has 4"),
     ],

@@ -162,7 +162,7 @@ def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
     assert "2-1 on 3 GPUs" in plan("show", cwd=folder).stdout
     small = plan("price", "--given", "own.json", *CLUSTER, "--memory", "1GB", cwd=folder)
     assert small.returncode == 3
-    assert "it does not fit: stage 1 needs 1.2 GB" in small.stderr
+    assert "the plan does not fit: stage 1 needs 1.2 GB" in small.stderr
     assert "predicted" in small.stdout
 
 
@@ -174,7 +174,10 @@ def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
         (("--stages", "a", "--replicas", "1,1,1"), "does not say how many replicas each of 2 stages has"),
         (("--stages", "a", "--replicas", "x"), "--replicas x is no list of numbers"),
         (("--stages", "a", "--recompute", "2"), "there is no stage 2 to recompute"),
-        (("--stages", "a", "--recompute", "0:3"), "3 units recompute of the 1 from 'a' to 'a'"),
+        (
+            ("--stages", "a", "--recompute", "0:3"),
+            "3 blocks are to recompute in the stage from 'a'",
+        ),
         (("--stages", "a", "--recompute", "0:x"), "--recompute 0:x is no list of stages"),
         (("--stages", "a", "--shard-optimizer", "1", "--replicas", "2,1"), "stage 1 has one replica"),
         (("--stages", "1,0"), "has a stage without blocks"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.cli.quickstart import miss_words
 from planner.formats.plan import load_plan
 from planner.formats.profile import load_profile
 
@@ -47,3 +48,16 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_starts(tmp_path:
         assert process.returncode == 2
         assert process.stderr.startswith(f"error: {option} 0 is too few\nhint: ")
     assert not (tmp_path / "quickstart").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "words"),
+    [
+        (-0.09, None, "The prediction for DDP is 9% too low: runs this short vary"),
+        (0.2, "the links are slow", "The prediction for DDP is 20% too high: the links are slow."),
+        (0.04, None, ""),
+    ],
+)
+def test_a_prediction_that_misses_is_said(error: float, cause: str | None, words: str) -> None:
+    assert words in (told := miss_words("DDP", error, cause))
+    assert bool(told) == bool(words)

@@ -73,7 +73,7 @@ def test_one_gpu_has_nothing_to_interleave() -> None:
     choice = choose([deep()], flat_cluster(1, 1e3))
     assert choice.options[-1].schedule.name == "interleaved"
     assert choice.options[-1].plan is None
-    assert "too little to divide" in choice_report(choice)
+    assert "not possible: see it alone" in choice_report(choice)
 
 
 def test_larger_microbatches_win_until_memory_ends() -> None:

@@ -22,12 +22,12 @@ EVERY_S = 0.5  # on a terminal, whose line is rewritten
 SELDOM_S = 10.0  # elsewhere, where every line stays
 
 
-def add_time_limit_argument(parser: argparse.ArgumentParser) -> None:
+def add_time_limit_argument(parser: argparse.ArgumentParser, default: str = TIME_LIMIT) -> None:
     """Declare --time-limit."""
     parser.add_argument(
         "--time-limit",
         type=_limit,
-        default=TIME_LIMIT,
+        default=default,
         metavar="TIME",
         help="answer after a time such as 30s, which all searches share, with the best plans so far; none: however "
         "long it takes (default: %(default)s)",

@@ -9,14 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from planner.formats.timeline import LANES, LETTERS, Event, EventKind, Timeline
-from planner.report.svg.lanes import COLOURS, TEXTS, rows_of, shown_workers
+from planner.report.svg.lanes import COLOURS, TEXTS, opening, rows_of, shown_workers
 from planner.simulator.recorded import ROUNDS
 from planner.simulator.summary import Summary
 
 KINDS: tuple[EventKind, ...] = tuple(LANES)
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
-OPENING = 6  # minibatches on show at first
-_UNITS = 48  # microbatches on show at first, at most: more than these are too narrow to read
 
 
 def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
@@ -58,15 +56,6 @@ def chart_data(runs: Sequence[Timeline], summary: Summary) -> str:
         "memory": _memory(runs, workers, digits),
     }
     return script_json(content)
-
-
-def opening(summary: Summary, timeline: Timeline, span: float) -> tuple[float, float]:
-    """Return the stretch of time on show at first: about six steady minibatches, fewer of many microbatches each."""
-    length = summary.seconds_per_minibatch * max(2, min(OPENING, _UNITS // timeline.microbatches))
-    if not 0 < length < 0.75 * span:
-        return 0.0, span
-    start = summary.steady_from_s if summary.steady else (span - length) / 2
-    return start, min(start + length, span)
 
 
 def script_json(content: object) -> str:

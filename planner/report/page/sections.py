@@ -25,10 +25,9 @@ from planner.report.tables.sweep import sweep_table
 from planner.report.tables.table import Table
 from planner.report.tables.ways import best_baseline_line, over_data_parallel, over_one_gpu, synchronous_line
 from planner.schedule.defaults import LATE_UPDATES
-from planner.simulator.summary import Summary, WorkerUse
+from planner.simulator.summary import Summary
 from planner.units import format_bytes, format_memory, format_rate, format_seconds
 
-MOST_BARS = 16
 MOST_STAGES = 12  # whose table is open from the start
 
 
@@ -109,35 +108,12 @@ def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None
         f"{format_seconds(bottleneck.busy_s)} of {format_seconds(plan.predicted.seconds_per_minibatch)} per minibatch. "
         f"Simulated: <strong>{escape(summary.busiest)}</strong>, busy {percent(summary.busiest_share)} of the time.</p>"
     )
-    shares, note = _shares(summary), legend(summary)
-    note = f"{note[:1].upper()}{note[1:]}."
-    if len(shares) > MOST_BARS:
-        note += f" The {MOST_BARS} busiest of {len(shares)}."
-        shares = sorted(shares, key=lambda share: -share[1])[:MOST_BARS]
-    bars = "".join(f"<span>{escape(name)}</span>{bar([(name, share, '')])}<b>{share:.0%}</b>" for name, share in shares)
-    drawn = f'{text}{paragraph(note, "note")}<div class="busy">{bars}</div>'
     if explanation is None:
-        return drawn
+        return text
     # The first sentence names the bottleneck, which stands above.
     said = "".join(map(paragraph, sentences(explanation).splitlines()[1:]))
     tables = "".join(folded(title, table_html(title, table)) for title, table in explanation_tables(explanation))
-    return f"{drawn}{said}{tables}"
-
-
-def _shares(summary: Summary) -> list[tuple[str, float]]:
-    """List the busy shares of each stage's busiest replica, and of each shared link."""
-    stages: dict[tuple[int, ...], list[WorkerUse]] = {}
-    for worker in summary.workers:
-        stages.setdefault(worker.stages, []).append(worker)
-    found: list[tuple[str, float]] = []
-    for numbers, group in sorted(stages.items()):
-        name = f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        found += [
-            (f"{name} computes", max(worker.compute_share for worker in group)),
-            (f"{name} sends", max(worker.send_share for worker in group)),
-            (f"{name} receives", max(worker.receive_share for worker in group)),
-        ]
-    return found + [(link.name, link.busy_share) for link in summary.shared_links]
+    return f"{text}{said}{tables}"
 
 
 def stages_section(plan: Plan, source: str) -> str:
@@ -232,13 +208,14 @@ def memory_section(plan: Plan, summary: Summary, measured: Summary | None) -> st
         peaks = [row[PEAK] for row in worker_table(measured.workers).rows]
         rows = [[*row, peak] for row, peak in zip(table.rows, peaks, strict=True)]
         table = Table([*table.headers, "measured peak"], rows, f"{table.align}r")
+    note, few = f"Of computing, sending and receiving: {legend(summary)}.", len(table.rows) <= MOST_STAGES
     over = [w.rank for w in summary.workers if w.peak_bytes and w.limit_bytes and w.peak_bytes > w.limit_bytes]
     too_full = f"Worker{'s' * (len(over) > 1)} {', '.join(map(str, over))} would need more memory than there is."
     return (
         f"{paragraph(text)}{paragraph(too_full, 'warn') if over else ''}"
         '<div class="chart" id="memory-chart" role="img" aria-label="Memory of each worker over time">'
         "<canvas></canvas></div>"
-        + folded("Simulated use of each worker", table_html("Workers", table), len(table.rows) <= MOST_STAGES)
+        + folded("Simulated use of each worker", table_html("Workers", table) + paragraph(note, "note"), few)
     )
 
 

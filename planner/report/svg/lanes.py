@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from planner.formats.timeline import LANES, Event, EventKind, Lane, Timeline
+from planner.simulator.summary import Summary
 
 MOST_WORKERS = 64  # on a page
+OPENING = 6  # minibatches on show at first
+_UNITS = 48  # microbatches on show at first, at most: more than these are too narrow to read
 LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
 
 # White text on a colour has a contrast of 4.5 or more; the colour has 3 or more on white and on near-black (WCAG 2).
@@ -47,6 +50,15 @@ def shown_workers(timeline: Timeline) -> tuple[int, ...]:
     first = sorted({ranks[0] for ranks in timeline.ranks})
     step = -(-len(first) // MOST_WORKERS)
     return tuple(first[::step])
+
+
+def opening(summary: Summary, timeline: Timeline, span: float) -> tuple[float, float]:
+    """Return the stretch of time on show at first: about six steady minibatches, fewer of many microbatches each."""
+    length = summary.seconds_per_minibatch * max(2, min(OPENING, _UNITS // timeline.microbatches))
+    if not 0 < length < 0.75 * span:
+        return 0.0, span
+    start = summary.steady_from_s if summary.steady else (span - length) / 2
+    return start, min(start + length, span)
 
 
 def colour_legend(kinds: Iterable[EventKind]) -> list[tuple[str, str]]:

@@ -55,4 +55,4 @@ def _why(option: Option) -> str:
         return ""
     if isinstance(option.obstacle, MinibatchError):
         return "cannot make a minibatch of this size"
-    return "too little to divide" if isinstance(option.obstacle, InputError) else "does not fit the memory"
+    return "not possible: see it alone" if isinstance(option.obstacle, InputError) else "does not fit the memory"

@@ -9,8 +9,8 @@ from planner.formats.profile import Profile
 from planner.report.tables.profile import disturbance_words
 
 NOT_MODELLED = (
-    "workers that compute on all cores of their host wait for cores that move messages, and find their caches cold "
-    "after a wait: of this the prediction has the time of the messages alone"
+    "the workers compute on all cores of their host, which also move the messages: the prediction counts the time of "
+    "the messages, and not what else this may cost, such as waiting for a core"
 )
 
 
@@ -35,8 +35,8 @@ def company_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
         )
     elif plan.cluster.overlap:
         yield (
-            f"the profile is of {device.processes} workers that share a host, and messages are taken to need none of "
-            "its cores",
+            f"the profile is of {device.processes} workers that share a host, and the plan takes messages to need "
+            "none of its cores",
             "where workers compute on all of them, give `overlap=False`, or measure the links: plan profile `links`",
         )
     else:

@@ -38,8 +38,8 @@ def timing_notes(comparison: RunComparison) -> tuple[str, str]:
     """Say what the timing errors are, and how the two rows differ."""
     events = f"{comparison.as_planned.events:,} forwards and backwards"
     return (
-        f"Distances between simulated and measured starts and ends of {events}, as shares of the run's length.",
-        "The first row is the error of the prediction; the second, that of messages, waits and jitter alone.",
+        f"How far simulated starts and ends of {events} are from measured ones, as shares of the run's length.",
+        "The first row is the error of the prediction; the second, that of its messages and waits alone.",
     )
 
 

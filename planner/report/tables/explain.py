@@ -65,7 +65,7 @@ def _optimality(explanation: Explanation) -> str:
         return f"{bound}: the search was exact{simulated}."
     less = f"{bound}, which is {solver.gap:.1%} less"
     if solver.simulated == 0:
-        return f"{less}; whether a plan reaches that was not decided."
+        return f"{less}; the search did not decide whether a plan reaches that."
     return f"{less}.\nThe plan is {simulated_words(solver)}."
 
 

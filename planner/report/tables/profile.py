@@ -47,7 +47,7 @@ def loss_words(loss: LossMean) -> str:
         "samples": "mean over samples",
         "loss_weight": "mean over what loss_weight(target) counts",
         "sum": "sum over samples",
-        "batch": "of the whole batch: no weights of its parts make it a mean",
+        "batch": "of the whole batch: not a weighted mean of the losses of its parts",
     }[loss.over]
 
 
@@ -96,9 +96,7 @@ def _most(profile: Profile, size: Callable[[Layer], float], text: Callable[[Laye
 def _source(provenance: Provenance) -> str:
     if provenance.sizes is None:
         return provenance.source
-    return (
-        f"{provenance.source}; the model decides by values, and sizes are those of example_batch and untrained weights"
-    )
+    return f"{provenance.source}; the sizes depend on values, and are those of example_batch with untrained weights"
 
 
 def _head(profile: Profile) -> str:

@@ -74,7 +74,7 @@ def changes_text(sweep: Sweep) -> str:
         return "The config is the same throughout."
     lines = ["The config changes:", *(f"  {_change_text(change, sweep.quantity)}" for change in sweep.changes)]
     if sweep.out_of_time:
-        lines.append("The time limit ended the search for where: each is at most as much lower as the point before it.")
+        lines.append("The time limit ended the search: a change may be anywhere down to the point before it.")
     return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ def best_baseline_line(plan: Plan) -> str | None:
     fitting = [way for way in plan.baselines if not way.over_memory_bytes]
     best = min(fitting, key=lambda way: way.seconds_per_microbatch, default=None)
     if best is None:
-        return "of what people use without a planner, nothing fits" if plan.baselines else None
+        return "none of them fits the memory" if plan.baselines else None
     if best.name == DATA_PARALLEL:
         return None
     ratio, name = _ratio(plan, best), f"{best.name} ({short_config(best.config)})"
