@@ -60,13 +60,15 @@ class GivenPlan:
                 f"the {has} has a layer '{min(missing)}', which the {lacks} has not",
                 hint="make the plan again with: plan solve",
             )
+        in_order = dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks)
+        as_usual = list(in_order) == list(range(plan.workers))
         before: frozenset[int] = frozenset()
         stages = []
         for stage in plan.stages:
             layers = frozenset(layer_costs.position[name] for name in stage.layers)
             groups = (frozenset(layer_costs.position[name] for name in names) for names in stage.recompute_groups)
             how = StageOptions(stage.replicas, stage.sharded, tuple(groups))
-            stages.append(Candidate(before, layers, how, stage.ranks if plan.cluster.kinds else ()))
+            stages.append(Candidate(before, layers, how, () if as_usual else stage.ranks))
             before |= layers
         recorded = options_of(plan).problem(layer_costs, plan.cluster)
         placed = with_kinds(layer_costs, stages, recorded.setting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
@@ -135,7 +136,8 @@ def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         help="cpu, cuda or cuda:1 (default: cuda where PyTorch sees a GPU, else cpu); with --estimate "
-        f"{', '.join(DEVICES)}, where cpu is one core (default: cpu)",
+        f"{', '.join(DEVICES)}, where cpu is one core (default: cpu), or several with commas between: v100,t4 writes "
+        "profile-v100.json and profile-t4.json",
     )
     parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="CPU cores per worker (default: %(default)s)"
@@ -186,11 +188,13 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
     output = args.output or PROFILE
-    several = len(args.batch_size) > 1
+    devices = args.device.split(",") if args.estimate and args.device else [args.device]
+    several = len(args.batch_size) * len(devices) > 1
     profiles = []
-    for size in args.batch_size:
-        profiles.append(_estimated(args, size) if args.estimate else _measured(args, size))
-        path = profile_path(output, size) if several else output
+    for device, size in product(devices, args.batch_size):
+        profiles.append(_estimated(args, device, size) if args.estimate else _measured(args, size))
+        path = profile_path(output, size) if len(args.batch_size) > 1 else output
+        path = path.with_name(f"{path.stem}-{device}{path.suffix}") if len(devices) > 1 else path
         save_profile(profiles[-1], path)
         print_written(path)
     if args.json:
@@ -252,7 +256,7 @@ def _measured(args: argparse.Namespace, batch_size: int) -> Profile:
             line.clear()
 
 
-def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
+def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) -> Profile:
     from planner.api import estimate
 
     for option, number in (("--threads", args.threads), ("--processes", args.processes)):
@@ -262,7 +266,7 @@ def _estimated(args: argparse.Namespace, batch_size: int) -> Profile:
         raise InputError("--deterministic cannot be estimated", hint="measure on the device")
     return estimate(
         args.model,
-        device=args.device or (None if args.device_file is not None else "cpu"),
+        device=device or (None if args.device_file is not None else "cpu"),
         device_file=args.device_file,
         batch_size=batch_size,
         dtype=args.dtype,

@@ -6,11 +6,13 @@ a replica elsewhere, may be busier by a little and wait less by more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from planner.cost.rounding import SLACK
+from planner.solver.candidates.allotment import allotted
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import SETTLED, priced_path, simulated
 from planner.solver.candidates.orders import in_every_order
@@ -18,25 +20,36 @@ from planner.solver.chain.best_ways import BestWays
 from planner.solver.chain.states import Chain
 from planner.solver.levels.local_search import Effort, LocalSearch
 from planner.solver.problem import Problem
-from planner.solver.result import CutPath, Evaluation, Found
+from planner.solver.result import CutPath, Evaluation, Found, stages_along
 
 MOST_PRICED, FEW_LAYERS = 100, 50  # plans that are priced, for models of so many layers; of larger ones, fewer
+ADDED = 1.25  # times the best plan's seconds, up to which plans are simulated that may take less than their price
 MOST_INSTRUCTIONS = 2**15  # of the simulations: a part of a second
 
 
-def improved(problem: Problem, found: Found) -> Found:
-    """Return the answer with the fastest plan that single changes lead to, one after the other."""
+def improved(problem: Problem, found: Found, others: Iterable[Evaluation] = ()) -> Found:
+    """Return the answer with the fastest plan that single changes lead to, one after the other.
+
+    Args:
+        problem: whose budget is spent.
+        found: the answer, with which the search begins.
+        others: plans with which it begins again, as far as the effort allows.
+    """
     best = found.best
     if best.seconds <= found.bound_s * (1 + SETTLED) or problem.budget.over:
         return found
     space, budget = Chain(problem.layer_costs), problem.budget
-    if (path := _path(space, best)) is None:
+    if (path := _path(problem, space, best)) is None:
         return found
     own = Budget(budget.deadline, min(budget.left, MOST_INSTRUCTIONS), seen=budget.seen, progress=budget.progress)
-    trials = _Trials(replace(problem, budget=own), space, best)
+    trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
     effort = Effort(MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
-    LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, BestWays(problem, space).options).from_(path)
+    ways = BestWays(problem, space)
+    local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways.options)
+    starts = (_path(problem, space, plan) for plan in others)
+    for start in (path, *filter(None, starts)):
+        local_search.from_(start)
     budget.count += own.count
     return found if trials.best is best else found.with_best(trials.best)
 
@@ -44,19 +57,17 @@ def improved(problem: Problem, found: Found) -> Found:
 class _Trials:
     """The best plan so far, and how plans are compared with it."""
 
-    def __init__(self, problem: Problem, space: Chain, start: Evaluation) -> None:
-        self._problem, self._space, self._start, self.best = problem, space, start, start
+    def __init__(self, problem: Problem, space: Chain, path: CutPath, start: Evaluation) -> None:
+        self._problem, self._space, self._path, self._start, self.best = problem, space, path, start, start
+        # Stages on unlike GPUs update at different times, which the cost model of synchronous schedules adds up.
+        adds = problem.cluster.kinds and not problem.schedule.asynchronous
+        self._lenient = ADDED if adds else 1 - SLACK
 
     def seconds(self, path: CutPath) -> float:
         """Return the seconds that count; infinity for what does not fit, or cannot be faster than the best plan."""
-        plan = priced_path(self._problem, self._space, path)
-        if plan.stages == self._start.stages:
-            return self._start.counted_s
-        if not self._problem.allows(plan):
-            return np.inf
-        least_s = np.inf
-        for order in in_every_order(self._problem, [plan]):
-            if self._problem.budget.over or order.seconds >= min(least_s, self.best.counted_s) * (1 - SLACK):
+        least_s = self._start.counted_s if path == self._path else np.inf
+        for order in in_every_order(self._problem, self._plans(path)):
+            if self._problem.budget.over or order.seconds >= min(least_s, self.best.counted_s) * self._lenient:
                 break  # there is no time left; or simulating, which only adds waiting, cannot help
             evaluation = simulated(self._problem, order, self.best.counted_s)
             if self._start.simulated and not evaluation.simulated:
@@ -65,13 +76,21 @@ class _Trials:
             self.best = evaluation if evaluation.saves(self.best) else self.best
         return least_s
 
+    def _plans(self, path: CutPath) -> Iterable[Evaluation]:
+        """Return the plans of a path that are allowed: one, or several where GPUs differ."""
+        if self._problem.cluster.kinds:
+            return allotted(self._problem, stages_along(self._space, path))
+        plan = priced_path(self._problem, self._space, path)
+        return [plan] if path != self._path and self._problem.allows(plan) else []
 
-def _path(space: Chain, plan: Evaluation) -> CutPath | None:
+
+def _path(problem: Problem, space: Chain, plan: Evaluation) -> CutPath | None:
     """Return a plan's path over the space; None where its stages are no runs of consecutive layers that may be cut."""
     lengths = [len(space.layers(0, state)) for state in range(len(space))]
     ends = [0, *(len(stage.before) + len(stage.layers) for stage in plan.stages)]
     runs = all(stage.before == frozenset(range(end)) for stage, end in zip(plan.stages, ends, strict=False))
-    if not runs or any(end not in lengths for end in ends) or any(stage.ranks for stage in plan.stages):
+    placed = not problem.cluster.kinds and any(stage.ranks for stage in plan.stages)
+    if not runs or placed or any(end not in lengths for end in ends):
         return None
     states = tuple(lengths.index(end) for end in ends)
     return CutPath(states, tuple(stage.options for stage in plan.stages), np.inf)

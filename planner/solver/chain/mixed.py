@@ -1,9 +1,9 @@
 """Search for plans on GPUs of several kinds: for each order of the kinds, a search along their line (`line`).
 
 Nearly exact, on links that are all alike, for plans in which the GPUs of a kind follow each other. In small problems a
-kind may also be at both ends of the line; other plans in which kinds take turns are not sought. On several levels there
-is a search for the links of each; the price and the simulation know the places. The bound is perfect balance, so the
-answer is `feasible` unless it meets that.
+kind may also be at both ends of the line. On several levels there is a search for the links of each; the price and the
+simulation know the places. Local search on simulated times then also lets kinds take turns. The bound is perfect
+balance, so the answer is `feasible` unless it meets that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.budget import OutOfTimeError
 from planner.solver.candidates.evaluation import fastest, priced
 from planner.solver.candidates.first_plans import Leaner
+from planner.solver.candidates.improvement import improved
+from planner.solver.candidates.kinds import slowed
 from planner.solver.chain.line import Kinds, LinePlan, LineSearch, StagesOn
 from planner.solver.chain.states import Chain
 from planner.solver.chain.ways import WaysOf
@@ -32,9 +34,9 @@ from planner.solver.result import Evaluation, Found
 MOST_KINDS = 4  # whose orders are tried
 MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
 TINY, SMALL = 2_000, 25_000  # entries up to which every step is fine, and up to which kinds may take turns
+MOST_STARTS = 6  # plans with which local search begins
 COARSE, FINE = 0.05, 0.004  # steps of the limit on the maximum, relative: over all of them, and around the best
-
-
+SLOWER_LINKS = (2.0, 4.0)  # factors by which links are slower in alternatives
 SLOWER = (1.02, 1.05, 1.1, 1.2)  # times the best time of an asynchronous plan, within which others are proposed
 
 Line = list[tuple[int, Sequence[int]]]  # numbers of kinds, and ranks of each
@@ -61,7 +63,16 @@ def solve_mixed(problem: Problem) -> Found:
         raise _infeasible(problem)
     best = fastest(problem, fitting) if problem.simulates else min(fitting, key=lambda plan: plan.seconds)
     ways = WaysOf(Chain(problem.layer_costs), problem.limits, prices_shards=problem.simulates)
-    return Found(best, min(balanced_s(problem.layer_costs, problem.setting, ways.least), best.seconds))
+    found_best = Found(best, min(balanced_s(problem.layer_costs, problem.setting, ways.least), best.seconds))
+    return improved(problem, found_best, _unlike(fitting)) if problem.simulates else found_best
+
+
+def _unlike(plans: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the fastest plans by the cost model that differ in their cuts or replicas."""
+    shapes: dict[object, Evaluation] = {}
+    for plan in sorted(plans, key=lambda plan: plan.price.cost_model_s or plan.seconds):
+        shapes.setdefault(tuple((stage.layers, stage.replicas) for stage in plan.stages), plan)
+    return list(shapes.values())[:MOST_STARTS]
 
 
 def _alike(problem: Problem) -> list[tuple[int, ...]]:
@@ -89,8 +100,11 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
     """Return the plans that are met in every order of the kinds, with the links of every level."""
     topology, found = problem.topology, list[Evaluation]()
     links = {problem.link, *(topology.link(level) for level in range(len(topology)))}
-    best_s = min((plan.seconds for plan in known), default=np.inf)
-    for link in sorted(links, key=lambda each: each.bandwidth_bytes_per_s):
+    known_s = min((plan.seconds for plan in known), default=np.inf)
+    # Where messages weigh more, there are fewer of them, and plans wait less.
+    slower = [slowed(problem.link, times) for times in SLOWER_LINKS] if problem.simulates else []
+    for link in (*sorted(links, key=lambda each: each.bandwidth_bytes_per_s), *slower):
+        best_s = np.inf if link in slower else known_s
         tables = _tables(problem, kinds, link)
         entries = len(tables[frozenset({0})].space) ** 2 * problem.cluster.gpus
         for line in chain(_lines(kinds), _in_turns(kinds) if entries <= SMALL else ()):
@@ -99,9 +113,10 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
             fast = _fastest(search, best_s) if problem.schedule.asynchronous else _traded(search, best_s, step)
             for plan in fast:
                 found.append(priced(problem, plan.stages))
-                best_s = min(best_s, found[-1].seconds)
+                best_s = min(best_s, plan.seconds if link in slower else found[-1].seconds)
             if problem.deadline.passed:
                 return found
+        known_s = min(known_s, best_s)
     return found
 
 

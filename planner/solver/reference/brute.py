@@ -33,19 +33,16 @@ def brute_force(problem: Problem, *, in_order: bool = False) -> Evaluation | Non
     Raises:
         InputError: for more layers, whose plans are too many.
     """
-    layer_costs, cluster, schedule = problem.layer_costs, problem.cluster, problem.schedule
+    layer_costs, cluster = problem.layer_costs, problem.cluster
     if len(layer_costs.profile.layers) > MOST_LAYERS:
         raise InputError(
             f"{len(layer_costs.profile.layers)} layers are too many to try every plan", hint="use the search"
         )
     best: Evaluation | None = None
-    every = interleaved_plans(problem, in_order) if schedule.chunked else plans(problem, cluster.gpus, in_order)
+    every = interleaved_plans(problem, in_order) if problem.schedule.chunked else plans(problem, cluster.gpus, in_order)
     for stages in every:
         plan = Evaluation(stages, problem.price(stages))
         if not problem.allows(plan):
-            continue
-        depths = zip(stages, plan.price.in_flight, strict=True)
-        if not all(schedule.versions_suffice(problem.microbatches, stage.replicas, depth) for stage, depth in depths):
             continue
         if best is None or _beats(plan, best):
             best = plan

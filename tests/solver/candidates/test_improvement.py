@@ -56,3 +56,11 @@ def test_the_time_of_a_simulation_that_the_budget_ended_does_not_count() -> None
     uneven = Found(evaluate(asked, candidates([range(6), range(6, 8)], [1, 1])), 0.0)
     asked = Problem(asked.layer_costs, asked.setting, budget=Budget(left=1))
     assert improved(asked, uneven).best is uneven.best
+
+
+def test_replicas_that_2bw_has_no_microbatches_for_are_not_allowed() -> None:
+    """A change may lead to such plans, and no worker could run them."""
+    asked = Problem(LayerCosts(profile(*LAYERS)), Setting(flat_cluster(4, 1e6), find("2bw"), 2))
+    for replicas, allowed in ((2, True), (3, False)):
+        stages = candidates([range(4), range(4, 8)], [replicas, 1])
+        assert asked.allows(priced(asked, stages)) == allowed

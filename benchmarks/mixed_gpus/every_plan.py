@@ -1,0 +1,134 @@
+"""The fastest of all plans on GPUs of several kinds, by trying them.
+
+On one level, what a stage takes and holds is computed once for each run of layers and GPUs, and the parts of the time
+are added up for every plan. On several levels every plan has its price by the cost model, on all ranks that its stages
+may have. The best ones are then simulated, as the planner simulates its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, count, pairwise, product
+
+from planner.cost.kinds import kind_on
+from planner.cost.layer_costs import Candidate
+from planner.cost.stage_options import StageOptions
+from planner.solver.candidates.evaluation import evaluate, priced
+from planner.solver.problem import Problem
+from planner.solver.reference.brute import options_of
+
+Ranks = tuple[int, ...]
+Times = tuple[float, float]  # a stage's parts of the sum over the stages, and of the maximum
+Stages = tuple[Candidate, ...]
+
+
+def best_s(problem: Problem, simulated: int) -> float | None:
+    """Return the seconds of the fastest plan among so many of the best by the cost model; None if no plan fits."""
+    flat = len(problem.cluster.joined) == 1
+    every = _Flat(problem).plans() if flat else _on_levels(problem)
+    number = count()  # of equally fast plans, the first
+    best = heapq.nsmallest(simulated, ((seconds, next(number), stages) for seconds, stages in every))
+    plans = [evaluate(problem, stages) for _, _, stages in best]
+    return min((plan.seconds for plan in plans), default=None)
+
+
+@dataclass
+class _Flat:
+    """All plans on links that are all alike, where it does not matter which GPUs of a kind a stage has."""
+
+    problem: Problem
+    _known: dict[tuple[int, int, Ranks, int], list[tuple[Times, Candidate]]] = field(default_factory=dict)
+
+    def plans(self) -> Iterator[tuple[float, Stages]]:
+        """Yield seconds and stages; of the ways to run a stage, those that no other one beats in both parts."""
+        for ends in _cuts(len(self.problem.layer_costs.profile.layers)):
+            for ranks in self._ranks(len(ends)):
+                after = [sum(map(len, ranks[number + 1 :])) for number in range(len(ranks))]
+                ways = [self._ways(*end, own, rest) for end, own, rest in zip(ends, ranks, after, strict=True)]
+                for chosen in product(*ways):
+                    seconds = sum(times[0] for times, _ in chosen) + max(times[1] for times, _ in chosen)
+                    yield seconds, tuple(stage for _, stage in chosen)
+
+    def _ranks(self, stages: int) -> Iterator[tuple[Ranks, ...]]:
+        """Yield the ranks of so many stages, for all numbers of GPUs of each kind."""
+        shares = [
+            [tuple(pairwise(ends)) for ends in _divisions(ranks.start, ranks.stop, stages)]
+            for ranks in self.problem.cluster.kind_ranks
+        ]
+        for kinds in product(*shares):
+            found = tuple(tuple(chain(*(range(*own) for own in stage))) for stage in zip(*kinds, strict=True))
+            if all(found):
+                yield found
+
+    def _ways(self, first: int, end: int, ranks: Ranks, after: int) -> list[tuple[Times, Candidate]]:
+        key = first, end, ranks, after
+        if key not in self._known:
+            stages = _stages(self.problem, first, end, ranks)
+            ways = sorted(
+                ((self._times(stage), stage) for stage in stages if self._fits(stage, after)), key=lambda way: way[0]
+            )
+            kept: list[tuple[Times, Candidate]] = []
+            for times, stage in ways:
+                if not kept or times[1] < kept[-1][0][1]:
+                    kept.append((times, stage))
+            self._known[key] = kept
+        return self._known[key]
+
+    def _times(self, stage: Candidate) -> Times:
+        work, problem = self.problem.layer_costs.work(stage), self.problem
+        if problem.schedule.asynchronous:
+            return 0.0, float(problem.asynchronous().stage_s(work, stage.replicas))
+        model = problem.synchronous()
+        return float(model.sum_s(work, stage.replicas)), float(model.max_s(work, stage.replicas))
+
+    def _fits(self, stage: Candidate, after: int) -> bool:
+        problem, schedule = self.problem, self.problem.schedule
+        flying = schedule.in_flight(stage.replicas, after, problem.microbatches)
+        if schedule.divides and stage.replicas > problem.microbatches:
+            return False  # would idle
+        if not schedule.versions_suffice(problem.microbatches, stage.replicas, flying):
+            return False
+        footprint = problem.layer_costs.footprint(stage).divided(problem.microbatches)
+        limit = problem.cluster.memory_of(stage.options.kind)
+        return limit is None or float(footprint.total_bytes(flying, schedule.versions(flying))) <= limit
+
+
+def _on_levels(problem: Problem) -> Iterator[tuple[float, Stages]]:
+    gpus = problem.cluster.gpus
+    for ends in _cuts(len(problem.layer_costs.profile.layers)):
+        for owner in product(range(-1, len(ends)), repeat=gpus):  # -1: the GPU idles
+            ranks = [tuple(rank for rank in range(gpus) if owner[rank] == stage) for stage in range(len(ends))]
+            most = problem.microbatches if problem.schedule.divides else gpus
+            if not all(1 <= len(own) <= most for own in ranks):
+                continue
+            for stages in product(*(_stages(problem, *end, own) for end, own in zip(ends, ranks, strict=True))):
+                plan = priced(problem, stages)
+                if problem.allows(plan):
+                    yield plan.seconds, plan.stages
+
+
+def _stages(problem: Problem, first: int, end: int, ranks: Ranks) -> list[Candidate]:
+    """Return all ways to run the layers on these ranks."""
+    layers = frozenset(range(first, end))
+    plain = Candidate(frozenset(range(first)), layers, StageOptions(len(ranks)), ranks)
+    kind = kind_on(problem.layer_costs, problem.cluster, plain, ranks)
+    return [replace(plain, options=replace(options, kind=kind)) for options in options_of(problem, layers, len(ranks))]
+
+
+def _cuts(layers: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the first and the end of each stage, for all numbers of stages."""
+    for stages in range(1, layers + 1):
+        for inner in combinations(range(1, layers), stages - 1):
+            yield tuple(pairwise((0, *inner, layers)))
+
+
+def _divisions(first: int, end: int, parts: int) -> Iterator[Ranks]:
+    """Yield the borders of so many parts of consecutive ranks from the first on; parts may be empty, and some idle."""
+    if parts == 0:
+        yield (first,)
+        return
+    for border in range(first, end + 1):
+        for rest in _divisions(border, end, parts - 1):
+            yield (first, *rest)
