@@ -258,12 +258,14 @@ def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     config, seconds = plan.config, plan.predicted.seconds_per_minibatch
     if (plan.predicted.by == "simulation") != given.simulated:  # then both by the cost model, which all have
         known = given.plan.solver.cost_model_s or given.seconds
-        return _alternative(given, what, config, (plan.solver.cost_model_s or seconds) / known * given.seconds)
-    if cluster.gpus == given.plan.cluster.gpus:
+        seconds = (plan.solver.cost_model_s or seconds) / known * given.seconds
+    elif cluster.gpus == given.plan.cluster.gpus:
         # The given plan runs there, too, and can win: the search stops within a tolerance of its bound.
         own = given.evaluate(given.stages, cluster)
         if own.simulated == given.simulated and own.seconds < seconds:
             config, seconds = given.plan.config, own.seconds
+    if seconds > given.seconds:  # too little time to search: the given plan runs there, too
+        config, seconds = given.plan.config, given.seconds
     return _alternative(given, what, config, seconds)
 
 

@@ -47,7 +47,8 @@ def best_baseline_line(plan: Plan) -> str | None:
     ratio, name = _ratio(plan, best), f"{best.name} ({short_config(best.config)})"
     if ratio < 1:
         return f"{name} fits and is faster: the plan is {times_words(ratio)} as fast"
-    return f"{format_times(ratio)} over the fastest other way that fits, {name}"
+    times = format_times(ratio)
+    return f"{'as fast as' if times == '1.00x' else f'{times} over'} the fastest other way that fits, {name}"
 
 
 def synchronous_line(plan: Plan) -> str | None:

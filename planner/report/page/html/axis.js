@@ -100,7 +100,7 @@ class Canvas {
     return printing ? 700 : this.box.clientWidth; // a page is narrower than a screen
   }
   get gutter() {
-    return this.width < 560 ? 46 : 84;
+    return this.width < 560 ? 54 : 84;
   }
   x(time) {
     return this.gutter + ((time - view.from) / (view.to - view.from)) * (this.width - this.gutter);
