@@ -261,7 +261,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, file: Pat
     assert phone.page.get_by_text("Pinch to zoom").is_visible()
     assert not phone.page.get_by_text("The wheel").is_visible()
     phone.page.get_by_role("button", name="Whole run").tap()
-    chart.tap(position={"x": 50, "y": 35})
+    chart.tap(position={"x": 58, "y": 35})
     assert phone.event() == "F0"
     phone.page.context.close()
     assert phone.complaints == []
