@@ -55,6 +55,13 @@ def test_replicas_divide_the_state_of_copies_but_sum_their_gradients_whole() -> 
     )
     assert [stage.memory.optimizer_bytes for stage in plain.stages] == [4 * 10**6] * 2
     assert [stage.memory.optimizer_bytes for stage in sharded.stages] == [2 * 10**6] * 2
+    for plan, megabytes in ((plain, 12), (sharded, 14)):
+        # Two stages of two replicas all-reduce or reduce, and gather; each replica gets the other stage's gradients.
+        rings = sum(2 * (each.reduced_bytes + each.gathered_bytes) for each in costs_of(plan).stages)
+        cut = 4 * 2 * 8
+        samples = 4 * tied().microbatch_size
+        assert plan.predicted.communication_bytes_per_sample == (rings + 4 * 10**6 + cut) / samples
+        assert rings + 4 * 10**6 == megabytes * 10**6
     for before, after in zip(costs_of(plain).stages, costs_of(sharded).stages, strict=True):
         assert (before.reduced_bytes, before.gathered_bytes) == (2 * 10**6, 0)
         assert (after.reduced_bytes, after.gathered_bytes) == (10**6 + 10**6 // 2, 10**6)
