@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import pytest
 
 from planner.analysis.own_plan import price
-from planner.errors import PlannerError
+from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
@@ -59,3 +59,12 @@ def test_no_plan_that_can_be_trained_is_faster(schedule: str, microbatches: int,
     assert trains(plan)
     assert plan.predicted.seconds_per_minibatch <= least_s * (1 + 1e-6)
     assert plan.solver.lower_bound_s <= least_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("memory_bytes", "leaner"), [(8 * 10**6, "1f1b-flush"), (9 * 10**6, "2bw")])
+def test_the_schedule_that_an_error_names_has_a_plan(memory_bytes: int, leaner: str) -> None:
+    cluster = flat_cluster(GPUS, 1e4, memory_bytes)
+    with pytest.raises(InfeasibleError) as raised:
+        solve(tied(), cluster)
+    assert raised.value.hint == f"use `schedule={leaner}` `microbatches=4`, which fits"
+    assert trains(solve(tied(), cluster, schedule=leaner, microbatches=4))
