@@ -15,7 +15,7 @@ import numpy as np
 from planner.cost.kept_activations import NO_GROUP, Kept, LayerBytes, kept_activations
 from planner.cost.overheads import Overheads
 from planner.cost.stage_options import Groups, StageOptions
-from planner.cost.work import Floats, Footprint, Work
+from planner.cost.work import Floats, Footprint, Integers, Work
 from planner.formats.blocks import blocks_of
 from planner.formats.cluster import DeviceKind
 from planner.formats.device_kinds import profile_on
@@ -69,8 +69,9 @@ class LayerCosts:
         self.profile, self.versions, self.tensors_only = profile, versions, tensors_only
         self.overheads = None if tensors_only else Overheads.of(profile.device)
         self.position = {layer.name: index for index, layer in enumerate(profile.layers)}
-        self._works: dict[tuple[frozenset[int], frozenset[int]], Work] = {}
+        self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
+        self._about: list[LayerCosts] = []
         self._on: dict[tuple[str | None, float], LayerCosts] = {}
 
     @cached_property
@@ -86,9 +87,20 @@ class LayerCosts:
             if (used := users.get((layer.name, value.name)))
         )
 
+    @cached_property
+    def uses(self) -> Integers:
+        """A column for every use of a value: its number in `traffic`, the layer that makes it, the one that uses it."""
+        rows = [(number, t.producer, user) for number, t in enumerate(self.traffic) for user in t.users]
+        return np.asarray(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+
     def about(self, profile: Profile) -> LayerCosts:
         """Return the costs of another profile's layers under the same rule for versions."""
-        return LayerCosts(profile, self.versions, tensors_only=self.tensors_only)
+        # Searches ask for the same variants of a profile again and again, and what is known of their stages is of use.
+        for known in self._about:
+            if known.profile == profile:
+                return known
+        self._about.append(LayerCosts(profile, self.versions, tensors_only=self.tensors_only))
+        return self._about[-1]
 
     def on(self, kind: DeviceKind | None) -> LayerCosts:
         """Return the costs of the same layers on devices of that kind; None for the profiled one."""
@@ -103,8 +115,9 @@ class LayerCosts:
         """Return the costs of the same layers where every stage holds so many versions of its weights."""
         return LayerCosts(self.profile, versions, tensors_only=self.tensors_only)
 
+    @cached_property
     def of_tensors(self) -> LayerCosts:
-        """Return the same costs without the devices' overheads."""
+        """The same costs without the devices' overheads."""
         return LayerCosts(self.profile, self.versions, tensors_only=True)
 
     def weights(self, weight_bytes: Floats) -> dict[str, Floats]:
@@ -127,16 +140,16 @@ class LayerCosts:
         """Compute the stage's work for one microbatch."""
         if stage.options.kind is not None:
             return self.on(stage.options.kind).work(_on_profiled(stage))
-        key = stage.before, stage.layers
+        key = stage.before, stage.layers, stage.options.recompute
         if key not in self._works:
             self._works[key] = self._work(stage)
-        work, options = self._works[key], stage.options
-        if options.recompute:
-            again = (self.profile.layers[index] for group in options.recompute for index in sorted(group))
-            work = replace(work, recompute_s=np.float64(sum(layer.forward_s for layer in again)))
-        return work.shared_out() if options.sharded else work
+        return self._works[key].shared_out() if stage.options.sharded else self._works[key]
 
     def _work(self, stage: Candidate) -> Work:
+        if stage.options.recompute:
+            again = (self.profile.layers[index] for group in stage.options.recompute for index in sorted(group))
+            plain = self.work(replace(stage, options=StageOptions()))
+            return replace(plain, recompute_s=np.float64(sum(layer.forward_s for layer in again)))
         layers = [self.profile.layers[index] for index in sorted(stage.layers)]
         done = stage.before | stage.layers
         arriving = [t for t in self.traffic if t.producer in stage.before and stage.layers.intersection(t.users)]
@@ -251,10 +264,15 @@ def exchanges(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tupl
 
 def messages(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], list[Traffic]]:
     """Return the values that each pair of stages exchanges: from the producer to its first user, and on to the next."""
-    stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
+    stage_of = np.zeros(len(layer_costs.profile.layers), dtype=np.int64)
+    for number, stage in enumerate(stages):
+        stage_of[list(stage.layers)] = number
+    values, producers, users = layer_costs.uses
     found: dict[tuple[int, int], list[Traffic]] = {}
-    for value in layer_costs.traffic:
-        for ends in pairwise(sorted({stage_of[layer] for layer in (value.producer, *value.users)})):
+    # Most values stay within their stage.
+    for number in np.unique(values[stage_of[producers] != stage_of[users]]):
+        value = layer_costs.traffic[number]
+        for ends in pairwise(sorted({int(stage_of[layer]) for layer in (value.producer, *value.users)})):
             found.setdefault(ends, []).append(value)
     return found
 

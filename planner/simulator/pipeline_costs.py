@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cost.network.buckets import Buckets
@@ -96,6 +96,12 @@ class PipelineCosts:
     stages: tuple[StageCosts, ...]
     transfer_bytes: Mapping[StagePair, tuple[int, int]] = field(default_factory=dict)
     shared_bytes: Mapping[StagePair, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Hashable:
+        """What a simulation depends on: the memory of the workers does not count."""
+        moved, shared = (tuple(sorted(each.items())) for each in (self.transfer_bytes, self.shared_bytes))
+        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, moved, shared
 
     @classmethod
     def of(

@@ -67,7 +67,7 @@ def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
 def stages_along(space: StateSpace, path: CutPath) -> list[Candidate]:
     """Return the stages of a path over a space."""
     return [
-        Candidate(frozenset(space.layers(0, i)), frozenset(space.layers(i, j)), options)
+        Candidate(space.members(0, i), space.members(i, j), options)
         for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
     ]
 

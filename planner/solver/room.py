@@ -38,7 +38,7 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Fou
         problem.budget.seen.clear()  # the same stages may be deeper or shallower with another limit
         reserve = overheads.reserve(count)
         cluster = reserve.cluster(problem.cluster)
-        of_tensors = problem.layer_costs.of_tensors()
+        of_tensors = problem.layer_costs.of_tensors
         found = answer(replace(problem.on(cluster), layer_costs=of_tensors, reserve=reserve))
         return replace(found, best=_charged(problem, found.best))
 

@@ -22,7 +22,6 @@ from planner.errors import InfeasibleError, PlannerError
 from planner.formats.plan_shape import trainable_pairs
 from planner.formats.shared_weights import trained_parameters
 from planner.solver.bounds.bounds import Bounds
-from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import evaluate, priced
 from planner.solver.candidates.kinds import counts_to_try
 from planner.solver.candidates.pipelines import shared_between
@@ -46,7 +45,7 @@ def solve_tied(problem: Problem, answer: Answer, *, vertical_sync: bool = False)
     if _trains(problem, found.best, vertical_sync):
         return found
     # The simulations so far were of plans that cannot be used.
-    fresh = replace(problem, budget=Budget(problem.budget.deadline, progress=problem.budget.progress))
+    fresh = replace(problem, budget=problem.budget.apart())
     searches = [_together, _counted] if not vertical_sync else [_together]
     plans = [plan for search in searches for plan in search(fresh, answer)]
     fitting = [plan for plan in plans if _trains(problem, plan, vertical_sync)]

@@ -39,7 +39,7 @@ def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> N
         model, gpus = random_model(rng), int(rng.integers(1, 6))
         cluster = flat_cluster(gpus, 1e9, memory_bytes=int(rng.integers(1500, 5000)) * MB)
         expected = brute_force(LayerCosts(model), cluster, model="pipedream", in_order=True)
-        of_tensors = brute_force(LayerCosts(model).of_tensors(), cluster, model="pipedream", in_order=True)
+        of_tensors = brute_force(LayerCosts(model).of_tensors, cluster, model="pipedream", in_order=True)
         try:
             plan = solve(model, cluster, cost_model="pipedream")
         except InfeasibleError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from planner.cost.layer_costs import Candidate
@@ -91,6 +92,7 @@ class Budget:
         count: candidate plans that were simulated, at one depth or several.
         exhausted: whether every candidate was looked at; False if instructions or time ran out.
         seen: the candidates that were simulated.
+        known: seconds of the pipelines that were simulated, by `PipelineCosts.key`.
         progress: what is known so far.
         searching: when searches end, so that some time is left to simulate what they found.
     """
@@ -100,6 +102,7 @@ class Budget:
     count: int = 0
     exhausted: bool = True
     seen: set[tuple[Candidate, ...]] = field(default_factory=set)
+    known: dict[Hashable, float] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     searching: Deadline = field(init=False)
 
@@ -110,6 +113,10 @@ class Budget:
     def unlimited(cls, deadline: Deadline = NO_HURRY) -> Budget:
         """Return a budget for pricing single plans, each of which takes what it takes until the deadline."""
         return cls(deadline, left=math.inf)
+
+    def apart(self, most: float = MOST_INSTRUCTIONS) -> Budget:
+        """Return a budget of its own for the same question, with so many instructions; it knows what this one does."""
+        return Budget(self.deadline, most, known=self.known, progress=self.progress)
 
     @property
     def over(self) -> bool:
@@ -126,6 +133,8 @@ class Budget:
         Returns:
             None if the budget ends before the simulation does.
         """
+        if (known_s := self.known.get(key := pipeline.key)) is not None:
+            return known_s
         if self.deadline.passed or (self.left <= 0 and not needed):
             self.exhausted = False
             return None
@@ -138,5 +147,8 @@ class Budget:
 
         seconds = steady_s(pipeline, stop)
         self.left -= executed
-        self.exhausted &= seconds is not None
+        if seconds is None:
+            self.exhausted = False
+        else:
+            self.known[key] = seconds
         return seconds

@@ -36,6 +36,9 @@ from planner.solver.problem import Problem
 from planner.solver.result import CutPath, Evaluation, stages_along
 from planner.solver.stage_rules import UNLIMITED
 
+# Stages up to which a pipeline is deepened where memory does not allow all of them what hides their messages. Of longer
+# ones, none got faster, and many took twice as long, because the stages cut off keep the others waiting.
+SHORT = 8
 SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
 
@@ -188,7 +191,8 @@ class _Simulated:
         if problem.depth == "auto" and best_s <= self.below_s * FAR and wanted != best:
             deeper = tuple(map(min, wanted, self._deepest()))
             at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
-            deeper_s = budget.steady_s(at_deeper) if deeper != best else None
+            worth = deeper != best and (deeper == wanted or len(deeper) <= SHORT)
+            deeper_s = budget.steady_s(at_deeper) if worth else None
             if deeper_s is not None and deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
                 best, best_s = deeper, deeper_s
         return self._at(best_s, best)

@@ -9,8 +9,10 @@ one walk over some of the cuts finds a plan that does, of stages that are as lar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from itertools import count, islice, takewhile
 
 import numpy as np
 
@@ -37,13 +39,14 @@ class FirstPlans:
 
     def __init__(self, problem: Problem) -> None:
         # What these spend is not taken from the search, whose answer would depend on them otherwise.
-        self._problem = replace(problem, budget=Budget(problem.budget.deadline, progress=problem.budget.progress))
-        self._fitting: list[Evaluation] | None = None
+        self._problem = replace(problem, budget=problem.budget.apart())
+        self._fitting: list[Evaluation] = []  # as far as they are known
+        self._others = self._sought()
         self.best: Evaluation | None = None
 
     def evaluate(self) -> None:
         """Find the fastest of them, of which the best by the cost model are simulated."""
-        self._consider(self.fitting[:MOST_SIMULATED])
+        self._consider(islice(self.fitting(), MOST_SIMULATED))
 
     def last_resort(self) -> Evaluation | None:
         """Return the best of them; where none fits the memory, any plan that does, or None if no such plan is found."""
@@ -62,10 +65,11 @@ class FirstPlans:
 
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
-        self._consider([plan for plan in self.fitting if plan.seconds < found.best.counted_s * (1 - SLACK)])
+        enough_s = found.best.counted_s * (1 - SLACK)
+        self._consider(takewhile(lambda plan: plan.seconds < enough_s, self.fitting()))
         return found if self.best is None or not self.best.saves(found.best) else found.with_best(self.best)
 
-    def _consider(self, plans: Sequence[Evaluation]) -> None:
+    def _consider(self, plans: Iterable[Evaluation]) -> None:
         """Simulate plans, the fastest by the cost model first, as long as one may be the best."""
         for plan in plans:
             if self.best is not None and plan.seconds >= self.best.seconds:
@@ -74,14 +78,29 @@ class FirstPlans:
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
 
-    @property
-    def fitting(self) -> list[Evaluation]:
-        """The plans that fit the memory, the fastest by the cost model first."""
-        if self._fitting is None:
-            leaner = Leaner(self._problem)
-            plans = (leaner.lean_enough(stages) for stages in _all_stages(self._problem))
-            self._fitting = sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds)
-        return self._fitting
+    def fitting(self) -> Iterator[Evaluation]:
+        """Yield the plans that fit the memory, the fastest by the cost model first."""
+        for number in count():
+            if number == len(self._fitting):
+                if (plan := next(self._others, None)) is None:
+                    return
+                self._fitting.append(plan)
+            yield self._fitting[number]
+
+    def _sought(self) -> Iterator[Evaluation]:
+        """Yield the same, and find what recomputes only for plans that may be the next: it adds to their time."""
+        leaner = Leaner(self._problem)
+        plans: list[tuple[float, int, list[Candidate], Evaluation | None]] = [
+            (priced(self._problem, stages).seconds, number, stages, None)
+            for number, stages in enumerate(_all_stages(self._problem))
+        ]
+        heapify(plans)
+        while plans:
+            _, number, stages, plan = heappop(plans)
+            if plan is not None:
+                yield plan
+            elif (plan := leaner.lean_enough(stages)) is not None:
+                heappush(plans, (plan.seconds, number, stages, plan))
 
 
 def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from planner.cost.rounding import SLACK
 from planner.solver.candidates.allotment import allotted
-from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import SETTLED, priced_path, simulated
 from planner.solver.candidates.orders import in_every_order
 from planner.solver.chain.best_ways import BestWays
@@ -41,7 +40,7 @@ def improved(problem: Problem, found: Found, others: Iterable[Evaluation] = ()) 
     space, budget = Chain(problem.layer_costs), problem.budget
     if (path := _path(problem, space, best)) is None:
         return found
-    own = Budget(budget.deadline, min(budget.left, MOST_INSTRUCTIONS), seen=budget.seen, progress=budget.progress)
+    own = budget.apart(min(budget.left, MOST_INSTRUCTIONS))
     trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
     effort = Effort(MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)

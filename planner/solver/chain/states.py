@@ -67,6 +67,16 @@ class StateSpace(ABC):
     def layers(self, state: int, other: int) -> tuple[int, ...]:
         """Return the positions of the layers in `other` but not in `state`, ascending."""
 
+    def members(self, state: int, other: int) -> frozenset[int]:
+        """Return the same as a set, which is made once: plans have most of their stages in common."""
+        if (state, other) not in self._members:
+            self._members[state, other] = frozenset(self.layers(state, other))
+        return self._members[state, other]
+
+    @cached_property
+    def _members(self) -> dict[tuple[int, int], frozenset[int]]:
+        return {}
+
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
         """Return what the stages up to each of `others` exchange with earlier stages, and with later ones.
 
