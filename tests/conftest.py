@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a file.
+os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(autouse=True)

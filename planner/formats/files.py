@@ -104,7 +104,8 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         )
     for field, kind in _KINDS.items():
         if field in content and field not in record.model_fields:
-            raise error(f"'{path}' holds a {kind}, not what is read here", hint=remedy)
+            wanted = [kind for field, kind in _KINDS.items() if field in record.model_fields]
+            raise error(f"'{path}' holds a {kind}, not a {(wanted or ['file of this kind'])[0]}", hint=remedy)
     try:
         # Strictly: a number in quotation marks is a mistake of whoever wrote the file.
         return record.model_validate_json(text, strict=True)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from planner.formats.plan import Plan
-
 MANY = 3  # updates late, as at the first of four stages: from there on the measured losses differ by several percent
 _LARGE = 0.8
 
 
-def late_momentum(plan: Plan, optimizer: Optimizer) -> str | None:
-    """Return the advice; None where gradients are hardly late, or the optimizer has little momentum."""
+def late_momentum(late: int, optimizer: Optimizer) -> str | None:
+    """Return advice on gradients that are `late` updates late; None for few, or for an optimizer of little momentum."""
     momentum = max(map(_momentum, optimizer.param_groups), default=0.0)
-    if plan.staleness < MANY or momentum < _LARGE:
+    if late < MANY or momentum < _LARGE:
         return None
     return (
-        f"gradients of the first stage are {plan.staleness} updates late, and {type(optimizer).__name__}'s momentum of "
+        f"gradients of the first stage are {late} updates late, and {type(optimizer).__name__}'s momentum of "
         f"{momentum:g} makes them later: such runs have ended 10 to 25% above the loss of synchronous ones. "
         "planner.optim.NewestMuon is made for late gradients; with another optimizer, train without momentum, at a "
         "lower learning rate, or begin with a synchronous start (see 'Late gradients' in the docs)."

@@ -48,7 +48,8 @@ def all_streams(*shapes: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
     """
     minibatches = math.lcm(*shapes[0].replicas)
     return {
-        rank: chain.from_iterable(stream(shape, stage, rank, minibatches) for shape in shapes)
+        # A list, because streams that were made later would all be of the last rank.
+        rank: chain(*[stream(shape, stage, rank, minibatches) for shape in shapes])
         for rank, stage in shapes[0].first_stages.items()
     }
 

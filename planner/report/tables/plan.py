@@ -61,8 +61,7 @@ def staleness_line(plan: Plan) -> str:
     if late == 0:
         return "of the current weights"
     updates = f"up to {late} update{'s' * (late > 1)} late"
-    by_stage = ", ".join(map(str, late_updates(plan)))
-    return f"{updates} (by stage: {by_stage})" if late <= LATE_UPDATES else f"{updates}: TRAINING MAY NOT CONVERGE"
+    return f"{updates}, at the first stage" if late <= LATE_UPDATES else f"{updates}: TRAINING MAY NOT CONVERGE"
 
 
 def late_updates(plan: Plan) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,6 @@ from torch.optim import SGD, AdamW, NAdam, Optimizer
 
 from planner.executor.observe.late_momentum import late_momentum
 from planner.optim import NewestMuon
-from tests.executor.models import write_model
-from tests.executor.plans import make_plan, structural_profile
 
 
 def _one() -> list[nn.Parameter]:
@@ -30,14 +26,12 @@ def _one() -> list[nn.Parameter]:
         (NewestMuon([("0.weight", _one()[0])]), None),
     ],
 )
-def test_large_momentum_under_late_gradients(optimizer: Optimizer, words: str | None, tmp_path: Path) -> None:
-    profile = structural_profile(write_model(tmp_path, "language", "momentum", samples=8), 4)
-    advice = late_momentum(make_plan(profile, (1, 1, 1, 1)), optimizer)
+def test_large_momentum_under_late_gradients(optimizer: Optimizer, words: str | None) -> None:
+    advice = late_momentum(3, optimizer)
     if words is None:
         assert advice is None
     else:
         assert advice is not None
         assert words in advice
         assert "3 updates late" in advice
-    assert late_momentum(make_plan(profile, (1, 1)), optimizer) is None
-    assert late_momentum(make_plan(profile, (1, 1, 1, 1), "1f1b-flush", 4), optimizer) is None
+    assert late_momentum(1, optimizer) is None

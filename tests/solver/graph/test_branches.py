@@ -208,7 +208,8 @@ def test_solve_finds_what_brute_force_finds_over_all_cuts(
     assert expected is not None
     best_s = expected.price.seconds_per_minibatch
     if schedule == "1f1b":  # whose plans are chosen by their time with waits, which brute force does not count
-        assert plan.solver.lower_bound_s == pytest.approx(best_s, rel=1e-9)
+        # The simulation reduces the executor's buckets, of which the last may be less than the formula's sixth.
+        assert plan.solver.lower_bound_s == pytest.approx(min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9)
         assert plan.predicted.bottleneck.busy_s >= best_s * (1 - 1e-9)
     else:  # which may be faster than the formula: one minibatch's updates go on beside the next one's forwards
         assert plan.solver.lower_bound_s == pytest.approx(min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9)
