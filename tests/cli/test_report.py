@@ -94,7 +94,7 @@ def test_the_picture_shows_six_steady_minibatches(folder: Path, monkeypatch: pyt
         (("--plan", "none.json"), "there is no file 'none.json'"),
         (("--profile", "none.json"), "there is no file 'none.json'"),
         (("--run", "none.json"), "there is no file 'none.json'"),
-        (("--run", "plan.json"), "holds a plan, not what is read here"),
+        (("--run", "plan.json"), "holds a plan, not a timeline"),
         (("--points", "1"), "1 points make no sweep"),
         (("--minibatches", "0"), "--minibatches 0 is no run"),
         (("-o", "report.pdf"), "'report.pdf' is not a format of reports, which are html, svg"),

@@ -160,7 +160,7 @@ def record(run: Run) -> Recording:
     world = World(run.workers)
     with ExitStack() as patched:
         for name, replacement in {
-            "peak_memory": lambda *_: SimpleNamespace(bytes=lambda: 0),
+            "peak_memory": lambda *_: SimpleNamespace(bytes=lambda: 0, now_bytes=lambda: 0),
             "report_of": lambda *_: None,
             "gather_result": gather_nothing,
             "gather_timeline": gather_nothing,
