@@ -59,7 +59,8 @@ def test_replicas_divide_the_state_of_copies_but_sum_their_gradients_whole() -> 
         # Two stages of two replicas all-reduce or reduce, and gather; each replica gets the other stage's gradients.
         rings = sum(2 * (each.reduced_bytes + each.gathered_bytes) for each in costs_of(plan).stages)
         cut = 4 * 2 * 8
-        samples = 4 * tied().microbatch_size
+        samples = plan.minibatch_size
+        assert samples is not None
         assert plan.predicted.communication_bytes_per_sample == (rings + 4 * 10**6 + cut) / samples
         assert rings + 4 * 10**6 == megabytes * 10**6
     for before, after in zip(costs_of(plain).stages, costs_of(sharded).stages, strict=True):

@@ -74,8 +74,8 @@ def test_each_gpu_holds_its_share_of_the_state() -> None:
 def test_times_by_hand() -> None:
     half_s = (GPUS - 1) / GPUS * SIZE / 1e8  # 3 s
     update_s = 8 * 0.5 / GPUS
-    # All of a backward's buckets but the last, that of the first of eight layers, are reduced beside it. A forward waits
-    # for the first of six equal parts of the weights, as in the cost model.
+    # All of a backward's buckets but the last, that of the first of eight layers, are reduced beside it. A forward
+    # waits for the first of six equal parts of the weights, as in the cost model.
     last_s, first_s = half_s / 8, half_s / 6
     assert zero(2, GPUS).seconds == pytest.approx(8 + 16 + last_s + update_s + half_s)
     assert zero(3, GPUS).seconds == pytest.approx(8 + first_s + 16 + 2 * last_s + update_s)
