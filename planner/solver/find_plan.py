@@ -203,7 +203,7 @@ def _on_mixed_gpus(problem: Problem, *, exact: bool) -> Found:
     within = problem.with_cuts_forbidden()
     assert within is not None
     try:
-        found = solve_blocks_first(within, solve_mixed)
+        found = solve_blocks_first(within, lambda each: FirstPlans(each).at_least(solve_mixed(each)))
     except (InfeasibleError, InputError):
         if not exact:
             raise

@@ -34,16 +34,17 @@ def out_of_time(problem: Problem, leanest: Evaluation | None) -> PlannerError:
 
     Args:
         problem: for which no plan was found in time.
-        leanest: the plan that takes no search and needs least memory.
+        leanest: of the plans that were met, the one that needs least memory.
     """
     message, hint = "the time limit passed before any plan was found", "give a longer `time_limit_s`, or leave it out"
     memory_bytes, whole = problem.cluster.memory_bytes, problem.reserve.whole
     if leanest is None or memory_bytes is None or (needed := max(leanest.price.gpu_bytes)) <= memory_bytes:
         return PlannerError(message, hint=hint)
     return PlannerError(
-        f"{message}, and no simple plan fits {format_memory(whole(memory_bytes))}: the leanest, "
+        f"{message}: none of those tried fits {format_memory(whole(memory_bytes))}, and the one that needs least, "
         f"{short_config(leanest.config)}, needs {format_bytes(whole(needed))}",
-        hint=f"{hint}; `memory_bytes={round_up(whole(needed))}` would do, and more GPUs or another schedule may",
+        hint=f"{hint}; at most `memory_bytes={round_up(whole(needed))}` is needed, and more GPUs or another schedule "
+        "may do",
     )
 
 

@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from planner.cost.layer_costs import Candidate
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
 from planner.solver.candidates.progress import Progress
+
+if TYPE_CHECKING:
+    from planner.solver.result import Evaluation
 
 SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find
 MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
@@ -36,6 +40,10 @@ class Deadline:
     def passed(self) -> bool:
         """Whether no time is left."""
         return self.left_s == 0.0
+
+    def at_least(self, seconds: float) -> Deadline:
+        """Return this deadline, but no sooner than so many seconds from now."""
+        return self if self.at_s is None else Deadline(max(self.at_s, time.monotonic() + seconds))
 
     def check(self) -> None:
         """Raise `OutOfTimeError` if no time is left: for searches that have no answer yet."""
@@ -91,7 +99,7 @@ class Budget:
         left: instructions that may still be simulated.
         count: candidate plans that were simulated, at one depth or several.
         exhausted: whether every candidate was looked at; False if instructions or time ran out.
-        seen: the candidates that were simulated.
+        seen: the candidates that were simulated, and what came of it.
         known: seconds of the pipelines that were simulated, by `PipelineCosts.key`.
         progress: what is known so far.
         searching: when searches end, so that some time is left to simulate what they found.
@@ -101,7 +109,7 @@ class Budget:
     left: float = field(default_factory=lambda: MOST_INSTRUCTIONS)
     count: int = 0
     exhausted: bool = True
-    seen: set[tuple[Candidate, ...]] = field(default_factory=set)
+    seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)
     known: dict[Hashable, float] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     searching: Deadline = field(init=False)

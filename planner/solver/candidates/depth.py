@@ -11,7 +11,9 @@ stage, one per replica, those that wait for the round to end, and those on the w
 
     r_s * d_s  >=  r_{s+1} * d_{s+1}  +  r_s  +  (r_s - 1)  +  transfers / T
 
-The choice starts from the depths that this inequality gives; simulating the streams decides.
+The choice starts from the depths that this inequality gives; simulating the streams decides. It is by time alone, and
+of equally fast depths the shallowest: were a minibatch in flight to gain some share of the time, then a better cluster,
+on which it gains a little less than that, would have the slower plan. `max_staleness` and the memory bound the depth.
 
 1f1b-flush has the same published depths, and waits for every message of every microbatch. Deeper pipelines cost it only
 the memory of more activations, because nothing is updated meanwhile.
@@ -31,12 +33,11 @@ from planner.solver.candidates.pipelines import wires_s
 
 Depths = tuple[int, ...]
 
-TOLERANCE = 0.01  # a pipeline this close to its busiest resource is not deepened: timings are no better
+TOLERANCE = 0.01  # a plan this close to the bound counts as optimal: timings are no better
 FAR = 1.5  # ratio of times that deepening beyond the inequality at the top of this file does not gain
 NEAR = 1.1  # ratio of times that going still deeper, or less deep, does not gain
 RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one that is being deepened
 HARDLY = 0.005  # if all stages one deeper gain no more than this, the first few stages do not either
-WORTH = 0.02  # share of the time that one more minibatch in flight at the first stage must gain
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,10 @@ class PipelineTimes:
 
 @dataclass(frozen=True)
 class DepthChoice:
-    """Depths per stage, and the simulated seconds per unit.
-
-    Depths are compared by `counted_s`: the seconds without up to `TOLERANCE` of waiting.
-    """
+    """Depths per stage, and the simulated seconds per unit."""
 
     depths: Depths
     seconds_per_unit: float
-    counted_s: float
 
 
 def hiding_depths(pipeline: PipelineCosts, published: Depths, unit_s: float) -> Depths:
@@ -111,12 +108,11 @@ def price_depths(times: PipelineTimes, depths: Depths, *, needed: bool = False) 
     if minibatch_s is None:
         return None
     # A pipeline that does not repeat itself within the run can seem a little faster than its busiest resource allows.
-    seconds = max(times.busiest_s, minibatch_s / shape.microbatches)
-    return DepthChoice(depths, seconds, max(times.busiest_s, seconds / (1 + TOLERANCE)))
+    return DepthChoice(depths, max(times.busiest_s, minibatch_s / shape.microbatches))
 
 
 def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoice | None:
-    """Choose the published depths, or deeper ones if every additional minibatch in flight gains at least `WORTH`.
+    """Choose the published depths, or the shallowest of deeper ones that take least time.
 
     Args:
         times: of the pipeline.
@@ -139,34 +135,33 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
         """Simulate a candidate, keep it if it is better, and return the share of the time that it gains."""
         nonlocal best, trimmed
         depths = tuple(map(min, candidate, times.deepest))
-        at_best = DepthChoice(depths, times.busiest_s, times.busiest_s)
-        if best.counted_s <= times.busiest_s or not _better(at_best, best, published):
-            return 0.0  # even at the speed of the busiest resource it would not be worth its depth
+        if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
+            return 0.0  # no depth is faster
         if depths not in tried and times.budget.left < reserved:
             times.budget.exhausted = False
             return 0.0
         if depths not in tried:
             tried[depths] = price_depths(times, depths)
-        before, deeper = best.counted_s, tried[depths]
+        before, deeper = best.seconds_per_unit, tried[depths]
         if deeper is None:
             return 0.0
-        if _better(deeper, best, published):
+        if _better(deeper, best):
             best, trimmed = deeper, False
-        return 1 - deeper.counted_s / before
+        return 1 - deeper.seconds_per_unit / before
 
     # The inequality first: it is usually enough, and what it does not reach is rarely worth more.
     counted, last = _counted_depths(times), len(times.replicas) - 1
     consider(counted)
-    if best.counted_s <= below_s * FAR:
+    if best.seconds_per_unit <= below_s * FAR:
         gained = consider(_more(counted, 1, last))
-        if gained > HARDLY and best.counted_s <= below_s * NEAR:
+        if gained > HARDLY and best.seconds_per_unit <= below_s * NEAR:
             # Long pipelines are slow to simulate: for those, deepen only the first stage or all.
             for upto in range(1, last) if last < 8 else (1,):
                 consider(_more(counted, 1, upto))
         consider(_more(counted, 2, last))
-        if best.counted_s <= below_s * NEAR:
+        if best.seconds_per_unit <= below_s * NEAR:
             consider(_counted_depths(times, more=1))
-    return best if trimmed or best.counted_s > below_s else _trimmed(times, best)
+    return best if trimmed or best.seconds_per_unit > below_s else _trimmed(times, best)
 
 
 def _more(depths: Depths, more: int, upto: int) -> Depths:
@@ -174,16 +169,11 @@ def _more(depths: Depths, more: int, upto: int) -> Depths:
     return tuple(depth + more * (stage < upto) for stage, depth in enumerate(depths))
 
 
-def _better(deeper: DepthChoice, best: DepthChoice, published: Depths) -> bool:
-    """Return whether `deeper` has less regret; equals within rounding go to the one with fewer units in flight."""
-    one, other = _regret(deeper, published), _regret(best, published)
+def _better(deeper: DepthChoice, best: DepthChoice) -> bool:
+    """Return whether `deeper` takes less time; equals within rounding go to the one with fewer units in flight."""
+    one, other = deeper.seconds_per_unit, best.seconds_per_unit
     alike = abs(one - other) <= SLACK * other
     return sum(deeper.depths) < sum(best.depths) if alike else one < other
-
-
-def _regret(choice: DepthChoice, published: Depths) -> float:
-    """Return the counted seconds, raised by `WORTH` for every unit in flight beyond the published ones."""
-    return choice.counted_s * (1 + WORTH * (choice.depths[0] - published[0]))
 
 
 def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
@@ -195,7 +185,7 @@ def _trimmed(times: PipelineTimes, best: DepthChoice) -> DepthChoice:
         less = price_depths(times, (middle, *best.depths[1:]))
         if less is None:
             break
-        if less.counted_s > best.counted_s:
+        if less.seconds_per_unit > best.seconds_per_unit * (1 + SLACK):
             low = middle + 1
         else:
             best, high = less, middle

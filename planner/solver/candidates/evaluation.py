@@ -22,7 +22,6 @@ from planner.formats.cluster import flat_cluster
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.candidates.depth import (
     FAR,
-    HARDLY,
     Depths,
     PipelineTimes,
     choose_depths,
@@ -87,7 +86,7 @@ def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf
     if evaluation.simulated:
         problem.budget.progress.meet(candidate.config, evaluation.seconds)
         problem.budget.count += 1
-        problem.budget.seen.add(candidate.stages)
+        problem.budget.seen[candidate.stages] = evaluation
     return evaluation
 
 
@@ -193,7 +192,7 @@ class _Simulated:
             at_deeper = replace(pipeline, shape=replace(pipeline.shape, depths=deeper))
             worth = deeper != best and (deeper == wanted or len(deeper) <= SHORT)
             deeper_s = budget.steady_s(at_deeper) if worth else None
-            if deeper_s is not None and deeper_s < best_s * (1 - HARDLY * (deeper[0] - best[0])):
+            if deeper_s is not None and deeper_s < best_s * (1 - SLACK):
                 best, best_s = deeper, deeper_s
         return self._at(best_s, best)
 

@@ -1,10 +1,11 @@
 """Plans that take no search: the answer where time runs out, and what no answer may be slower than.
 
 They are what people use without a planner: data parallelism, and pipelines of equal blocks or equal times with the same
-number of replicas for every stage, on all GPUs and on a half, a quarter and so on of them, with the optimizer's state
-whole or divided over the replicas. A stage that does not fit the memory recomputes as little as makes it fit. Under
-1f1b the first of equal stages may hold too many versions of its weights all the same. Where none of these plans fits,
-one walk over some of the cuts finds a plan that does, of stages that are as large as their memory allows.
+number of replicas for every stage, with the optimizer's state whole or divided over the replicas: pipelines on all GPUs
+and on a half, a quarter and so on of them, data parallelism on other numbers of them, too. A stage that does not fit
+the memory recomputes as little as makes it fit. Under 1f1b the first of equal stages may hold too many versions of its
+weights all the same. Where none of these plans fits, one walk over some of the cuts finds a plan that does, of stages
+that are as large as their memory allows.
 """
 
 from __future__ import annotations
@@ -23,58 +24,82 @@ from planner.cost.stage_options import Groups, StageOptions
 from planner.cost.work import Floats
 from planner.solver.candidates.budget import Budget
 from planner.solver.candidates.evaluation import priced, simulated
+from planner.solver.candidates.kinds import counts_to_try
 from planner.solver.chain.states import Chain, Coarse
 from planner.solver.pipeline_search import PipelineSearch
 from planner.solver.problem import Problem
 from planner.solver.reference.baselines import equal_blocks, equal_time
 from planner.solver.result import Evaluation, Found
 
+GRACE_S = 1.0  # to simulate these plans after the time limit: otherwise nobody knows which is the fastest
 MOST_SIMULATED = 3  # of the best by the cost model, before the search begins
 MOST_CUTS = 100  # among which any plan that fits is sought
-MORE_MEMORY = 1.25  # how much is tried where none fits
+CLOSE = 1.1  # ratio of memories, the larger of which a plan fits, and the smaller none that was found
 
 
 class FirstPlans:
     """The plans of one problem that take no search, as far as they fit the memory."""
 
     def __init__(self, problem: Problem) -> None:
-        # What these spend is not taken from the search, whose answer would depend on them otherwise.
-        self._problem = replace(problem, budget=problem.budget.apart())
+        self._problem = problem
         self._fitting: list[Evaluation] = []  # as far as they are known
         self._others = self._sought()
         self.best: Evaluation | None = None
 
     def evaluate(self) -> None:
         """Find the fastest of them, of which the best by the cost model are simulated."""
-        self._consider(islice(self.fitting(), MOST_SIMULATED))
+        self._consider(self._hurried(), islice(self.fitting(), MOST_SIMULATED))
 
     def last_resort(self) -> Evaluation | None:
         """Return the best of them; where none fits the memory, any plan that does, or None if no such plan is found."""
-        if self.best is None and (found := _any_that_fits(self._problem)) is not None:
-            self._consider([Leaner(self._problem).lean_enough(found.stages) or found])
+        if self.best is None and (found := _plan_of_large_stages(self._problem)) is not None:
+            plan = Leaner(self._problem).lean_enough(found.stages) or found
+            self._consider(self._hurried(), [plan] if self._problem.allows(plan) else [])
         return self.best
 
     def leanest(self) -> Evaluation | None:
-        """Return the one that needs least memory, whether it fits or not."""
-        problem, leaner = self._problem, Leaner(self._problem)
-        plans = [leaner.leanest(stages) for stages in _all_stages(problem)]
-        if problem.cluster.memory_bytes is not None:
-            more = {"memory_bytes": int(problem.cluster.memory_bytes * MORE_MEMORY)}
-            plans += filter(None, [_any_that_fits(problem.on(problem.cluster.model_copy(update=more)))])
-        return min(plans, key=lambda plan: max(plan.price.gpu_bytes), default=None)
+        """Return the plan that needs least memory of those that a short search meets, whether it fits or not."""
+        leaner, cluster = Leaner(self._problem), self._problem.cluster
+        plans = (leaner.leanest(stages) for stages in _all_stages(self._problem))
+        best = min(plans, key=_most_bytes, default=None)
+        problem, low = self._hurried(), cluster.memory_bytes
+        while best is not None and low is not None and _most_bytes(best) > low * CLOSE:
+            if problem.budget.deadline.passed:
+                break
+            middle = int((low * _most_bytes(best)) ** 0.5)
+            found = _plan_of_large_stages(problem.on(cluster.model_copy(update={"memory_bytes": middle})))
+            if found is None or _most_bytes(found) >= _most_bytes(best):
+                low = middle
+            else:
+                best = found
+        return best
 
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
+        problem = self._hurried()
+        if problem.simulates and not found.best.simulated:  # time ran out before its waiting was known
+            found = found.with_best(simulated(problem, found.best))
         enough_s = found.best.counted_s * (1 - SLACK)
-        self._consider(takewhile(lambda plan: plan.seconds < enough_s, self.fitting()))
+        self._consider(problem, takewhile(lambda plan: plan.seconds < enough_s, self.fitting()))
+        self._problem.budget.seen |= problem.budget.seen
         return found if self.best is None or not self.best.saves(found.best) else found.with_best(self.best)
 
-    def _consider(self, plans: Iterable[Evaluation]) -> None:
+    def _hurried(self) -> Problem:
+        """Return the problem with a budget of its own, also where the time is over.
+
+        What these plans spend is not taken from the search, whose answer would depend on them otherwise.
+        """
+        given = self._problem.budget
+        return replace(self._problem, budget=replace(given.apart(), deadline=given.deadline.at_least(GRACE_S), seen={}))
+
+    def _consider(self, problem: Problem, plans: Iterable[Evaluation]) -> None:
         """Simulate plans, the fastest by the cost model first, as long as one may be the best."""
         for plan in plans:
-            if self.best is not None and plan.seconds >= self.best.seconds:
+            if self.best is not None and plan.seconds >= self.best.counted_s:
                 break  # simulating only adds waiting
-            evaluation = simulated(self._problem, plan) if self._problem.simulates else plan
+            if self.best is not None and plan.stages == self.best.stages:
+                continue
+            evaluation = simulated(problem, plan) if problem.simulates else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
 
@@ -115,7 +140,7 @@ def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:
         if (blocks := equal_blocks(problem.layer_costs, stages)) not in cuts:
             cuts.append(blocks)
         for cut in (each for each in cuts if len(each) == stages):
-            for used in (gpus >> power for power in range(gpus.bit_length())):
+            for used in counts_to_try(gpus) if stages == 1 else (gpus >> power for power in range(gpus.bit_length())):
                 replicas = used // stages
                 if not 1 <= replicas <= most_replicas:
                     continue
@@ -124,17 +149,20 @@ def _all_stages(problem: Problem) -> Iterator[list[Candidate]]:
                     yield [replace(stage, options=options) for stage in cut]
 
 
-def _any_that_fits(problem: Problem) -> Evaluation | None:
-    """Return a plan on few GPUs that fits the memory, whatever its time, with cuts that are spread over the model."""
+def _most_bytes(plan: Evaluation) -> int:
+    return max(plan.price.gpu_bytes)
+
+
+def _plan_of_large_stages(problem: Problem) -> Evaluation | None:
+    """Return a plan on few GPUs that about fits the memory, whatever its time, with cuts spread over the model."""
     cluster, chain = problem.cluster, Chain(problem.layer_costs)
     if cluster.memory_bytes is None:
         return None
     states = np.unique(np.linspace(0, len(chain) - 1, MOST_CUTS).astype(np.int64))
     # This is what is left to do when the time is over, so it must not end with it, and has no time for choices.
-    rules = replace(problem.rules, recompute="always") if problem.recompute == "auto" else problem.rules
+    rules = replace(problem.rules, recompute="blocks") if problem.recompute == "auto" else problem.rules
     unhurried = replace(problem, budget=Budget(progress=problem.budget.progress), rules=rules)
-    found = PipelineSearch(unhurried, Coarse(chain, states)).fits(cluster.gpus, cluster.memory_bytes)
-    return found if found is not None and problem.allows(found) else None
+    return PipelineSearch(unhurried, Coarse(chain, states)).fits(cluster.gpus, cluster.memory_bytes)
 
 
 class Leaner:
@@ -156,7 +184,7 @@ class Leaner:
                 plan = self._with_less(plan, choices, rows)
                 return plan if problem.allows(plan) else None
             for number, (each, row, held) in enumerate(zip(choices, rows, plan.price.gpu_bytes, strict=True)):
-                limit = problem.cluster.memory_of(stages[number].options.kind)
+                limit = problem.cluster.memory_of(plan.stages[number].options.kind)
                 if limit is not None and held > limit:
                     rows[number] = _leaner_row(each, row, plan.price.in_flight[number], held - limit)
             if any(row == len(each) for row, each in zip(rows, choices, strict=True)):

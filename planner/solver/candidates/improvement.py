@@ -1,12 +1,13 @@
-"""Local search from the best plan, by simulation where plans are not too large: what waits less is often near.
+"""Local search from the best plans, by simulation where plans are not too large: what waits less is often near.
 
 The searches minimise busy time, and only what they propose is simulated. A plan with a cut a block further on, or with
-a replica elsewhere, may be busier by a little and wait less by more.
+a replica elsewhere, may be busier by a little and wait less by more. No change of one thing leads from nine replicas to
+a short pipeline, so the search begins at the fastest plan, and at the fastest of each of a few other numbers of stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,18 +22,20 @@ from planner.solver.levels.local_search import Effort, LocalSearch
 from planner.solver.problem import Problem
 from planner.solver.result import CutPath, Evaluation, Found, stages_along
 
-MOST_PRICED, FEW_LAYERS = 100, 50  # plans that are priced, for models of so many layers; of larger ones, fewer
+STARTS = 4  # of the search, each at another number of stages
+MOST_PRICED, FEW_LAYERS = 100, 50  # plans priced from each start, for models of so many layers; of larger ones, fewer
 ADDED = 1.25  # times the best plan's seconds, up to which plans are simulated that may take less than their price
-MOST_INSTRUCTIONS = 2**15  # of the simulations: a part of a second
+MOST_INSTRUCTIONS = 2**15  # of the simulations from each start: a part of a second
 
 
-def improved(problem: Problem, found: Found, others: Iterable[Evaluation] = ()) -> Found:
+def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) -> Found:
     """Return the answer with the fastest plan that single changes lead to, one after the other.
 
     Args:
         problem: whose budget is spent.
         found: the answer, with which the search begins.
-        others: plans with which it begins again, as far as the effort allows.
+        others: plans with which it begins again, as far as the effort for one start allows. By default they are plans
+            that were simulated before, each with an effort of its own.
     """
     best = found.best
     if best.seconds <= found.bound_s * (1 + SETTLED) or problem.budget.over:
@@ -40,17 +43,28 @@ def improved(problem: Problem, found: Found, others: Iterable[Evaluation] = ()) 
     space, budget = Chain(problem.layer_costs), problem.budget
     if (path := _path(problem, space, best)) is None:
         return found
-    own = budget.apart(min(budget.left, MOST_INSTRUCTIONS))
+    again = others or _met(problem, best)
+    efforts = 1 if others else 1 + len(again)
+    own = budget.apart(min(budget.left, efforts * MOST_INSTRUCTIONS))
     trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
-    effort = Effort(MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
+    effort = Effort(efforts * MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
     ways = BestWays(problem, space)
     local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways.options)
-    starts = (_path(problem, space, plan) for plan in others)
+    starts = (_path(problem, space, plan) for plan in again)
     for start in (path, *filter(None, starts)):
         local_search.from_(start)
     budget.count += own.count
     return found if trials.best is best else found.with_best(trials.best)
+
+
+def _met(problem: Problem, best: Evaluation) -> list[Evaluation]:
+    """Return the fastest of the plans that were simulated with each number of stages but the best plan's."""
+    starts = {len(best.stages): best}
+    for plan in sorted(problem.budget.seen.values(), key=lambda plan: plan.seconds):
+        if problem.allows(plan):
+            starts.setdefault(len(plan.stages), plan)
+    return list(starts.values())[1:STARTS]
 
 
 class _Trials:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from planner.solver.bounds.balance import balanced_s
 from planner.solver.candidates.evaluation import priced, simulated
+from planner.solver.candidates.first_plans import FirstPlans
 from planner.solver.problem import Problem
 from planner.solver.result import Found
 
@@ -18,4 +19,5 @@ def solve_zero_bubble(problem: Problem, flush: Found) -> Found:
     """
     assert problem.schedule.divides
     best = simulated(problem, priced(problem, flush.best.stages))
-    return replace(flush, bound_s=balanced_s(problem.layer_costs, problem.setting)).with_best(best)
+    found = replace(flush, bound_s=balanced_s(problem.layer_costs, problem.setting)).with_best(best)
+    return FirstPlans(problem).at_least(found)
