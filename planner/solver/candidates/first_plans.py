@@ -102,6 +102,7 @@ class FirstPlans:
             evaluation = simulated(problem, plan) if problem.simulates else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
+        self._problem.budget.count += problem.budget.count
 
     def fitting(self) -> Iterator[Evaluation]:
         """Yield the plans that fit the memory, the fastest by the cost model first."""
