@@ -102,7 +102,8 @@ class FirstPlans:
             evaluation = simulated(problem, plan) if problem.simulates else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
-        self._problem.budget.count += problem.budget.count
+        if problem.deadline.at_s is not None:  # otherwise the search looks at all that may be faster
+            self._problem.budget.count += problem.budget.count
 
     def fitting(self) -> Iterator[Evaluation]:
         """Yield the plans that fit the memory, the fastest by the cost model first."""
