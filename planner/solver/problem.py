@@ -143,11 +143,16 @@ class Problem:
         return Numbering(self.rules.max_stages, tuple(pins))
 
     def allows(self, plan: Evaluation) -> bool:
-        """Return whether a plan fits the memory and its versions suffice, within limits on stages and staleness."""
+        """Return whether a plan fits the memory, its versions suffice and no replica of a sharded stage idles.
+
+        It keeps within limits on stages and staleness, too.
+        """
         late = max(map(self.schedule.staleness, plan.price.in_flight))
         fresh = self.rules.max_staleness is None or late <= self.rules.max_staleness
         depths = zip(plan.stages, plan.price.in_flight, strict=True)
         fresh &= all(self.schedule.versions_suffice(self.microbatches, each.replicas, depth) for each, depth in depths)
+        most = self.limits.most_sharded
+        fresh &= all(each.replicas <= most for each in plan.stages if each.options.sharded)
         return fresh and self.numbering.allows([each.layers for each in plan.stages]) and plan.fits(self.cluster)
 
     @property

@@ -40,7 +40,9 @@ def test_progress_is_shown_while_the_search_runs(
 @pytest.mark.parametrize("verb", ["solve", "explain", "compare", "report", "sweep"])
 def test_verbs_that_solve_have_a_limit(verb: str) -> None:
     parser = build_parser()
-    assert parser.parse_args([verb]).time_limit == float(TIME_LIMIT.removesuffix("s"))
+    default = float(TIME_LIMIT.removesuffix("s"))
+    # A report is to be there within ten seconds.
+    assert parser.parse_args([verb]).time_limit == (7.0 if verb == "report" else default)
     assert parser.parse_args([verb, "--time-limit", "none"]).time_limit is None
     assert parser.parse_args([verb, "--time-limit", "250ms"]).time_limit == 0.25
 
@@ -54,7 +56,7 @@ def test_an_answer_without_time_is_no_slower_than_data_parallelism(
     assert main(["solve", *arguments, "--schedule", "1f1b-flush"]) == 0
     plan = load_plan(tmp_path / "plan.json")
     assert plan.predicted.speedup_over_data_parallel >= 1 - 1e-9
-    assert plan.solver.status == "feasible"
+    assert (plan.solver.status == "optimal") == (plan.solver.gap <= 0.01)
 
 
 @pytest.mark.parametrize("verb", ["explain", "compare", "sweep", "report"])
@@ -70,7 +72,7 @@ def test_every_verb_answers_when_the_time_is_over(
         assert main(["solve", *cluster]) == 0
         cluster = []
     assert main([verb, *cluster, "--time-limit", "1ns"]) == 0
-    said = {"explain": "The time limit ended this", "compare": "by the cost model, which knows no waiting"}
+    said = {"explain": "The time limit ended this", "compare": "waiting for messages is left out"}
     assert said.get(verb, "") in capsys.readouterr().out
 
 

@@ -44,16 +44,18 @@ def improved(problem: Problem, found: Found, others: Sequence[Evaluation] = ()) 
     if (path := _path(problem, space, best)) is None:
         return found
     again = others or _met(problem, best)
-    efforts = 1 if others else 1 + len(again)
-    own = budget.apart(min(budget.left, efforts * MOST_INSTRUCTIONS))
+    own = budget.apart(min(budget.left, MOST_INSTRUCTIONS))
     trials = _Trials(replace(problem, budget=own), space, path, best)
     layers = len(problem.layer_costs.profile.layers)
-    effort = Effort(efforts * MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
+    effort = Effort(MOST_PRICED * FEW_LAYERS // max(FEW_LAYERS, layers), budget.deadline)
     ways = BestWays(problem, space)
     local_search = LocalSearch(space, problem.cluster.gpus, trials.seconds, effort, ways.options)
     starts = (_path(problem, space, plan) for plan in again)
     for start in (path, *filter(None, starts)):
         local_search.from_(start)
+        if not others:
+            local_search.allow(effort.most)
+            own.left = min(budget.left, MOST_INSTRUCTIONS)
     budget.count += own.count
     return found if trials.best is best else found.with_best(trials.best)
 

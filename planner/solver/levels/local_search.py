@@ -78,6 +78,10 @@ class LocalSearch:
                 break
         return best if np.isfinite(best.seconds) else None
 
+    def allow(self, more: int) -> None:
+        """Let so many plans be priced from now on: what is left of an earlier allowance goes."""
+        self._effort = replace(self._effort, most=len(self._priced) + more)
+
     @property
     def over(self) -> bool:
         """Whether no more plans may be priced."""
