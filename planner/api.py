@@ -310,5 +310,6 @@ def _predicted_samples_per_s(plan: Plan, accumulate: int) -> float | None:
 
 def _predicted_start_samples_per_s(plan: Plan, start: float) -> float | None:
     """Predict the speed of a synchronous start; None without one."""
-    part = synchronous_part(plan)
-    return part.minibatch_size / simulated_s(part) if start and part.minibatch_size is not None else None
+    if not start or plan.minibatch_size is None:
+        return None
+    return plan.minibatch_size / simulated_s(synchronous_part(plan))

@@ -65,20 +65,22 @@ def check_synchronous_start(plan: Plan, options: TrainingOptions) -> None:
 
 def start_of(job: Job, data: BatchSource, shape: PipelineShape) -> SynchronousStart | None:
     """Return the synchronous start that a job asks for; None where all minibatches are trained alike."""
-    option = job.options.synchronous_start
-    if not option:
+    if not job.options.synchronous_start:
         return None
-    minibatches = synchronous_minibatches(option, data.minibatches(job.steps, job.epochs))
-    return SynchronousStart(minibatches, replace(shape_of(synchronous_part(job.plan)), shared=shape.shared))
+    return SynchronousStart(_length(job, data), replace(shape_of(synchronous_part(job.plan)), shared=shape.shared))
 
 
 def with_start(job: Job, make: Callable[[Plan], BatchSource]) -> BatchSource:
     """Return the batches of a job; `make` makes those of a plan."""
-    later, option = make(job.plan), job.options.synchronous_start
-    if not option:
+    later = make(job.plan)
+    if not job.options.synchronous_start:
         return later
-    minibatches = synchronous_minibatches(option, later.minibatches(job.steps, job.epochs))
-    return DividedStart(make(synchronous_part(job.plan)), later, minibatches)
+    return DividedStart(make(synchronous_part(job.plan)), later, _length(job, later))
+
+
+def _length(job: Job, data: BatchSource) -> int:
+    """Return the minibatches of the start."""
+    return synchronous_minibatches(job.options.synchronous_start, data.minibatches(job.steps, job.epochs))
 
 
 class DividedStart(BatchSource):
