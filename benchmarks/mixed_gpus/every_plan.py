@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, count, pairwise, product
 
+from benchmarks.stage_ways import Way, combined, unbeaten
 from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import Candidate
 from planner.cost.stage_options import StageOptions
@@ -20,7 +21,6 @@ from planner.solver.problem import Problem
 from planner.solver.reference.brute import options_of
 
 Ranks = tuple[int, ...]
-Times = tuple[float, float]  # a stage's parts of the sum over the stages, and of the maximum
 Stages = tuple[Candidate, ...]
 
 
@@ -39,17 +39,16 @@ class _Flat:
     """All plans on links that are all alike, where it does not matter which GPUs of a kind a stage has."""
 
     problem: Problem
-    _known: dict[tuple[int, int, Ranks, int], list[tuple[Times, Candidate]]] = field(default_factory=dict)
+    _known: dict[tuple[int, int, Ranks, int], list[Way]] = field(default_factory=dict)
 
     def plans(self) -> Iterator[tuple[float, Stages]]:
         """Yield seconds and stages; of the ways to run a stage, those that no other one beats in both parts."""
         for ends in _cuts(len(self.problem.layer_costs.profile.layers)):
             for ranks in self._ranks(len(ends)):
                 after = [sum(map(len, ranks[number + 1 :])) for number in range(len(ranks))]
-                ways = [self._ways(*end, own, rest) for end, own, rest in zip(ends, ranks, after, strict=True)]
-                for chosen in product(*ways):
-                    seconds = sum(times[0] for times, _ in chosen) + max(times[1] for times, _ in chosen)
-                    yield seconds, tuple(stage for _, stage in chosen)
+                yield from combined(
+                    self._ways(*end, own, rest) for end, own, rest in zip(ends, ranks, after, strict=True)
+                )
 
     def _ranks(self, stages: int) -> Iterator[tuple[Ranks, ...]]:
         """Yield the ranks of so many stages, for all numbers of GPUs of each kind."""
@@ -62,37 +61,11 @@ class _Flat:
             if all(found):
                 yield found
 
-    def _ways(self, first: int, end: int, ranks: Ranks, after: int) -> list[tuple[Times, Candidate]]:
+    def _ways(self, first: int, end: int, ranks: Ranks, after: int) -> list[Way]:
         key = first, end, ranks, after
         if key not in self._known:
-            stages = _stages(self.problem, first, end, ranks)
-            ways = sorted(
-                ((self._times(stage), stage) for stage in stages if self._fits(stage, after)), key=lambda way: way[0]
-            )
-            kept: list[tuple[Times, Candidate]] = []
-            for times, stage in ways:
-                if not kept or times[1] < kept[-1][0][1]:
-                    kept.append((times, stage))
-            self._known[key] = kept
+            self._known[key] = unbeaten(self.problem, _stages(self.problem, first, end, ranks), after)
         return self._known[key]
-
-    def _times(self, stage: Candidate) -> Times:
-        work, problem = self.problem.layer_costs.work(stage), self.problem
-        if problem.schedule.asynchronous:
-            return 0.0, float(problem.asynchronous().stage_s(work, stage.replicas))
-        model = problem.synchronous()
-        return float(model.sum_s(work, stage.replicas)), float(model.max_s(work, stage.replicas))
-
-    def _fits(self, stage: Candidate, after: int) -> bool:
-        problem, schedule = self.problem, self.problem.schedule
-        flying = schedule.in_flight(stage.replicas, after, problem.microbatches)
-        if schedule.divides and stage.replicas > problem.microbatches:
-            return False  # would idle
-        if not schedule.versions_suffice(problem.microbatches, stage.replicas, flying):
-            return False
-        footprint = problem.layer_costs.footprint(stage).divided(problem.microbatches)
-        limit = problem.cluster.memory_of(stage.options.kind)
-        return limit is None or float(footprint.total_bytes(flying, schedule.versions(flying))) <= limit
 
 
 def _on_levels(problem: Problem) -> Iterator[tuple[float, Stages]]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 
 import numpy as np
 
+from benchmarks.stage_ways import Way, combined, unbeaten
 from planner.cost.layer_costs import Candidate
 from planner.solver.problem import Problem
 from planner.solver.reference.brute import options_of
-
-Times = tuple[float, float]  # a stage's parts of the sum over the stages, and of the maximum
 
 
 @dataclass
@@ -25,7 +24,7 @@ class EveryPlan:
     """All plans of a problem on GPUs that are alike."""
 
     problem: Problem
-    _known: dict[tuple[int, int, int, int], list[tuple[Times, Candidate]]] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int, int], list[Way]] = field(default_factory=dict)
 
     def best(self) -> tuple[float, tuple[Candidate, ...]] | None:
         """Return the seconds of the fastest plan that is allowed, and the plan."""
@@ -37,52 +36,19 @@ class EveryPlan:
                     after = np.cumsum((0, *replicas[:0:-1]))[::-1].tolist()
                     ends = pairwise((0, *cuts, layers))
                     shape = zip(ends, replicas, after, strict=True)
-                    ways = [self._ways(*end, r, behind) for end, r, behind in shape]
-                    for chosen in product(*ways):
-                        seconds = sum(times[0] for times, _ in chosen) + max(times[1] for times, _ in chosen)
+                    for seconds, chosen in combined(self._ways(*end, r, behind) for end, r, behind in shape):
                         if best is None or seconds < best[0]:
-                            best = seconds, tuple(stage for _, stage in chosen)
+                            best = seconds, chosen
         return best
 
-    def _ways(self, first: int, end: int, replicas: int, after: int) -> list[tuple[Times, Candidate]]:
-        """Return the ways to run a stage that fit the memory and that no other one beats in both parts of the time."""
+    def _ways(self, first: int, end: int, replicas: int, after: int) -> list[Way]:
         key = first, end, replicas, after
         if key not in self._known:
             layers = frozenset(range(first, end))
-            stages = [
-                Candidate(frozenset(range(first)), layers, options)
-                for options in options_of(self.problem, layers, replicas)
-            ]
-            ways = sorted(
-                ((self._times(stage), stage) for stage in stages if self._fits(stage, after)), key=lambda way: way[0]
-            )
-            kept: list[tuple[Times, Candidate]] = []
-            for times, stage in ways:
-                if not kept or times[1] < kept[-1][0][1]:
-                    kept.append((times, stage))
-            self._known[key] = kept
+            options = options_of(self.problem, layers, replicas)
+            stages = [Candidate(frozenset(range(first)), layers, each) for each in options]
+            self._known[key] = unbeaten(self.problem, stages, after)
         return self._known[key]
-
-    def _times(self, stage: Candidate) -> Times:
-        work, problem = self.problem.layer_costs.work(stage), self.problem
-        if problem.schedule.asynchronous:
-            return 0.0, float(problem.asynchronous().stage_s(work, stage.replicas))
-        model = problem.synchronous()
-        return float(model.sum_s(work, stage.replicas)), float(model.max_s(work, stage.replicas))
-
-    def _fits(self, stage: Candidate, after: int) -> bool:
-        problem, schedule = self.problem, self.problem.schedule
-        flying = schedule.in_flight(stage.replicas, after, problem.microbatches)
-        late = problem.rules.max_staleness
-        if schedule.divides and stage.replicas > problem.microbatches:
-            return False  # would idle
-        if not schedule.versions_suffice(problem.microbatches, stage.replicas, flying):
-            return False
-        if late is not None and schedule.staleness(flying) > late:
-            return False
-        footprint = problem.layer_costs.footprint(stage).divided(problem.microbatches)
-        limit = problem.cluster.memory_bytes
-        return limit is None or float(footprint.total_bytes(flying, schedule.versions(flying))) <= limit
 
 
 def _replicas(stages: int, gpus: int) -> Iterator[tuple[int, ...]]:
