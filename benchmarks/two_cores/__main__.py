@@ -73,6 +73,8 @@ def main() -> None:
                     for group, end_s in _shares(_chosen(groups, arguments.only), until_s):
                         samples += _measure(ours, group, end_s, arguments.window)
     environment = _environment()
+    if arguments.save:
+        samples, memory = _with_saved(samples, memory, environment["date"])
     tables = f"{_described(environment, arguments)}\n\n{aims_markdown(samples, memory)}\n\n{markdown(samples)}"
     print(tables)
     if arguments.save:
@@ -84,6 +86,24 @@ def main() -> None:
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         head = README.read_text(encoding="utf-8").split(MARKER)[0]
         README.write_text(f"{head}{MARKER}\n\n{tables}\n", encoding="utf-8")
+
+
+def _with_saved(
+    samples: Sequence[Sample], memory: Sequence[StashMemory], date: str
+) -> tuple[list[Sample], list[StashMemory]]:
+    """Add what was saved on the same day for other models and networks, so that parts of the benchmark make a whole."""
+    content = json.loads(RESULTS.read_text(encoding="utf-8"))
+    if content["environment"]["date"] != date:
+        return [*samples], [*memory]
+    measured = {(sample.model, sample.network) for sample in samples}
+    saved = [Sample(**each) for each in content["samples"]]
+    all_samples = [*samples, *(each for each in saved if (each.model, each.network) not in measured)]
+    models = {each.model for each in memory}
+    saved_memory = [StashMemory(**each) for each in content["memory"]]
+    all_memory = [*memory, *(each for each in saved_memory if each.model not in models)]
+    return sorted(all_samples, key=lambda s: (s.model, s.network != "loopback")), sorted(
+        all_memory, key=lambda each: each.model
+    )
 
 
 def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> list[Group]:
@@ -164,7 +184,7 @@ def _described(environment: Mapping[str, str], arguments: argparse.Namespace) ->
     return (
         f"{environment['date']}: {environment['cpu']}, {environment['system']}, Python {environment['python']}, torch "
         f"{environment['torch']}, gloo. Samples/s, medians and quartiles of cycles with two turns of "
-        f"{arguments.window:g} s for each contender; {arguments.minutes:g} minutes in all."
+        f"{arguments.window:g} s for each contender."
     )
 
 

@@ -95,14 +95,20 @@ def sweep(
         options: how to solve; by default as `solve` does. When the time is over, changes are told less precisely.
 
     Raises:
-        InputError: as `solve`. That no plan fits a cluster is an answer, not an error.
+        InputError: as `solve`.
+        InfeasibleError: when no plan fits for any value, with the reason for the largest. That none fits for some is
+            an answer, not an error.
     """
     options, places = options or SolveOptions(), sorted(set(values))
     left_s = options.patience.deadline.left_s
     # All have the same time, so that no config changes because one had more; half of it is for these values.
     points_of = _Points(profile, cluster_at, options, None if left_s is None else left_s / (2 * len(places)))
     for value in places:
-        points_of.solve(value)
+        answer = points_of.solve(value)
+    if isinstance(answer, InfeasibleError) and not any(isinstance(each, Plan) for each in points_of.solved.values()):
+        raise InfeasibleError(
+            f"at no point of the sweep does a plan fit; at the last, {answer.message}", hint=answer.hint
+        )
     first, *others = places
     points, changes = [points_of.at(first, None)], list[ConfigChange]()
     for value in others:

@@ -15,6 +15,7 @@ from planner.simulator.simulation import Simulation
 from planner.simulator.steady_time import steady_minibatches, steady_s
 
 FEWEST = 16  # minibatches of a synchronous schedule, by default
+_ENOUGH_UNITS = 16_000  # of work, a microbatch at a stage each, that are enough to look at
 
 
 def simulate(plan: Plan, minibatches: int | None = None, accumulate: int = 1) -> Timeline:
@@ -60,7 +61,9 @@ def simulated_s(plan: Plan, accumulate: int = 1) -> float:
 def default_minibatches(plan: Plan, accumulate: int = 1) -> int:
     """Return enough minibatches for a steady state, and to see how the run starts and ends."""
     count = steady_minibatches(replace(shape_of(plan), accumulate=accumulate))
-    return count if plan.schedule.asynchronous else max(count, FEWEST)
+    if plan.schedule.asynchronous:
+        return count
+    return max(count, min(FEWEST, _ENOUGH_UNITS // (plan.microbatches * len(plan.stages))))
 
 
 def costs_of(plan: Plan, accumulate: int = 1) -> PipelineCosts:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.analysis.sweep import PRECISION, WORTH, Sweep, spread, sweep
-from planner.errors import InputError
+from planner.errors import InfeasibleError, InputError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import load_profile
 from planner.report.svg.sweep import sweep_svg
@@ -102,6 +102,12 @@ def test_memory_from_too_little_on() -> None:
     assert swept.changes[0].from_config is None
     assert "none fits ->" in sweep_report(swept)
     ElementTree.fromstring(sweep_svg(swept))
+
+
+def test_a_sweep_in_which_nothing_fits_is_no_answer() -> None:
+    with pytest.raises(InfeasibleError, match="at the last, no plan fits 2 GPUs of 30 B") as refused:
+        sweep(MODEL, "memory", [20.0, 30.0], lambda memory: flat_cluster(2, 10.0, int(memory)))
+    assert "smallest memory" in refused.value.hint
 
 
 def test_the_picture_shows_every_point_and_every_config() -> None:

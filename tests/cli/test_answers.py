@@ -123,6 +123,7 @@ def test_a_published_profile_knows_no_samples(tmp_path: Path) -> None:
             2,
             "has to be a range, not 2",
         ),
+        (("sweep", "--gpus", "3", "--bandwidth", "1Gbps", "--memory", "1kB:2kB"), 3, "at no point of the sweep"),
         (("sweep", "--gpus", "4:2", "--bandwidth", "1Gbps"), 2, "the range runs backwards"),
         (("sweep", "--gpus", "2:x", "--bandwidth", "1Gbps"), 2, "'x' is not a number of GPUs"),
         (("sweep", "--gpus", "0:3", "--bandwidth", "1Gbps"), 2, "0"),

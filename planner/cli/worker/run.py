@@ -117,7 +117,7 @@ def _start_heartbeat(job: Job) -> Heartbeat:
         return Heartbeat(stages=stages)
     folder = Path(job.failure_folder)
     # Never closed: the handler writes to it for as long as the process lives.
-    faulthandler.register(DUMP_SIGNAL, file=dump_path(folder, rank).open("w"), all_threads=False)
+    faulthandler.register(DUMP_SIGNAL, file=dump_path(folder, rank).open("w"), all_threads=True)
     heartbeat = Heartbeat(beat_path(folder, rank), stages)
     heartbeat.enter("starting")
     return heartbeat

@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from planner.model.file import split_location
 # the peer, whose failure is the cause, must have reported it by then.
 GRACE_S = 3.0
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2], Path(os.__file__).parent, Path(sys.prefix))
+Frame = tuple[str, int, str]  # file, line, function
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
@@ -140,9 +142,14 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 
 
 def place_in_dump(dump: str, job: Job) -> str | None:
-    """Return where a worker is, from faulthandler's dump, whose first line is the innermost; None for an empty dump."""
-    frames = [(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(dump)]
-    return innermost(frames[::-1], job)
+    """Return where a worker is, from faulthandler's dump of all threads; None for an empty dump.
+
+    It has the main thread last, and each thread's innermost frame first.
+    """
+    threads = [_FRAME.finditer(thread) for thread in reversed(dump.split("most recent call first"))]
+    return innermost(
+        [[(frame["file"], int(frame["line"]), frame["function"]) for frame in frames][::-1] for frames in threads], job
+    )
 
 
 def model_folder(job: Job) -> Path:
@@ -181,23 +188,25 @@ def _is_connection_loss(error: BaseException) -> bool:
     )
 
 
-def innermost(stack: Sequence[tuple[str, int, str]], job: Job) -> str | None:
+def innermost(stacks: Sequence[Sequence[Frame]], job: Job) -> str | None:
     """Return the innermost frame that tells the user most: in the user's folder, or outside all libraries, or any.
 
     Args:
-        stack: (file, line, function) of each frame, outermost first.
+        stacks: of each thread, its frames, outermost first. Among equals the first thread's tells more: the others may
+            read the user's data ahead, while the first waits for them.
         job: names the user's folder.
     """
-    own = [frame for frame in stack if Path(frame[0]).resolve().parent == model_folder(job)]
-    others = [frame for frame in stack if not _in_libraries(frame[0])]
-    chosen = next(iter((*own[::-1], *others[::-1], *stack[::-1])), None)
+    frames = [frame for stack in stacks for frame in reversed(stack)]
+    own = (frame for frame in frames if _is_in(model_folder(job), frame[0]))
+    others = (frame for frame in frames if not _in_libraries(frame[0]))
+    chosen = next(chain(own, others, frames), None)
     return None if chosen is None else _shorter(f"{chosen[0]}:{chosen[1]} in {chosen[2]}()")
 
 
 def _place(error: BaseException, job: Job) -> str | None:
     """Return file and line where `error` was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in frames], job)
+    place = innermost([[(frame.filename, frame.lineno or 0, frame.name) for frame in frames]], job)
     return None if place is None else place.partition(" in ")[0]
 
 
@@ -219,6 +228,11 @@ def _resolve(place: str | None, job: Job) -> str | None:
         if isinstance(node, ast.FunctionDef) and node.name == place.removesuffix("()"):
             return f"{place} at {path}:{node.lineno}"
     return f"{place} of {path}"
+
+
+def _is_in(folder: Path, filename: str) -> bool:
+    # "<frozen runpy>" is no file, though as a path it would be one in the current folder, which may be the user's.
+    return not filename.startswith("<") and Path(filename).resolve().parent == folder
 
 
 def _in_libraries(filename: str) -> bool:

@@ -58,6 +58,11 @@ class Hang:
 class _Seen:
     sign: Sign
     moved_s: float  # when it last moved
+    starved_s: float = 0.0  # since then
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long it has not moved although it could have."""
+        return now_s - self.moved_s - self.starved_s
 
 
 class HangDetector:
@@ -81,9 +86,10 @@ class HangDetector:
                 self._seen[rank] = _Seen(sign, now_s)
             else:
                 # Keeps the old times, so that progress is judged over the whole time since the worker moved.
+                seen.starved_s = sign.starved_s - seen.sign.starved_s
                 seen.sign = replace(sign, cpu_s=seen.sign.cpu_s, starved_s=seen.sign.starved_s)
         limit_s = self._timeout_s + max((seen.sign.beat.slowest_s for seen in self._seen.values()), default=0.0)
-        stuck = {rank: now_s - seen.moved_s for rank, seen in self._seen.items()}
+        stuck = {rank: seen.stuck_s(now_s) for rank, seen in self._seen.items()}
         longest = sorted(stuck, key=lambda rank: -stuck[rank])
         late = [rank for rank in longest if stuck[rank] > limit_s]
         if not late:

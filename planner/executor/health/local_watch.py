@@ -76,13 +76,12 @@ class LocalWatch(threading.Thread):
             return None
         with suppress(ProcessLookupError):
             os.kill(pid, DUMP_SIGNAL)
-        deadline = time.monotonic() + _DUMP_S
-        while time.monotonic() < deadline:
+        deadline, before, dump = time.monotonic() + _DUMP_S, "", ""
+        # A worker that gets little of a core may still be writing.
+        while (not dump or dump != before) and time.monotonic() < deadline:
             time.sleep(0.1)
-            place = place_in_dump(path.read_text(encoding="utf-8", errors="replace"), self._job)
-            if place is not None:
-                return place
-        return None
+            before, dump = dump, path.read_text(encoding="utf-8", errors="replace")
+        return place_in_dump(dump, self._job)
 
 
 def dump_path(folder: Path, rank: int) -> Path:

@@ -143,9 +143,13 @@ class RemoteWatch:
                 return
 
     def _own(self, sequence: int) -> str:
-        frame = sys._current_frames().get(self._main or 0)
-        stack = [] if frame is None else [(f.filename, f.lineno or 0, f.name) for f in extract_stack(frame)]
-        place = innermost(stack, self._job)
+        frames = sys._current_frames()
+        frames.pop(threading.get_ident())
+        threads = sorted(frames, key=lambda thread: thread != self._main)
+        place = innermost(
+            [[(f.filename, f.lineno or 0, f.name) for f in extract_stack(frames[thread])] for thread in threads],
+            self._job,
+        )
         page = self._heartbeat.page.hex()
         times = {"cpu_s": time.process_time(), "starved_s": times_of_main_thread()[1]}
         return json.dumps({"page": page, "sequence": sequence, "place": place, **times})

@@ -236,6 +236,13 @@ def test_real_processes_starved_and_hung() -> None:
     assert hung == [False, True]
 
 
+def test_time_without_a_core_is_no_hang_in_any_instruction() -> None:
+    beat = beat_of(Forward(0, Unit(3)))
+    detector = HangDetector([(0,)], TIMEOUT_S)
+    found = [detector.look({0: Sign(beat, 0.0, 0.7 * at_s)}, float(at_s)) for at_s in range(40)]
+    assert next(at_s for at_s, hang in enumerate(found) if hang) == 34  # 10 of 34 s with a core
+
+
 def test_when_all_wait_the_run_ends_all_the_same() -> None:
     hang = judge({0: beat_of(ReceiveGradient(0, Unit(17), 1, 1)), 1: beat_of(RECEIVE)})
     assert hang is not None
@@ -255,3 +262,20 @@ def test_the_place_in_a_dump_is_the_users_innermost_line(tmp_path: Path) -> None
     assert place is not None
     assert place.endswith("model.py:12 in forward()")
     assert place_in_dump("", job) is None
+
+
+def test_the_place_is_in_the_thread_that_runs_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The main thread waits for one that reads data ahead; the current folder is that of the model.
+    monkeypatch.chdir(tmp_path)
+    dump = f"""Thread 0x00007e (most recent call first):
+  File "{tmp_path}/model.py", line 12 in __getitem__
+  File "/usr/lib/python3/threading.py", line 1 in _bootstrap
+
+Current thread 0x00007f (most recent call first):
+  File "/usr/lib/python3/threading.py", line 327 in wait
+  File "/somewhere/planner/executor/run/worker.py", line 3 in run
+  File "<frozen runpy>", line 88 in _run_code
+"""
+    path = write_model(tmp_path, "blocks", "sgd")
+    job = Job(model=str(path), plan=make_plan(structural_profile(path, 4), (1, 1)))
+    assert place_in_dump(dump, job) == "model.py:12 in __getitem__()"
