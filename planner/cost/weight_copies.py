@@ -104,6 +104,15 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
     return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
 
 
+def copies_fit(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> bool:
+    """Return whether the memory has room for duplicated weights, too."""
+    try:
+        price_with_copies(layer_costs, stages, price, setting)
+    except InfeasibleError:
+        return False
+    return True
+
+
 def price_with_copies(layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting) -> Price:
     """Return `price` with the memory of duplicated weights, and the bytes that they send.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.cost.communicators import communicators, with_overheads
+from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError
 from planner.solver.candidates.first_plans import Leaner
 from planner.solver.problem import Problem
@@ -44,11 +45,12 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Fou
 
     relaxed = found = with_room_for(0)
     count = 0
-    while not found.best.fits(problem.cluster):
+    while not _fits(problem, found.best):
         if problem.deadline.passed and (lean := Leaner(problem).lean_enough(found.best.stages)) is not None:
             return found.with_best(lean)
         most = _most_communicators(problem, found.best)
-        assert most > count, "a plan that left room for its communicators fits"
+        if most <= count:
+            break  # what lacks room are copies of tied weights, as no plan has less
         more = count + 1 if count < _USUAL else min(most, 2 * count)
         count = most if problem.deadline.passed else more  # there is no time to find out whether less room does
         try:
@@ -60,6 +62,11 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Fou
                 hint=f"{cause.hint}; or try a smaller `gpus`, because fewer replicas have fewer communicators",
             ) from None
     return replace(found, bound_s=min(relaxed.bound_s, found.bound_s))
+
+
+def _fits(problem: Problem, plan: Evaluation) -> bool:
+    """Return whether the plan fits the memory with the copies of its tied weights."""
+    return plan.fits(problem.cluster) and copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 
 
 def _most_communicators(problem: Problem, plan: Evaluation) -> int:

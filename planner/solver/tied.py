@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Candidate
-from planner.cost.weight_copies import counted_with_copies, price_with_copies
+from planner.cost.weight_copies import copies_fit, counted_with_copies, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.plan_shape import trainable_pairs
@@ -64,11 +64,7 @@ def _trains(problem: Problem, plan: Evaluation, vertical_sync: bool) -> bool:
         return True
     if vertical_sync or not trainable_pairs(shared, [stage.replicas for stage in plan.stages], problem.schedule):
         return False
-    try:
-        price_with_copies(problem.layer_costs, plan.stages, plan.price, problem.setting)
-    except InfeasibleError:
-        return False
-    return True
+    return copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 
 
 def _refuse(problem: Problem, found: Found, answer: Answer) -> None:

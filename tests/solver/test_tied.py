@@ -12,9 +12,11 @@ from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 from planner.formats.shared_weights import obstacle, shared_weights, trained_parameters
 from planner.schedule.registry import find
 from planner.solver import solve
+from tests.cost.test_overheads import on_cuda
 from tests.cost.test_weight_copies import tied
 
 GPUS = 4
@@ -28,9 +30,10 @@ def trains(plan: Plan) -> bool:
     return fits and obstacle(plan, shared) is None
 
 
-def every_plan(cluster: Cluster, schedule: str, microbatches: int) -> Iterator[Plan]:
+def every_plan(cluster: Cluster, schedule: str, microbatches: int, model: Profile | None = None) -> Iterator[Plan]:
     """Every plan without sharding and recomputation that can be trained."""
-    names = [layer.name for layer in tied().layers]
+    model = model or tied()
+    names = [layer.name for layer in model.layers]
     for inner in product((False, True), repeat=len(names) - 1):
         ends = [0, *(at + 1 for at, cut in enumerate(inner) if cut), len(names)]
         for replicas in product(range(1, GPUS + 1), repeat=len(ends) - 1):
@@ -41,9 +44,7 @@ def every_plan(cluster: Cluster, schedule: str, microbatches: int) -> Iterator[P
                 for (first, end), r in zip(pairwise(ends), replicas, strict=True)
             )
             try:
-                plan = price(
-                    tied(), cluster, OwnPlan(stages=stages, schedule=find(schedule), microbatches=microbatches)
-                )
+                plan = price(model, cluster, OwnPlan(stages=stages, schedule=find(schedule), microbatches=microbatches))
             except PlannerError:
                 continue
             if trains(plan):
@@ -68,3 +69,17 @@ def test_the_schedule_that_an_error_names_has_a_plan(memory_bytes: int, leaner: 
         solve(tied(), cluster)
     assert raised.value.hint == f"use `schedule={leaner}` `microbatches=4`, which fits"
     assert trains(solve(tied(), cluster, schedule=leaner, microbatches=4))
+
+
+def test_copies_have_room_beside_communicators() -> None:
+    names, found = ("weight_bytes", "gradient_bytes", "optimizer_bytes"), 0
+    layers = tuple(
+        layer.model_copy(update={name: 300 * getattr(layer, name) for name in names}) for layer in tied().layers
+    )
+    model = on_cuda(tied(), context_bytes=10**8).model_copy(update={"layers": layers})
+    for tenths in range(90, 130, 5):
+        cluster = flat_cluster(GPUS, 1e4, memory_bytes=30 * 10**6 * tenths)
+        if next(every_plan(cluster, "1f1b-flush", 4, model), None) is not None:
+            found += 1
+            assert trains(solve(model, cluster, schedule="1f1b-flush", microbatches=4))
+    assert 0 < found < 8
