@@ -68,6 +68,17 @@ CASES = {
     "graph_network": Case("interleaved", (1, 1)),
     "actor_critic": Case("zb-h1", (2, 1)),
     "checkpointed": Case("gpipe", (1, 1, 1), normalises=True, random=True),
+    "falcon": Case("zb-v", (1, 1)),
+    "deberta": Case("1f1b-flush", (1, 1, 1), first="zb-h1"),
+    "segformer": Case("gpipe", (1, 1, 1), normalises=True),
+    "patch_tst": Case("interleaved", (1, 1), first="gpipe"),
+    "convnext_v2": Case("zb-h1", (1, 2)),
+    "mixer": Case("1f1b-flush", (2, 1), first="zb-v"),
+    "flux": Case("zb-h1", (1, 1, 1)),
+    "ia3_opt": Case("1f1b-flush", (1, 2), tied=True),
+    "perceiver": Case("gpipe", (1, 1, 1), tied=True),
+    "vq_vae": Case("zb-h1", (2, 1)),
+    "ranking": Case("interleaved", (1, 1)),
 }
 
 
