@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass
 from itertools import pairwise
 
+from benchmarks.drawn_chain import chain, layer
 from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.formats.device_kinds import profile_of_kinds
-from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.profile import Profile
 from planner.solver.stage_rules import StageRules
 
 NAMES = ("one", "two", "three")
@@ -35,7 +36,7 @@ def draw(rng: random.Random, schedule: str, *, levels: bool) -> Instance:
     gpus = 4 if levels else rng.randint(3, 6)
     counts = _counts(rng, gpus, rng.choice((2, 2, 3)))
     limited = rng.random() < 0.6
-    needed = sum(3 * layer.weight_bytes + layer.optimizer_bytes + layer.saved_bytes for layer in model.layers)
+    needed = sum(3 * each.weight_bytes + each.optimizer_bytes + each.saved_bytes for each in model.layers)
     kinds = tuple(
         DeviceKind(
             name=name,
@@ -71,40 +72,18 @@ def _model(rng: random.Random, count: int) -> Profile:
     for number in range(count):
         forward_s, output_bytes = float(rng.randint(1, 19)), rng.randint(1, 39)
         weight_bytes = rng.randint(0, 59)
-        value = Value(name=f"l{number}", output_bytes=output_bytes, gradient_bytes=output_bytes)
-        layers.append(
-            Layer(
-                name=f"l{number}",
-                op="op",
-                forward_s=forward_s,
-                backward_s=2 * forward_s,
-                update_s=0.05 * weight_bytes,
-                outputs=(value,) if number < count - 1 else (),
-                weight_bytes=weight_bytes,
-                gradient_bytes=weight_bytes,
-                optimizer_bytes=2 * weight_bytes,
-                saved_bytes=output_bytes + rng.randint(0, 60),
-            )
-        )
-    edges = tuple(Edge(source=one.name, value=one.name, target=other.name) for one, other in pairwise(layers))
-    return Profile(
-        model="random",
-        graph_hash="0",
-        device=Device(kind="cpu", name="imagined"),
-        microbatch_size=1,
-        layers=tuple(layers),
-        edges=edges,
-        optimizer_elementwise=True,
-        provenance=Provenance(tool="benchmarks.mixed_gpus", source="estimated"),
-    )
+        more = {"update_s": 0.05 * weight_bytes, "optimizer_bytes": 2 * weight_bytes}
+        saved_bytes = output_bytes + rng.randint(0, 60)
+        layers.append(layer(f"l{number}", forward_s, output_bytes, weight_bytes, saved_bytes=saved_bytes, **more))
+    return chain(layers, "benchmarks.mixed_gpus", optimizer_elementwise=True)
 
 
 def _on_another_kind(rng: random.Random, model: Profile) -> Profile:
     """Return the model on a kind of GPU that is better at some layers than at others."""
     pace = rng.uniform(0.5, 3.0)
     layers = []
-    for layer in model.layers:
+    for each in model.layers:
         ratio = pace * rng.uniform(0.7, 1.4)
-        times = {name: getattr(layer, name) * ratio for name in ("forward_s", "backward_s", "update_s")}
-        layers.append(layer.model_copy(update=times))
+        times = {name: getattr(each, name) * ratio for name in ("forward_s", "backward_s", "update_s")}
+        layers.append(each.model_copy(update=times))
     return model.model_copy(update={"layers": tuple(layers)})

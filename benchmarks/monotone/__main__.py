@@ -13,10 +13,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.drawn_chain import chain, layer
 from benchmarks.kept import printed
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
-from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.profile import Profile
 from planner.solver import solve
 
 FACTORS = (1.0, 1.05, 1.3, 2.0)
@@ -96,42 +97,16 @@ def _bandwidth(rng: random.Random) -> float:
 
 def _memory(rng: random.Random, model: Profile) -> int:
     """Return a memory limit: from a third of what one GPU needs for the whole model to several times that."""
-    return max(
-        1, int(sum(3 * layer.weight_bytes + 2 * layer.saved_bytes for layer in model.layers) * rng.uniform(0.3, 3))
-    )
+    return max(1, int(sum(3 * each.weight_bytes + 2 * each.saved_bytes for each in model.layers) * rng.uniform(0.3, 3)))
 
 
 def random_model(rng: random.Random) -> Profile:
     """Return a chain of 2 to 13 layers with uneven times, outputs and weights; half of the layers have no weights."""
-    count = rng.randint(2, 13)
     layers = []
-    for number in range(count):
+    for number in range(rng.randint(2, 13)):
         forward_s, output_bytes = float(rng.randint(1, 19)), rng.randint(1, 39)
-        weight_bytes = rng.randint(0, 59) * rng.randint(0, 1)
-        value = Value(name=f"l{number}", output_bytes=output_bytes, gradient_bytes=output_bytes)
-        layers.append(
-            Layer(
-                name=f"l{number}",
-                op="op",
-                forward_s=forward_s,
-                backward_s=2 * forward_s,
-                update_s=0.0,
-                outputs=(value,) if number < count - 1 else (),
-                weight_bytes=weight_bytes,
-                gradient_bytes=weight_bytes,
-                saved_bytes=output_bytes,
-            )
-        )
-    edges = tuple(Edge(source=one.name, value=one.name, target=other.name) for one, other in pairwise(layers))
-    return Profile(
-        model="random",
-        graph_hash="0",
-        device=Device(kind="cpu", name="imagined"),
-        microbatch_size=1,
-        layers=tuple(layers),
-        edges=edges,
-        provenance=Provenance(tool="benchmarks.monotone", source="estimated"),
-    )
+        layers.append(layer(f"l{number}", forward_s, output_bytes, rng.randint(0, 59) * rng.randint(0, 1)))
+    return chain(layers, "benchmarks.monotone")
 
 
 if __name__ == "__main__":

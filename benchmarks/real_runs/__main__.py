@@ -5,7 +5,6 @@ python -m benchmarks.real_runs --seed 1 --save
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from statistics import median
 
 from tabulate import tabulate
 
+from benchmarks.drawn_cases import Compared, asked
 from benchmarks.kept import ROOT, Results, between_marks, marks
 from planner.analysis.own_plan import price
 from planner.api import profile as measure
@@ -88,22 +88,14 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A case and what became of it; `failure` where it did not run."""
+class Row(Compared):
+    """A case and what became of it."""
 
     model: str
     plan: str
-    predicted_s: float = 0.0  # per minibatch
-    measured_s: float = 0.0
     predicted_busy_s: float = 0.0  # of the worker that computes longest by the plan
     measured_busy_s: float = 0.0  # of the same worker
     disturbed: str = ""  # what the profile says of the machine
-    failure: str = ""
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction."""
-        return self.predicted_s / self.measured_s - 1
 
     @property
     def computing_error(self) -> float:
@@ -113,24 +105,16 @@ class Row:
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True, help="another one draws other cases")
-    parser.add_argument("--cases", type=int, default=20, help="how many are drawn (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="continue with this one, counted from 0")
-    parser.add_argument("--until", type=int, help="stop before this one")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
-    parser.add_argument("--list", action="store_true", help="show the cases, and run none")
-    parser.add_argument("--save", action="store_true", help="keep each run, and write the table into README.md")
-    arguments = parser.parse_args()
-    cases = draw(arguments.seed, arguments.cases)
-    if arguments.list:
-        print(tabulate([[number, case.model, str(case)] for number, case in enumerate(cases)]))
+    found = asked(__doc__, lambda *of: [(case.model, case) for case in draw(*of)], cases=20, seconds=10.0)
+    if found is None:
         return
+    arguments, chosen = found
+    cases = draw(arguments.seed, arguments.cases)
     keep_freed_pages()  # as the workers do
     results = Results(FOLDER, save=arguments.save)
     cluster = measure_host(2, "cpu")
     rows = []
-    for number in range(arguments.first, len(cases) if arguments.until is None else arguments.until):
+    for number in chosen:
         rows.append(run(cases[number], cluster, arguments.seconds))
         print(rows[-1], file=sys.stderr, flush=True)
         results.add(PART, f"{arguments.seed}:{number}", rows[-1])

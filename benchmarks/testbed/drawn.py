@@ -5,7 +5,6 @@ python -m benchmarks.testbed.drawn --seed 1 --save
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from statistics import median
 
 from tabulate import tabulate
 
+from benchmarks.drawn_cases import Compared, asked
 from benchmarks.kept import ROOT, Results, between_marks
 from benchmarks.testbed.bed import TestbedError, testbed
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, as_chain
@@ -42,42 +42,25 @@ MESSAGE_BYTES = 1_000_000  # of messages that links are measured with: many clus
 
 
 @dataclass(frozen=True)
-class Row:
-    """A drawn case and what became of it; `failure` where it did not run."""
+class Row(Compared):
+    """A drawn case and what became of it."""
 
     model: str
     devices: str
     plan: str
-    predicted_s: float = 0.0
-    measured_s: float = 0.0
     schedule: str = ""
     levels: int = 1
     replicated: bool = False
-    failure: str = ""
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction."""
-        return self.predicted_s / self.measured_s - 1
 
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True, help="another one draws other cases")
-    parser.add_argument("--cases", type=int, default=30, help="how many are drawn (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="continue with this one, counted from 0")
-    parser.add_argument("--until", type=int, help="stop before this one")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run, after its start-up")
-    parser.add_argument("--list", action="store_true", help="show the cases, and run none")
-    parser.add_argument("--save", action="store_true", help=f"keep each run, and write {TABLE.name} and docs/")
-    arguments = parser.parse_args()
-    cases = draw(arguments.seed, arguments.cases)
-    if arguments.list:
-        print(tabulate([[number, *_described(case)] for number, case in enumerate(cases)]))
+    found = asked(__doc__, lambda *of: [_described(case) for case in draw(*of)], cases=30, seconds=8.0)
+    if found is None:
         return
+    arguments, chosen = found
+    cases = draw(arguments.seed, arguments.cases)
     results, part = Results(FOLDER, save=arguments.save), f"drawn, seed {arguments.seed}"
-    chosen = range(arguments.first, len(cases) if arguments.until is None else min(arguments.until, len(cases)))
     for number, row in _measured(cases, chosen, arguments.seconds):
         results.add(part, str(number), row)
         print(f"{number + 1}/{len(cases)}: {_cells(row)}", file=sys.stderr, flush=True)
