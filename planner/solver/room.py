@@ -46,8 +46,10 @@ def solve_with_room(problem: Problem, answer: Callable[[Problem], Found]) -> Fou
     relaxed = found = with_room_for(0)
     count = 0
     while not _fits(problem, found.best):
-        if problem.deadline.passed and (lean := Leaner(problem).lean_enough(found.best.stages)) is not None:
-            return found.with_best(lean)
+        if problem.deadline.passed:
+            lean = Leaner(problem).lean_enough(found.best.stages)
+            if lean is not None and _fits(problem, lean):
+                return found.with_best(lean)
         most = _most_communicators(problem, found.best)
         if most <= count:
             break  # what lacks room are copies of tied weights, as no plan has less
