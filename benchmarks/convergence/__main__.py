@@ -6,26 +6,24 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.convergence import characters, digits
+from benchmarks.convergence.emulation import evaluate
+from benchmarks.convergence.emulation import train as train_alone
 from benchmarks.convergence.picture import curves_svg
 from planner.api import estimate, train
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.executor.job import TrainingOptions
-from planner.executor.run.data import make_batches
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.model.spec import load_model_file
-from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
 from planner.solver.candidates.evaluation import priced
@@ -171,41 +169,15 @@ def make_plan(module: ModuleType, schedule: str, *, vertical_sync: bool) -> Plan
 
 def one_process(module: ModuleType) -> Curve:
     """Train in a plain loop, from the same initial weights, on the same minibatches."""
-    file = load_model_file(str(module.__file__))
-    torch.manual_seed(SEED)
-    model = file.build_model()
-    optimizer = file.optimizer(dict(model.named_parameters()))
-    scheduler = file.scheduler(optimizer)
-    assert scheduler is not None
-    batches = make_batches(file, module.MINIBATCH, 1, SEED, drop_last=True)
-    minibatches, losses, accuracy = [], [], None
-    for minibatch in range(module.MINIBATCHES):
-        batch = batches.batch(Unit(minibatch))
-        optimizer.zero_grad()
-        torch.autograd.backward(module.loss(model(*batch.args), batch.target))
-        optimizer.step()
-        scheduler.step()
-        done = minibatch + 1
+    curve = Curve(ONE_PROCESS, [], [], None)
+
+    def observe(done: int, model: nn.Module, _: float) -> None:
         if done % module.EVERY == 0 or done == module.MINIBATCHES:
-            loss, accuracy = evaluate(module, model, module.evaluation_dataset())
-            minibatches.append(done)
-            losses.append(loss)
-    return Curve(ONE_PROCESS, minibatches, losses, accuracy)
+            curve.minibatches.append(done)
+            curve.losses.append(evaluate(module, model, module.evaluation_dataset())[0])
 
-
-def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tuple[float, float | None]:
-    """Return the mean loss, and the accuracy if the module has metrics."""
-    loss, right, count = 0.0, 0.0, 0
-    with torch.no_grad():
-        for inputs, target in DataLoader(data, 256):
-            output = model.eval()(inputs)
-            loss += float(module.loss(output, target)) * len(inputs)
-            right += (
-                float(module.metrics(output, target)["accuracy"]) * len(inputs) if hasattr(module, "metrics") else 0
-            )
-            count += len(inputs)
-    model.train()
-    return loss / count, right / count if hasattr(module, "metrics") else None
+    model = train_alone(module, module.MINIBATCHES, SEED, observe)
+    return replace(curve, accuracy=evaluate(module, model, module.evaluation_dataset())[1])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""Train with late gradients in one process: exactly what the stages of an asynchronous pipeline compute.
+"""Compare optimizers under late gradients: python -m benchmarks.convergence.late --help.
 
-Under `1f1b` with weight stashing stage s of S computes minibatch m, forward and backward, at the weights after
-m − (S − 1 − s) updates, and applies the gradient to its newest weights (Narayanan et al., "PipeDream", SOSP'19, section
-3.3). Under `2bw` all stages compute it at the weights before the last update (Narayanan et al., "Memory-Efficient
-Pipeline-Parallel DNN Training", ICML'21, section 3.1). One process keeps those older weights, and puts them in place
-for the forward and the backward.
+Every training is one process that delays gradients as the pipeline does, see `emulation.py`. Results are added to
+late.jsonl, a line each. Trainings that are there already are not repeated, and several commands may run at a time.
 """
 
 from __future__ import annotations
@@ -12,23 +9,26 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from tabulate import tabulate
 
-from benchmarks.convergence import transformer
-from benchmarks.convergence.recipes import Recipe, schedule_of
-from planner.executor.run.data import make_batches
-from planner.model.spec import load_model_file
-from planner.schedule.instructions import Unit
+from benchmarks.convergence import residual, transformer
+from benchmarks.convergence.emulation import evaluate, lateness, train
+from benchmarks.convergence.picture import curves_svg
+from benchmarks.convergence.recipes import Recipe
 
-RESULTS = Path(__file__).parent / "late.json"
+HERE = Path(__file__).parent
+RESULTS, TABLE = HERE / "late.jsonl", HERE / "late.md"
+PICTURES = HERE.parents[1] / "docs" / "images"
+MODELS = {"transformer": transformer, "residual": residual}
 SCHEDULES = ("synchronous", "1f1b", "2bw")
+PART = 20  # minibatches whose losses are one point of a curve
 
 
 @dataclass(frozen=True)
@@ -40,158 +40,170 @@ class Case:
     stages: int  # as many as the model has blocks
     seed: int
     synchronous_start: float = 0.0  # share of the minibatches whose gradients are not late
+    model: str = "transformer"
 
 
-def lateness(case: Case) -> list[int]:
-    """Return how many updates late each stage's gradients are."""
-    if case.schedule == "synchronous":
-        return [0] * case.stages
-    if case.schedule == "2bw":
-        return [1] * case.stages
-    return list(range(case.stages - 1, -1, -1))
+@dataclass(frozen=True)
+class Trained:
+    """What became of a case.
 
-
-def stage_of(name: str, stages: int) -> int:
-    """Return the stage of a parameter: a block each; tables go with the first, norm and head with the last."""
-    if name.startswith("blocks."):
-        return int(name.split(".")[1])
-    return 0 if name.startswith(("characters", "positions")) else stages - 1
-
-
-class LateWeights:
-    """The weights of each stage after the last updates, and the older ones among them that a minibatch is to use.
-
-    Args:
-        stages: the parameters of each.
-        late: how many updates late the gradients of each are.
+    Attributes:
+        loss: on held-out data.
+        accuracy: on held-out data, of a model that has one.
+        curve: mean training losses of `PART` minibatches each.
     """
 
-    def __init__(self, stages: Sequence[Sequence[nn.Parameter]], late: Sequence[int]) -> None:
-        self._stages = stages
-        self._older: list[deque[list[Tensor]]] = [deque(maxlen=max(updates, 1)) for updates in late]
-        self._late = late
-        self._newest: list[list[Tensor]] = []
-
-    def put_older(self) -> None:
-        """Give every stage the weights that its next minibatch is computed at."""
-        self._newest = [[parameter.data for parameter in stage] for stage in self._stages]
-        for stage, older, late in zip(self._stages, self._older, self._late, strict=True):
-            if late and older:
-                for parameter, data in zip(stage, older[0], strict=True):
-                    parameter.data = data
-
-    def put_newest(self) -> None:
-        """Give every stage its newest weights, and keep a copy of them, because they are about to be updated."""
-        for stage, older, newest, late in zip(self._stages, self._older, self._newest, self._late, strict=True):
-            for parameter, data in zip(stage, newest, strict=True):
-                parameter.data = data
-            if late:
-                older.append([data.clone() for data in newest])
+    case: Case
+    loss: float
+    accuracy: float | None
+    curve: tuple[float, ...]
 
 
-def train(case: Case) -> float:
-    """Return the loss on held-out data after a training."""
-    builder = "build_model" if case.stages == 4 else "build_deep"
-    file = load_model_file(f"{transformer.__file__}:{builder}")
-    torch.manual_seed(case.seed)
-    model = file.build_model()
-    optimizer = case.recipe.build(model.named_parameters())
-    scheduler = schedule_of(optimizer, case.recipe.minibatches)
-    batches = make_batches(file, transformer.MINIBATCH, 1, case.seed, drop_last=True)
-    stages: list[list[nn.Parameter]] = [[] for _ in range(case.stages)]
-    for name, parameter in model.named_parameters():
-        stages[stage_of(name, case.stages)].append(parameter)
-    weights = LateWeights(stages, lateness(case))
-    start = round(case.synchronous_start * case.recipe.minibatches)
-    for minibatch in range(case.recipe.minibatches):
-        batch = batches.batch(Unit(minibatch))
-        optimizer.zero_grad()
-        late = minibatch >= start
-        if late:
-            weights.put_older()
-        torch.autograd.backward(transformer.loss(model(*batch.args), batch.target))
-        if late:
-            weights.put_newest()
-        optimizer.step()
-        scheduler.step()
-    return held_out(model, transformer.evaluation_dataset())
-
-
-def held_out(model: nn.Module, data: Dataset[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for inputs, target in DataLoader(data, 256):
-            total += float(transformer.loss(model(inputs), target)) * len(inputs)
-            count += len(inputs)
-    return total / count
+def trained(case: Case) -> Trained:
+    """Train a case."""
+    case.recipe.choose()
+    module, minibatches = MODELS[case.model], case.recipe.minibatches
+    losses: list[float] = []
+    model = train(
+        module,
+        minibatches,
+        case.seed,
+        lambda _, __, loss: losses.append(loss),
+        builder="build_deep" if case.stages == 8 else "build_model",
+        late=lateness(case.schedule, case.stages),
+        start=round(case.synchronous_start * minibatches),
+    )
+    loss, accuracy = evaluate(module, model, module.evaluation_dataset())
+    curve = tuple(round(fmean(losses[first : first + PART]), 4) for first in range(0, minibatches, PART))
+    return Trained(case, round(loss, 5), accuracy, curve)
 
 
 def main() -> None:
-    """Train the cases that are asked for and are not in late.json, and add them to it."""
+    """Train the cases that are asked for and are not in late.jsonl, or write the tables and pictures of those there."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument("--optimizers", default="newest-muon", help="separated by semicolons")
     parser.add_argument("--schedules", default=";".join(SCHEDULES))
-    parser.add_argument("--stages", default="4")
-    parser.add_argument("--rates", default="0.002")
+    parser.add_argument("--stages", default="4", help="4, 8 or both, with a comma between")
+    parser.add_argument("--rates", default="0.016")
     parser.add_argument("--minibatches", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--synchronous-start", type=float, default=0.0)
-    parser.add_argument("--table", action="store_true", help="train nothing; print the table of late.json")
+    parser.add_argument("--table", action="store_true", help="train nothing; write late.md and the docs' pictures")
     args = parser.parse_args()
     if args.table:
-        print(table(read()))
+        TABLE.write_text(table(read()) + "\n", encoding="utf-8")
+        draw(read())
         return
     torch.set_num_threads(1)
-    cases = [
-        Case(Recipe(name, float(rate), args.minibatches), schedule, int(stages), seed, args.synchronous_start)
-        for stages in args.stages.split(",")
-        for name in args.optimizers.split(";")
-        for schedule in args.schedules.split(";")
-        for rate in args.rates.split(",")
-        for seed in range(args.seeds)
-    ]
-    for case in cases:
-        if key(case) not in read():
-            began = time.perf_counter()
-            loss = train(case)
-            print(f"{loss:.4f} {time.perf_counter() - began:.0f} s {key(case)}", flush=True)
-            known = read() | {key(case): loss}  # another process may have written meanwhile
-            RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def table(losses: dict[str, float]) -> str:
-    """Return for each setting and optimizer the best rate's mean loss over the seeds that every rate has."""
-    found: defaultdict[tuple[int, int, str], defaultdict[str, dict[float, list[float]]]] = defaultdict(
-        lambda: defaultdict(dict)
+    choices = product(
+        map(int, args.stages.split(",")), args.optimizers.split(";"), args.schedules.split(";"), args.rates.split(",")
     )
-    for text, loss in losses.items():
-        case = json.loads(text)
-        start = case["synchronous_start"]
-        schedule = case["schedule"] + (f", first {start:.0%} synchronous" if start else "")
-        setting = case["stages"], case["recipe"]["minibatches"], schedule
-        rates = found[setting][case["recipe"]["optimizer"]]
-        rates.setdefault(case["recipe"]["rate"], []).append(loss)
-    rows = ["| stages | minibatches | schedule | optimizer | rate | loss | seeds |", "|---|---|---|---|---|---|---|"]
-    for (stages, minibatches, schedule), optimizers in sorted(found.items()):
-        for name, rates in optimizers.items():
-            # The rate is chosen by the first seed, which all rates have; more seeds are for the one that is chosen.
-            rate = min(rates, key=lambda each: rates[each][0])
-            mean = sum(rates[rate]) / len(rates[rate])
-            rows.append(
-                f"| {stages} | {minibatches} | {schedule} | {name} | {rate:g} | {mean:.3f} | {len(rates[rate])} |"
-            )
-    return "\n".join(rows)
+    for (stages, name, schedule, rate), seed in product(choices, range(args.seeds)):
+        recipe = Recipe(name, float(rate), args.minibatches)
+        case = Case(recipe, schedule, stages, seed, args.synchronous_start, args.model)
+        if all(case != each.case for each in read()):
+            began = time.perf_counter()
+            result = trained(case)
+            print(f"{result.loss:.4f} {time.perf_counter() - began:.0f} s {case}", flush=True)
+            keep(result)
 
 
-def key(case: Case) -> str:
-    """Return the name of a case in late.json."""
-    return json.dumps(asdict(case), sort_keys=True)
+def keep(result: Trained) -> None:
+    """Add a result to late.jsonl."""
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
 
 
-def read() -> dict[str, float]:
-    """Return the losses that are known, by case."""
-    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
+def read() -> list[Trained]:
+    """Return what is known, in the order of trainings."""
+    if not RESULTS.exists():
+        return []
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["case"]["recipe"] = Recipe(**row["case"]["recipe"])
+        row["case"] = Case(**row["case"])
+        row["curve"] = tuple(row["curve"])
+    return [Trained(**row) for row in rows]
+
+
+def means(results: Sequence[Trained]) -> dict[Case, tuple[float, int]]:
+    """Return the mean loss over the seeds, and how many there are, by case with seed 0."""
+    losses: dict[Case, list[float]] = {}
+    for each in results:
+        losses.setdefault(replace(each.case, seed=0), []).append(each.loss)
+    return {case: (fmean(values), len(values)) for case, values in losses.items()}
+
+
+def best(results: Sequence[Trained]) -> dict[Case, tuple[float, int]]:
+    """Return of `means` the best rate of each optimizer in each setting.
+
+    The rate is chosen among those that have most seeds.
+    """
+    found: dict[Case, tuple[float, int]] = {}
+    chosen: dict[Case, Case] = {}
+    for case, (loss, seeds) in means(results).items():
+        setting = replace(case, recipe=replace(case.recipe, rate=0.0))
+        before = chosen.get(setting)
+        if before is None or (-seeds, loss) < (-found[before][1], found[before][0]):
+            found.pop(before, None) if before is not None else None
+            chosen[setting], found[case] = case, (loss, seeds)
+    return found
+
+
+def table(results: Sequence[Trained]) -> str:
+    """Return a table of the best rate of each optimizer, beside the same recipe and the best one without delay."""
+    headers = ["model", "stages", "minibatches", "schedule", "optimizer", "rate", "seeds", "loss"]
+    headers += ["the same, synchronous", "", "best synchronous", ""]
+    return tabulate(list(_rows(results)), headers, tablefmt="github", disable_numparse=True)
+
+
+def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
+    known, chosen = means(results), best(results)
+    settings = sorted(chosen, key=lambda c: (c.model, c.stages, c.recipe.minibatches, SCHEDULES.index(c.schedule)))
+    for case in settings:
+        loss, seeds = chosen[case]
+        same = known.get(replace(case, schedule="synchronous", synchronous_start=0.0))
+        alike = [
+            each
+            for other, each in chosen.items()
+            if other.schedule == "synchronous"
+            and (other.model, other.stages) == (case.model, case.stages)
+            and other.recipe.minibatches == case.recipe.minibatches
+        ]
+        columns = [case.model, case.stages, case.recipe.minibatches, _named(case), case.recipe.optimizer]
+        columns += [f"{case.recipe.rate:g}", seeds, f"{loss:.3f}"]
+        yield [str(each) for each in columns] + _beside(loss, same) + _beside(loss, min(alike, default=None))
+
+
+def _named(case: Case) -> str:
+    start = case.synchronous_start
+    return case.schedule + (f", first {start:.0%} synchronous" if start else "")
+
+
+def _beside(loss: float, other: tuple[float, int] | None) -> list[str]:
+    return ["", ""] if other is None else [f"{other[0]:.3f}", f"{loss / other[0] - 1:+.1%}"]
+
+
+def draw(results: Sequence[Trained]) -> None:
+    """Write a picture of the training losses of each model with four stages."""
+    for model in MODELS:
+        chosen = [case for case in best(results) if case.model == model and case.stages == 4]
+        longest = max((case.recipe.minibatches for case in chosen), default=0)
+        curves = {
+            f"{case.recipe.optimizer}, {_named(case)}": _curve(case, results)
+            for case in chosen
+            if case.recipe.minibatches == longest
+        }
+        if curves:
+            picture = curves_svg(f"{model}: training loss, 4 stages", curves)
+            (PICTURES / f"late-{model}.svg").write_text(picture, encoding="utf-8")
+
+
+def _curve(case: Case, results: Sequence[Trained]) -> list[tuple[float, float]]:
+    """Return the mean curve over the seeds."""
+    own = [each.curve for each in results if replace(each.case, seed=0) == case]
+    return [(PART * (number + 1.0), fmean(losses)) for number, losses in enumerate(zip(*own, strict=True))]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
-"""The optimizers that the benchmark compares, each with its settings for synchronous and for late gradients."""
+"""The optimizers that the benchmark compares, each with its settings for synchronous and for late gradients.
+
+`CONVERGENCE_RECIPE` in the environment chooses one, as JSON: {"optimizer": "newest-muon", "rate": 0.016,
+"minibatches": 1200}. Model files take `optimizer` and `scheduler` from here.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from planner.optim import NewestMuon
 
+VARIABLE = "CONVERGENCE_RECIPE"
 WEIGHT_DECAY = 0.01
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -41,6 +48,10 @@ def _newest_muon(named: Named, rate: float) -> torch.optim.Optimizer:
     return NewestMuon(named, rate, weight_decay=WEIGHT_DECAY)
 
 
+def _newest_muon_vectors(vectors: float) -> Callable[[Named, float], torch.optim.Optimizer]:
+    return lambda named, rate: NewestMuon(named, rate, vectors=vectors, weight_decay=WEIGHT_DECAY)
+
+
 OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw, beta1 0": _adamw_without_momentum,
@@ -48,6 +59,9 @@ OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
     "nadam 0.99": _nadam_099,
     "muon 0.95": _muon,
     "newest-muon": _newest_muon,
+    "newest-muon, vectors 0.25": _newest_muon_vectors(0.25),
+    "newest-muon, vectors 0.06": _newest_muon_vectors(0.06),
+    "newest-muon, vectors 0.02": _newest_muon_vectors(0.02),
 }
 
 
@@ -59,18 +73,29 @@ class Recipe:
     rate: float = 2e-3
     minibatches: int = 400
 
-    def build(self, named: Named) -> torch.optim.Optimizer:
-        """Return the optimizer of named parameters."""
-        return OPTIMIZERS[self.optimizer](list(named), self.rate)
+    def choose(self) -> None:
+        """Make it the one that model files take, in this process and in those that it starts."""
+        os.environ[VARIABLE] = json.dumps(asdict(self))
 
 
-def schedule_of(optimizer: torch.optim.Optimizer, minibatches: int) -> LambdaLR:
+def optimizer(named_parameters: Named) -> torch.optim.Optimizer:
+    """Return the chosen recipe's optimizer."""
+    recipe = _chosen()
+    return OPTIMIZERS[recipe.optimizer](list(named_parameters), recipe.rate)
+
+
+def scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Return a schedule that warms up over a tenth of the training, then decays linearly to 0."""
+    minibatches = _chosen().minibatches
 
     def factor(minibatch: int) -> float:
         return min(minibatch / (0.1 * minibatches), (minibatches - minibatch) / (0.9 * minibatches))
 
     return LambdaLR(optimizer, factor)
+
+
+def _chosen() -> Recipe:
+    return Recipe(**json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 def _by_decay(named: Named) -> list[dict[str, object]]:

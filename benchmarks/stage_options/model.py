@@ -12,25 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from benchmarks.transformer_block import Block
+
 BLOCKS, WIDTH, HEADS, LENGTH, CLASSES = 8, 192, 6, 64, 10
-
-
-class Block(nn.Module):
-    """Pre-norm self-attention and a feed-forward network of four times the width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.projection = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [batch, length, width] to the same shape."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(2, (3, HEADS, WIDTH // HEADS)).transpose(1, 3)
-        attended = F.scaled_dot_product_attention(*qkv.unbind(2))  # [batch, heads, length, width / heads]
-        x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
 
 
 class Net(nn.Module):
@@ -38,7 +22,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,31 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.transformer_block import Block
 from benchmarks.two_cores.marks import Marker
 
 _MARKER = Marker()
 BLOCKS, WIDTH, HEADS, LENGTH, CLASSES = 8, 128, 4, 64, 10
-
-
-class Block(nn.Module):
-    """Pre-norm self-attention and a feed-forward network of four times the width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.projection = nn.Linear(WIDTH, WIDTH)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [batch, length, width] to the same shape."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(2, (3, HEADS, WIDTH // HEADS)).transpose(1, 3)
-        attended = F.scaled_dot_product_attention(*qkv.unbind(2))  # [batch, heads, length, width / heads]
-        x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        y: Tensor = x + self.feed_forward(x)
-        return y
 
 
 class Head(nn.Module):
@@ -54,7 +34,7 @@ class Head(nn.Module):
 def build_model() -> nn.Module:
     """Return the blocks and the head, in one sequence."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)), Head())
+    return nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(BLOCKS)), Head())
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -68,7 +68,8 @@ class NewestMuon(Optimizer):
 
     Args:
         named_parameters: of the model, or of a part of it, with their names.
-        lr: learning rate of both.
+        lr: learning rate of matrices, embeddings and heads.
+        vectors: learning rate of biases and norms, relative to `lr`.
         betas: of AdamW. Without a first moment by default, because momentum adds to the delay of late gradients.
         average: how much of the average of gradients stays at each step, from 0 to 1.
         newest: weight of the newest gradient against that average, from 0 to 1. 0.5 is for late gradients; 0.05 with
@@ -90,6 +91,7 @@ class NewestMuon(Optimizer):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         lr: float = 2e-3,
         *,
+        vectors: float = 1.0,
         betas: tuple[float, float] = (0.0, 0.98),
         average: float = 0.9,
         newest: float = 0.5,
@@ -101,24 +103,22 @@ class NewestMuon(Optimizer):
         for name, value in shares.items():
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name} is {value}; it must be from 0 to 1")
-        for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps}.items():
+        for name, value in {"lr": lr, "vectors": vectors, "weight_decay": weight_decay, "eps": eps}.items():
             if value < 0.0:
                 raise ValueError(f"{name} is {value}; it must not be negative")
         matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
+        tables: list[nn.Parameter] = []
+        flat: list[nn.Parameter] = []
         for name, parameter in named_parameters:
             matrix = parameter.ndim >= 2 and not to_adamw(name, parameter)
-            (matrices if matrix else others).append(parameter)
-        # Both groups exist in every part of a model, so that schedulers and checkpoints find the same two.
+            (matrices if matrix else tables if parameter.ndim >= 2 else flat).append(parameter)
+        # All groups exist in every part of a model, so that schedulers and checkpoints find the same three.
+        to_orthogonalise = {"average": average, "newest": newest, "weight_decay": weight_decay}
+        by_adamw = {"orthogonal": False, "betas": betas, "eps": eps, "weight_decay": 0.0}
         groups = [
-            {
-                "params": matrices,
-                "orthogonal": True,
-                "average": average,
-                "newest": newest,
-                "weight_decay": weight_decay,
-            },
-            {"params": others, "orthogonal": False, "betas": betas, "eps": eps, "weight_decay": 0.0},
+            {"params": matrices, "orthogonal": True, **to_orthogonalise},
+            {"params": tables, **by_adamw},
+            {"params": flat, "lr": lr * vectors, **by_adamw},
         ]
         super().__init__(groups, {"lr": lr})
 
@@ -165,7 +165,7 @@ class NewestMuon(Optimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.tensor(0.0)  # whose value fake tensors know, as estimates of the update need
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
         adamw(

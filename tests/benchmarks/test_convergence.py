@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from benchmarks.convergence import __main__ as command
-from benchmarks.convergence import characters, digits
+from benchmarks.convergence import characters, digits, late
 from benchmarks.convergence.__main__ import Curve, Measured, curves_of, make_plan, ordered, read_results, save, table
+from benchmarks.convergence.emulation import lateness
 from benchmarks.convergence.picture import curves_svg
+from benchmarks.convergence.recipes import Recipe
 
 CURVES = [Curve("one process", [10, 20], [2.0, 1.0], None), Curve("1f1b & co", [10, 20], [2.1, 1.03], None)]
 
@@ -58,3 +60,44 @@ def test_plans_have_four_stages(schedule: str) -> None:
     plan = make_plan(digits, schedule, vertical_sync=False)
     assert len(plan.stages) == 4
     assert plan.workers == (2 if schedule == "interleaved" else 4)
+
+
+def late_case(optimizer: str, rate: float, schedule: str, seed: int = 0) -> late.Case:
+    """Return a case with four stages."""
+    return late.Case(Recipe(optimizer, rate, 40), schedule, 4, seed)
+
+
+def test_each_optimizer_is_shown_at_its_best_rate_beside_the_best_one_without_delay() -> None:
+    losses = {
+        late_case("adamw", 0.1, "synchronous"): 2.0,
+        late_case("adamw", 0.2, "synchronous"): 1.9,
+        late_case("adamw", 0.1, "1f1b"): 2.2,
+        late_case("newest-muon", 0.1, "synchronous"): 1.6,
+        late_case("newest-muon", 0.1, "synchronous", seed=1): 1.4,
+        # Lower, but of one seed only.
+        late_case("newest-muon", 0.3, "synchronous"): 1.0,
+    }
+    results = [late.Trained(case, loss, None, (3.0, loss)) for case, loss in losses.items()]
+    rows = [[cell.strip() for cell in line.split("|")[4:-1]] for line in late.table(results).splitlines()[2:]]
+    assert rows == [
+        ["synchronous", "adamw", "0.2", "1", "1.900", "1.900", "+0.0%", "1.500", "+26.7%"],
+        ["synchronous", "newest-muon", "0.1", "2", "1.500", "1.500", "+0.0%", "1.500", "+0.0%"],
+        ["1f1b", "adamw", "0.1", "1", "2.200", "2.000", "+10.0%", "1.500", "+46.7%"],
+    ]
+
+
+def test_late_results_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "RESULTS", tmp_path / "late.jsonl")
+    assert late.read() == []
+    result = late.Trained(late_case("adamw", 0.1, "2bw"), 1.5, 0.98, (2.0, 1.5))
+    late.keep(result)
+    late.keep(result)
+    assert late.read() == [result, result]
+
+
+@pytest.mark.parametrize("name", list(late.MODELS))
+def test_every_stage_has_parameters(name: str) -> None:
+    model = late.MODELS[name].build_model()
+    stages = {late.MODELS[name].stage_of(each, 4) for each, _ in model.named_parameters()}
+    assert stages == {0, 1, 2, 3}
+    assert lateness("1f1b", 4) == [3, 2, 1, 0]

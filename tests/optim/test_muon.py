@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.optim import NewestMuon
 from planner.optim.muon import is_table, orthogonal
@@ -68,8 +69,12 @@ def test_the_rest_is_updated_as_by_adamw_to_the_bit() -> None:
     ours = Small()
     theirs = copy.deepcopy(ours)
     others = [p for n, p in theirs.named_parameters() if n not in _matrices(theirs)]
-    optimizer = NewestMuon(ours.named_parameters(), lr=0.01)
-    adamw = torch.optim.AdamW(others, lr=0.01, betas=(0.0, 0.98), weight_decay=0.0)
+    optimizer = NewestMuon(ours.named_parameters(), lr=0.01, vectors=0.5)
+    groups = [
+        {"params": [p for p in others if p.ndim > 1]},
+        {"params": [p for p in others if p.ndim == 1], "lr": 0.005},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.0, 0.98), weight_decay=0.0)
     for step in range(3):
         _set_gradients(ours, step)
         gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
@@ -128,6 +133,16 @@ def test_a_matrix_has_one_buffer_and_gradients_may_be_missing() -> None:
         [f"blocks.{i}.weight" for i in range(4)], 1
     )
     assert states["blocks.0.weight"]["average"].shape == (8, 8)
+
+
+def test_its_update_can_be_estimated() -> None:
+    with FakeTensorMode():
+        model = Small()
+        optimizer = NewestMuon(model.named_parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        for _ in range(2):
+            optimizer.step()
 
 
 def test_state_survives_saving_and_loading() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.convergence.late import LateWeights
+from benchmarks.convergence.emulation import LateWeights
 from planner.api import make_job
 from planner.errors import InputError, ModelFileError
 from planner.executor.job import TrainingOptions, TrainResult

@@ -1,0 +1,122 @@
+"""Train with late gradients in one process: exactly what the stages of an asynchronous pipeline compute.
+
+Under `1f1b` with weight stashing stage s of S computes minibatch m, forward and backward, at the weights after
+m − (S − 1 − s) updates, and applies the gradient to its newest weights (Narayanan et al., "PipeDream", SOSP'19, section
+3.3). Under `2bw` all stages compute it at the weights before the last update (Narayanan et al., "Memory-Efficient
+Pipeline-Parallel DNN Training", ICML'21, section 3.1). One process keeps those older weights, and puts them in place
+for the forward and the backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from planner.executor.run.data import make_batches
+from planner.model.spec import load_model_file
+from planner.schedule.instructions import Unit
+
+
+def lateness(schedule: str, stages: int) -> list[int]:
+    """Return how many updates late each stage's gradients are under "1f1b", "2bw" or "synchronous"."""
+    late = {"synchronous": [0] * stages, "2bw": [1] * stages, "1f1b": list(range(stages - 1, -1, -1))}
+    return late[schedule]
+
+
+class LateWeights:
+    """The weights of each stage after the last updates, and the older ones among them that a minibatch is to use.
+
+    Args:
+        stages: the parameters of each.
+        late: how many updates late the gradients of each are.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[nn.Parameter]], late: Sequence[int]) -> None:
+        self._stages = stages
+        self._older: list[deque[list[Tensor]]] = [deque(maxlen=max(updates, 1)) for updates in late]
+        self._late = late
+        self._newest: list[list[Tensor]] = []
+
+    def put_older(self) -> None:
+        """Give every stage the weights that its next minibatch is computed at."""
+        self._newest = [[parameter.data for parameter in stage] for stage in self._stages]
+        for stage, older, late in zip(self._stages, self._older, self._late, strict=True):
+            if late and older:
+                for parameter, data in zip(stage, older[0], strict=True):
+                    parameter.data = data
+
+    def put_newest(self) -> None:
+        """Give every stage its newest weights, and keep a copy of them, because they are about to be updated."""
+        for stage, older, newest, late in zip(self._stages, self._older, self._newest, self._late, strict=True):
+            for parameter, data in zip(stage, newest, strict=True):
+                parameter.data = data
+            if late:
+                older.append([data.clone() for data in newest])
+
+
+def train(
+    module: ModuleType,
+    minibatches: int,
+    seed: int,
+    observe: Callable[[int, nn.Module, float], object],
+    *,
+    builder: str = "build_model",
+    late: Sequence[int] = (),
+    start: int = 0,
+) -> nn.Module:
+    """Train a model file's model in one process, on the workers' minibatches, and return it.
+
+    Args:
+        module: the model file; with `late`, its `stage_of` says where parameters are.
+        minibatches: how many.
+        seed: of the first weights and of the order of the data.
+        observe: is called after each minibatch with the number of them that are done, the model and the loss.
+        builder: which function makes the model.
+        late: how many updates late the gradients of each stage are; nothing for one process.
+        start: minibatches at the beginning whose gradients are not late.
+    """
+    file = load_model_file(f"{module.__file__}:{builder}")
+    torch.manual_seed(seed)
+    model = file.build_model()
+    optimizer = file.optimizer(dict(model.named_parameters()))
+    scheduler = file.scheduler(optimizer)
+    assert scheduler is not None
+    batches = make_batches(file, module.MINIBATCH, 1, seed, drop_last=True)
+    stages: list[list[nn.Parameter]] = [[] for _ in late]
+    if late:
+        for name, parameter in model.named_parameters():
+            stages[module.stage_of(name, len(late))].append(parameter)
+    weights = LateWeights(stages, late)
+    for minibatch in range(minibatches):
+        batch = batches.batch(Unit(minibatch))
+        optimizer.zero_grad()
+        if minibatch >= start:
+            weights.put_older()
+        loss = module.loss(model(*batch.args), batch.target)
+        torch.autograd.backward(loss)
+        if minibatch >= start:
+            weights.put_newest()
+        optimizer.step()
+        scheduler.step()
+        observe(minibatch + 1, model, float(loss.detach()))
+    return model
+
+
+def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tuple[float, float | None]:
+    """Return the mean loss, and the accuracy if the module has metrics."""
+    loss, right, count = 0.0, 0.0, 0
+    with torch.no_grad():
+        for inputs, target in DataLoader(data, 256):
+            output = model.eval()(inputs)
+            loss += float(module.loss(output, target)) * len(inputs)
+            right += (
+                float(module.metrics(output, target)["accuracy"]) * len(inputs) if hasattr(module, "metrics") else 0
+            )
+            count += len(inputs)
+    model.train()
+    return loss / count, right / count if hasattr(module, "metrics") else None

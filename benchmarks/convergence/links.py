@@ -1,0 +1,241 @@
+"""Train in real processes over shaped links, for the held-out loss and the time.
+
+    python -m benchmarks.convergence.links --bandwidth 100Mbps
+    python -m benchmarks.convergence.links --table
+
+A process per stage, each in a network namespace of its own (`benchmarks/netns.py`). Model, data, first weights, recipe
+and minibatches are those of `late.py`. Results are added to links.jsonl, a line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+from tabulate import tabulate
+
+from benchmarks.convergence import transformer
+from benchmarks.convergence.recipes import Recipe
+from benchmarks.testbed.bed import Testbed, testbed
+from benchmarks.testbed.predict import given_plan
+from planner.api import estimate
+from planner.executor.job import Job, TrainingOptions
+from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.schedule.registry import find
+from planner.units import parse_bandwidth
+
+HERE = Path(__file__).parent
+RESULTS, TABLE = HERE / "links.jsonl", HERE / "links.md"
+DDP = "DDP"
+CONTENDERS = ("1f1b", "2bw", "1f1b-flush", DDP)
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        contender: a schedule, or `DDP`.
+        recipe: of the whole training.
+        minibatches: trained of it; where only the time is of interest, a few.
+        stages: of a block each, one per worker; under `DDP`, workers.
+        parts: microbatches of a minibatch, where the schedule divides it.
+        synchronous_start: share of the minibatches.
+        seed: of first weights and data.
+        bandwidth: of each worker's link.
+    """
+
+    contender: str
+    recipe: Recipe
+    minibatches: int
+    stages: int
+    parts: int
+    synchronous_start: float
+    seed: int
+    bandwidth: str
+
+    @property
+    def whole(self) -> bool:
+        """Whether the recipe is trained to its end."""
+        return self.minibatches == self.recipe.minibatches
+
+    @property
+    def model(self) -> str:
+        """The model file, with the function that makes a model of so many blocks."""
+        return f"{transformer.__file__}:{'build_deep' if self.stages == 8 else 'build_model'}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a case; seconds per minibatch are of the steady state, the loss is on held-out data."""
+
+    case: Case
+    seconds_per_minibatch: float
+    seconds: float  # start-up, evaluation and drain included
+    loss: float | None
+    first_losses: tuple[float, ...]  # of the first minibatches, to compare with one process
+
+
+def main() -> None:
+    """Run what is asked for, and print and keep the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", default=";".join(CONTENDERS), help="separated by semicolons")
+    parser.add_argument("--optimizer", default="newest-muon")
+    parser.add_argument("--rate", type=float, default=0.016)
+    parser.add_argument("--minibatches", type=int, default=400, help="of the recipe")
+    parser.add_argument("--only", type=int, help="train so few of them, for the time")
+    parser.add_argument("--stages", type=int, choices=(4, 8), default=4)
+    parser.add_argument("--parts", type=int, default=4, help="microbatches of a minibatch, where it is divided")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--synchronous-start", type=float, default=0.0)
+    parser.add_argument("--bandwidth", default="1Gbps")
+    parser.add_argument("--table", action="store_true", help="train nothing; write links.md")
+    args = parser.parse_args()
+    if args.table:
+        TABLE.write_text(f"{table(read())}\n\n{times(read())}\n", encoding="utf-8")
+        return
+    recipe = Recipe(args.optimizer, args.rate, args.minibatches)
+    recipe.choose()
+    with testbed(args.stages) as bed:
+        links = bed.links(flat_cluster(args.stages, parse_bandwidth(args.bandwidth)))
+        for seed in map(int, args.seeds.split(",")):
+            for contender in args.contenders.split(";"):
+                late = contender != DDP and find(contender).asynchronous
+                start = args.synchronous_start if late else 0.0
+                minibatches = args.only or args.minibatches
+                case = Case(contender, recipe, minibatches, args.stages, args.parts, start, seed, args.bandwidth)
+                run = train(bed, links, case)
+                print(run, flush=True)
+                with RESULTS.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(run)) + "\n")
+
+
+def train(bed: Testbed, links: Cluster, case: Case) -> Run:
+    """Train a case in real processes."""
+    options = TrainingOptions(
+        evaluate_every=case.minibatches if case.whole and case.contender != DDP else None,
+        drop_last=True,
+        synchronous_start=case.synchronous_start,
+    )
+    job = Job(
+        model=case.model,
+        plan=plan_of(case, links),
+        steps=case.minibatches,
+        seed=case.seed,
+        options=options,
+        baseline="data-parallel" if case.contender == DDP else None,
+    )
+    result = bed.train(job, links, 1.0, TIMEOUT_S)
+    return Run(
+        case,
+        seconds_per_minibatch=result.minibatch_size / result.samples_per_s,
+        seconds=result.seconds,
+        loss=result.evaluations[-1].loss if result.evaluations else None,
+        first_losses=tuple(math.nan if each.loss is None else each.loss for each in result.losses[:12]),
+    )
+
+
+def plan_of(case: Case, links: Cluster) -> Plan:
+    """Return a plan of a block per stage, of the depth that its schedule was published with; or of all on all."""
+    if case.contender == DDP:
+        profile = _estimate(case, case.stages)
+        return given_plan(profile, links, [len(profile.layers)], [case.stages], "1f1b-flush", case.stages)
+    parts = case.parts if find(case.contender).divides else 1
+    profile = _estimate(case, parts)
+    stages = [transformer.stage_of(layer.name, case.stages) for layer in profile.layers]
+    counts = [stages.count(number) for number in range(case.stages)]
+    return given_plan(profile, links, counts, [1] * case.stages, case.contender, parts, depth="published")
+
+
+def _estimate(case: Case, parts: int) -> Profile:
+    return estimate(case.model, device="cpu", batch_size=transformer.MINIBATCH // parts)
+
+
+def read() -> list[Run]:
+    """Return what is known."""
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["case"]["recipe"] = Recipe(**row["case"]["recipe"])
+        row["case"] = Case(**row["case"])
+    return [Run(**row) for row in rows]
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return the mean losses over the seeds, and the median times, of trainings to the end."""
+    together: defaultdict[Case, list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.loss is not None:
+            together[replace(run.case, seed=0)].append(run)
+    rows = [
+        (
+            case.stages,
+            case.recipe.minibatches,
+            case.contender + (f", first {case.synchronous_start:.0%} synchronous" if case.synchronous_start else ""),
+            f"{case.recipe.optimizer}, {case.recipe.rate:g}",
+            case.bandwidth,
+            f"{fmean(run.loss for run in same if run.loss is not None):.3f}",
+            len(same),
+            f"{1e3 * median(run.seconds_per_minibatch for run in same):.1f}",
+        )
+        for case, same in sorted(together.items(), key=lambda each: (each[0].stages, each[0].minibatches))
+    ]
+    headers = ("stages", "minibatches", "schedule", "optimizer and rate", "links", "loss", "seeds", "ms per minibatch")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def times(runs: Sequence[Run], stages: int = 4, minibatches: int = 800) -> str:
+    """Return the times to the loss that 1f1b has after so many minibatches."""
+    rows = []
+    target = _mean_loss(runs, "1f1b", stages, minibatches)
+    ours = _to_loss(runs, "1f1b", stages, target)
+    for bandwidth in dict.fromkeys(run.case.bandwidth for run in runs):
+        seconds = {name: _least_s(runs, name, stages, bandwidth) for name in ("1f1b", "1f1b-flush", DDP)}
+        for name, each_s in seconds.items():
+            if each_s is not None and seconds["1f1b"] is not None:
+                # DDP makes the same updates as the schedule that drains.
+                needed = ours if name == "1f1b" else _to_loss(runs, "1f1b-flush", stages, target)
+                total_s = needed * each_s
+                ratio = total_s / (ours * seconds["1f1b"])
+                rows.append((bandwidth, name, f"{needed:.0f}", f"{1e3 * each_s:.1f}", f"{total_s:.1f}", f"{ratio:.2f}"))
+    headers = ("links", "", f"minibatches to {target:.3f}", "ms per minibatch", "seconds", "of 1f1b's")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def _mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: int) -> float:
+    return fmean(
+        run.loss
+        for run in runs
+        if run.loss is not None
+        and (run.case.contender, run.case.stages, run.case.minibatches) == (contender, stages, minibatches)
+    )
+
+
+def _to_loss(runs: Sequence[Run], contender: str, stages: int, target: float) -> float:
+    """Return the length of a training that ends at a loss, between those of trainings that were measured."""
+    alike = [run.case for run in runs if (run.case.contender, run.case.stages) == (contender, stages) and run.loss]
+    lengths = sorted({case.minibatches for case in alike})
+    losses = [_mean_loss(runs, contender, stages, length) for length in lengths]
+    return math.exp(np.interp(-target, [-loss for loss in losses], [math.log(length) for length in lengths]))
+
+
+def _least_s(runs: Sequence[Run], contender: str, stages: int, bandwidth: str) -> float | None:
+    """Return the seconds per minibatch of the fastest way to divide minibatches; None where nothing was measured."""
+    by_parts: defaultdict[int, list[float]] = defaultdict(list)
+    for run in runs:
+        if (run.case.contender, run.case.stages, run.case.bandwidth) == (contender, stages, bandwidth):
+            by_parts[run.case.parts].append(run.seconds_per_minibatch)
+    return min(map(median, by_parts.values()), default=None)
+
+
+if __name__ == "__main__":
+    main()
