@@ -74,8 +74,12 @@ def trained(case: Case) -> Trained:
         start=round(case.synchronous_start * minibatches),
     )
     loss, accuracy = evaluate(module, model, module.evaluation_dataset())
-    curve = tuple(round(fmean(losses[first : first + PART]), 4) for first in range(0, minibatches, PART))
-    return Trained(case, round(loss, 5), accuracy, curve)
+    return Trained(case, round(loss, 5), accuracy, curve_of(losses))
+
+
+def curve_of(losses: Sequence[float]) -> tuple[float, ...]:
+    """Return the means of `PART` losses each."""
+    return tuple(round(fmean(losses[first : first + PART]), 4) for first in range(0, len(losses), PART))
 
 
 def main() -> None:
@@ -202,7 +206,7 @@ def draw(results: Sequence[Trained]) -> None:
 
 def _curve(case: Case, results: Sequence[Trained]) -> list[tuple[float, float]]:
     """Return the mean curve over the seeds."""
-    own = [each.curve for each in results if replace(each.case, seed=0) == case]
+    own = [each.curve for each in results if replace(each.case, seed=0) == case and each.curve]
     return [(PART * (number + 1.0), fmean(losses)) for number, losses in enumerate(zip(*own, strict=True))]
 
 

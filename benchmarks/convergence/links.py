@@ -22,6 +22,7 @@ import numpy as np
 from tabulate import tabulate
 
 from benchmarks.convergence import transformer
+from benchmarks.convergence.late import curve_of
 from benchmarks.convergence.recipes import Recipe
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.predict import given_plan
@@ -83,7 +84,7 @@ class Run:
     seconds_per_minibatch: float
     seconds: float  # start-up, evaluation and drain included
     loss: float | None
-    first_losses: tuple[float, ...]  # of the first minibatches, to compare with one process
+    curve: tuple[float, ...]  # mean training losses of 20 minibatches each
 
 
 def main() -> None:
@@ -141,7 +142,7 @@ def train(bed: Testbed, links: Cluster, case: Case) -> Run:
         seconds_per_minibatch=result.minibatch_size / result.samples_per_s,
         seconds=result.seconds,
         loss=result.evaluations[-1].loss if result.evaluations else None,
-        first_losses=tuple(math.nan if each.loss is None else each.loss for each in result.losses[:12]),
+        curve=curve_of([math.nan if each.loss is None else each.loss for each in result.losses]),
     )
 
 

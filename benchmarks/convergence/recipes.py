@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -41,15 +42,11 @@ def _nadam_099(named: Named, rate: float) -> torch.optim.Optimizer:
 
 def _muon(named: Named, rate: float) -> torch.optim.Optimizer:
     """Muon with Nesterov's momentum of 0.95: the newest gradient weighs 0.05 against the average."""
-    return NewestMuon(named, rate, betas=(0.9, 0.98), average=0.95, newest=0.05, weight_decay=WEIGHT_DECAY)
+    return NewestMuon(named, rate, vectors=1.0, betas=(0.9, 0.98), average=0.95, newest=0.05, weight_decay=WEIGHT_DECAY)
 
 
-def _newest_muon(named: Named, rate: float) -> torch.optim.Optimizer:
-    return NewestMuon(named, rate, weight_decay=WEIGHT_DECAY)
-
-
-def _newest_muon_vectors(vectors: float) -> Callable[[Named, float], torch.optim.Optimizer]:
-    return lambda named, rate: NewestMuon(named, rate, vectors=vectors, weight_decay=WEIGHT_DECAY)
+def _newest_muon(named: Named, rate: float, vectors: float = 0.06) -> torch.optim.Optimizer:
+    return NewestMuon(named, rate, vectors=vectors, weight_decay=WEIGHT_DECAY)
 
 
 OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
@@ -59,9 +56,8 @@ OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
     "nadam 0.99": _nadam_099,
     "muon 0.95": _muon,
     "newest-muon": _newest_muon,
-    "newest-muon, vectors 0.25": _newest_muon_vectors(0.25),
-    "newest-muon, vectors 0.06": _newest_muon_vectors(0.06),
-    "newest-muon, vectors 0.02": _newest_muon_vectors(0.02),
+    "newest-muon, vectors 0.25": partial(_newest_muon, vectors=0.25),
+    "newest-muon, vectors 1": partial(_newest_muon, vectors=1.0),
 }
 
 

@@ -69,7 +69,8 @@ class NewestMuon(Optimizer):
     Args:
         named_parameters: of the model, or of a part of it, with their names.
         lr: learning rate of matrices, embeddings and heads.
-        vectors: learning rate of biases and norms, relative to `lr`.
+        vectors: learning rate of biases and norms, relative to `lr`. All positions add to their gradients, so that
+            they move in one direction for long, and with late gradients too far.
         betas: of AdamW. Without a first moment by default, because momentum adds to the delay of late gradients.
         average: how much of the average of gradients stays at each step, from 0 to 1.
         newest: weight of the newest gradient against that average, from 0 to 1. 0.5 is for late gradients; 0.05 with
@@ -91,7 +92,7 @@ class NewestMuon(Optimizer):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         lr: float = 2e-3,
         *,
-        vectors: float = 1.0,
+        vectors: float = 0.06,
         betas: tuple[float, float] = (0.0, 0.98),
         average: float = 0.9,
         newest: float = 0.5,

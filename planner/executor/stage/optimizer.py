@@ -165,14 +165,15 @@ class StageOptimizer:
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
-    if not is_elementwise(optimizer):
-        name = type(optimizer).__name__
-        raise PlanError(
-            f"the plan divides the optimizer's state over replicas, but nobody says that {name} treats each element of "
-            "a parameter alone",
-            hint=f"solve again with `shard_optimizer=never`; or, if it does, let optimizer() set {name}.elementwise = "
-            "True",
-        )
+    if is_elementwise(optimizer):
+        return
+    name, hint = type(optimizer).__name__, "solve again with `shard_optimizer=never`"
+    if getattr(optimizer, "elementwise", None) is False:
+        reason = f"{name} updates an element by what its whole parameter is"
+    else:
+        reason = f"nobody says that {name} treats each element of a parameter alone"
+        hint += f"; or, if it does, let optimizer() set {name}.elementwise = True"
+    raise PlanError(f"the plan divides the optimizer's state over replicas, but {reason}", hint=hint)
 
 
 class JointNorm:

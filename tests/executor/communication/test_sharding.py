@@ -16,6 +16,7 @@ from planner.executor.communication.sharding import ALIGNMENT, Sharding, divide
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.elementwise import ELEMENTWISE
 from planner.model.spec import TrainingSpec, in_memory
+from planner.optim import NewestMuon
 from planner.schedule.instructions import Instruction, Update
 from planner.schedule.streams.check import _Run
 from tests.executor.communication.nccl_rules.cases import runs
@@ -122,6 +123,9 @@ def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     with pytest.raises(PlanError, match=r"nobody says that Adafactor treats each element of a parameter alone") as e:
         StageOptimizer(spec_of(Adafactor), module, sharding=sharding)
     assert "`shard_optimizer=never`" in str(e.value.hint)
+    with pytest.raises(PlanError, match=r"NewestMuon updates an element by what its whole parameter is") as e:
+        StageOptimizer(spec_of(lambda own: NewestMuon(module.named_parameters())), module, sharding=sharding)
+    assert e.value.hint == "solve again with `shard_optimizer=never`"
 
 
 def test_state_that_cannot_be_divided_is_refused() -> None:
