@@ -71,7 +71,7 @@ def test_the_rest_is_updated_as_by_adamw_to_the_bit() -> None:
     theirs = copy.deepcopy(ours)
     others = [p for n, p in theirs.named_parameters() if n not in _matrices(theirs)]
     optimizer = NewestMuon(ours.named_parameters(), lr=0.01, vectors=0.5)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in others if p.ndim > 1]},
         {"params": [p for p in others if p.ndim == 1], "lr": 0.005},
     ]
